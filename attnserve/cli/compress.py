@@ -204,7 +204,7 @@ def _show_plan(report: PlanReport) -> None:
         names, legend = shorten_names([d.block for d in report.layers], width=out.width - 56)
         table = make_table(
             "plan, block by block",
-            ("block", "kept", "form", ">original ms", ">ms", ">speed-up", ">loss"),
+            ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
         )
         for decision, name in zip(report.layers, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"

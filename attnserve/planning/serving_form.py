@@ -192,13 +192,13 @@ def _fuse_and_check(
     device: Device,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    forms = _forms(model, passes, path, device)
-    files = {form.file: form.passes for form in forms}
+    variants = _variants(model, passes, path, device)
+    files = {variant.file: variant.passes for variant in variants}
     try:
-        for file, variant in files.items():
-            _write(model, variant, file)
-        original = _Form((), source.model, device.runtime_name)
-        forms, sessions = _opened([original, *forms], device)
+        for file, fusion in files.items():
+            _write(model, fusion, file)
+        original = _Variant((), source.model, device.runtime_name)
+        variants, sessions = _opened([original, *variants], device)
         times: dict[str, np.ndarray] = {}
         _add_times(times, model, sessions, source.max_length)
         if _seems_slow(times):
@@ -206,7 +206,7 @@ def _fuse_and_check(
         row = _fastest(times)
         if (slow := _too_slow(times, row)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        fastest = forms[row]
+        fastest = variants[row]
         plain = None
         if rounds_activations(model):
             plain = open_session(source.model, device, optimize=False)
@@ -233,7 +233,7 @@ def _fuse_and_check(
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Variant:
     """An equivalent graph in a runtime.
 
     Attributes:
@@ -259,21 +259,21 @@ def _runtimes(device: Device) -> list[str]:
     return installed
 
 
-def _forms(
+def _variants(
     model: ir.Model, passes: Sequence[RewritePass], path: Path, device: Device
-) -> list[_Form]:
+) -> list[_Variant]:
     """All variants in each runtime; the graph as it is only in runtimes that are compared."""
     first, *others = _runtimes(device)
-    variants = _variants(model, passes) if passes else []
+    fusions = _fusions(model, passes) if passes else []
     if others:
-        variants = [*variants, ()]
+        fusions = [*fusions, ()]
     files = [path, *(path.with_name(f"{path.stem}.{n}{path.suffix}")
-                     for n in range(1, len(variants)))]  # fmt: skip
+                     for n in range(1, len(fusions)))]  # fmt: skip
     return [
-        _Form(variant, file, runtime)
+        _Variant(fusion, file, runtime)
         for runtime in (first, *others)
-        for variant, file in zip(variants, files, strict=True)
-        if variant or runtime != first
+        for fusion, file in zip(fusions, files, strict=True)
+        if fusion or runtime != first
     ]
 
 
@@ -285,29 +285,29 @@ def _write(model: ir.Model, passes: Sequence[RewritePass], path: Path) -> None:
     save_model(new, path)
 
 
-def _opened(forms: Sequence[_Form], device: Device) -> tuple[list[_Form], list[Session]]:
-    """The forms that their runtimes accept, with their sessions.
+def _opened(variants: Sequence[_Variant], device: Device) -> tuple[list[_Variant], list[Session]]:
+    """The variants that their runtimes accept, with their sessions.
 
     Raises:
         InvalidModel: The first runtime refuses one.
     """
-    accepted: list[_Form] = []
+    accepted: list[_Variant] = []
     sessions: list[Session] = []
-    for form in forms:
+    for variant in variants:
         try:
-            session = open_session(form.file, replace(device, runtime=form.runtime))
+            session = open_session(variant.file, replace(device, runtime=variant.runtime))
         except InvalidModel as refused:
-            if form.runtime == forms[0].runtime:
+            if variant.runtime == variants[0].runtime:
                 raise
             log.info("%s", refused.what)
             continue
-        accepted.append(form)
+        accepted.append(variant)
         sessions.append(session)
     return accepted, sessions
 
 
-def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
-    """Variants: all blocks fused; then, for each kind of attention, all but that kind.
+def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
+    """Passes of variants: all blocks fused; then, for each kind of attention, all but that kind.
 
     Attention of a kind has the same operator, heads and widths, and so the same speed.
     """
@@ -320,11 +320,11 @@ def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[R
             sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
             kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)
     others = [one for one in passes if not isinstance(one, FuseAttention)]
-    variants: list[Sequence[RewritePass]] = [passes]
+    fusions: list[Sequence[RewritePass]] = [passes]
     for names in kinds.values():
         rest = {name: operator for name, operator in operators.items() if name not in names}
-        variants.append([FuseAttention(rest), *others] if rest else others)
-    return variants[:MAX_VARIANTS]
+        fusions.append([FuseAttention(rest), *others] if rest else others)
+    return fusions[:MAX_VARIANTS]
 
 
 def _compare(

@@ -141,15 +141,13 @@ class ChoiceSet:
                         assert picked.pair is not None
                         edges[block.name] = picked.pair.edges(mask)
                     stays_float = picked.stays_float(group)
-                    implementation = self.timing.latency(
-                        block, stays_float=stays_float
-                    ).implementation
+                    operator = self.timing.latency(block, stays_float=stays_float).operator
                     float_blocks += [block.name] if stays_float else []
                     needs_plain = config.needs_plain_operators or block.name in sources
-                    if implementation == "gelu":
+                    if operator == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif implementation != AS_EXPORTED and not needs_plain:
-                        passes.append(FuseAttention({block.name: implementation}))
+                    elif operator != AS_EXPORTED and not needs_plain:
+                        passes.append(FuseAttention({block.name: operator}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion is not None:
             passes += [FoldBiases(), self.timing.residual_fusion]

@@ -57,7 +57,7 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
             curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)
             is_int8 = bool(timing.float_latencies) and not stays_float
             for block in group.blocks:
-                ms_after, implementation = _ms_after(choices, picked, group, config, block.name)
+                ms_after, operator = _ms_after(choices, picked, group, config, block.name)
                 decisions.append(
                     Decision(
                         block=block.name,
@@ -67,7 +67,7 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                         head_size=config.head_size,
                         rank=config.rank,
                         source=config.source,
-                        written=implementation,
+                        written=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
                         predicted_loss=_predicted_loss(curve, group, config, picked.pair)
@@ -94,16 +94,16 @@ def _predicted_loss(
 def _ms_after(
     choices: ChoiceSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
 ) -> tuple[float, str]:
-    """The time of one block and its implementation; half of both blocks of a reusing pair."""
+    """The time of one block, and what computes it; half of both blocks of a reusing pair."""
     timing = choices.timing
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
         return both / 2, "reuse" if config.source else AS_EXPORTED
     block = next(block for block in group.blocks if block.name == name)
     latency = timing.latency(block, stays_float=picked.stays_float(group))
-    implementation = latency.implementation if config.kept else "skip"
-    implementation = "sparse" if config.rank is not None else implementation
-    return timing.mean(latency.configs[config]), implementation
+    operator = latency.operator if config.kept else "skip"
+    operator = "sparse" if config.rank is not None else operator
+    return timing.mean(latency.configs[config]), operator
 
 
 def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:

@@ -36,10 +36,10 @@ class ModelTiming:
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
         num_requested: Number of requested workloads, which come first.
-        blocks: The latencies of each block's implementations and configurations.
+        blocks: The latencies of each block with its operators and in its configurations.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
-        residual_fusion: The fastest form of residual additions; None for that of the model.
+        residual_fusion: The fastest pass for residual additions; None if the export is fastest.
         residual_fusion_ms: The time that it saves.
         other_ms: Latency of the rest of the model, after residual fusion.
     """
@@ -89,8 +89,8 @@ class ModelTiming:
                     **({"precision": "float32"} if timed is self.float_latencies else {}),
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
-                    "written": latency.implementation,
-                    "forms": {name: list(ms) for name, ms in latency.implementations.items()},
+                    "written": latency.operator,
+                    "forms": {name: list(ms) for name, ms in latency.operators.items()},
                     "kept": {str(config): list(latency.configs[config]) for config in configs},
                 })  # fmt: skip
         for pair in self.pairs:
@@ -117,7 +117,7 @@ def time_model(
     """Time every configuration of every block at the requested and at the two extreme workloads.
 
     Args:
-        model: The model in the newest opset that an implementation of a block needs.
+        model: The model in the newest opset that an operator of a block needs.
     """
     job, requested = search_input.job, search_input.job.requested
     context, precision, num_requested = job.context, job.target.precision, len(requested)

@@ -136,10 +136,10 @@ def test_time_blocks_selects_fastest_implementation(
     for group in groups:
         found = timed[group.blocks[0]]
         if group.kind == "attention":
-            assert found.implementation == "attention"
+            assert found.operator == "attention"
             assert found.configs[BlockConfig(4)][0] < found.original[0]
         else:
-            assert found.implementation == "gelu"
+            assert found.operator == "gelu"
             assert found.configs[BlockConfig(64)][0] < found.original[0]
 
 
@@ -157,7 +157,7 @@ def test_time_blocks_skips_operator_without_kernel(
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
-    forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
+    forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
@@ -176,7 +176,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
-        assert found[group.blocks[0]].implementation == "as exported"
+        assert found[group.blocks[0]].operator == "as exported"
         options = Estimates(found, {}, 1).options((group,))
         assert [option.configs for option in options] == [(BlockConfig(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
