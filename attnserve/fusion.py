@@ -196,7 +196,7 @@ def fuse_for(
     scheme = SCHEMES[precision]
     runs_on: Provider = "cuda" if scheme.provider == "cuda" else provider
     operators: Sequence[FusedOperator] = ATTENTION_OPERATORS[runs_on]
-    if scheme.keeps_blocks:
+    if scheme.allows_float_blocks:
         operators = [operator for operator in operators if operator not in PROJECTING]
     try:
         fused, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)

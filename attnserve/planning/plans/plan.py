@@ -205,6 +205,6 @@ class _PlanContent(BaseModel):
     def _check(self) -> Self:
         if self.precision not in SCHEMES:
             raise ValueError(f"precision {self.precision!r} is unknown")
-        if self.float_blocks and not SCHEMES[self.precision].keeps_blocks:
+        if self.float_blocks and not SCHEMES[self.precision].allows_float_blocks:
             raise ValueError("float_blocks apply to int8 and int4")
         return self

@@ -113,11 +113,11 @@ class Cast(PlanStep):
 
     Attributes:
         precision: A name in ``SCHEMES``.
-        keep: Attention and feed-forward blocks that stay float32; see ``precision.convert``.
+        float_blocks: The blocks that stay float32; see ``precision.convert``.
     """
 
     precision: Precision
-    keep: tuple[str, ...] = ()
+    float_blocks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -130,7 +130,11 @@ class Cast(PlanStep):
         empty = empty_axes(state.job.original, state.model)
         rows = [shaped_for(state.model, batch, empty) for batch in state.job.calibration]
         state.converted = convert(
-            state.model, self.precision, rows, float_blocks=self.keep, rounding=state.rounding
+            state.model,
+            self.precision,
+            rows,
+            float_blocks=self.float_blocks,
+            rounding=state.rounding,
         )
 
 

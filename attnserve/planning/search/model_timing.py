@@ -59,9 +59,9 @@ class ModelTiming:
         """The mean over the workloads that the model should be fast at."""
         return float(np.mean(times[: self.num_requested]))
 
-    def latency(self, block: Block, *, stays_float: bool) -> BlockLatency:
+    def latency(self, block: Block, *, in_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
-        return (self.float_latencies if stays_float else self.blocks)[block]
+        return (self.float_latencies if in_float else self.blocks)[block]
 
     @property
     def original_ms(self) -> float:
@@ -128,7 +128,7 @@ def time_model(
     timer = BlockTimer(model, feeds, table, num_requested, precision, context.progress)
     blocks = timer.time_blocks(groups)
     float_latencies: Mapping[Block, BlockLatency] = {}
-    if SCHEMES[precision].keeps_blocks:
+    if SCHEMES[precision].allows_float_blocks:
         float_latencies = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
