@@ -90,7 +90,7 @@ NO_GAIN = 1.01
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
-    lossy = {rewrite.name for rewrite in report.plan.passes if rewrite.lossy}
+    lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
     steps = [step for step in report.steps if step.rewrite in lossy]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(

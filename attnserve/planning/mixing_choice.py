@@ -92,11 +92,11 @@ class MixingComparison:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
         with Analyses.of(model) as analyses:
-            for rewrite in plan.passes:
-                if isinstance(rewrite, FittedPass):
-                    rewrite.require_applicable(analyses)
-                    rewrite = rewrite.unfitted(analyses)
-                rewrite(model)
+            for graph_pass in plan.passes:
+                if isinstance(graph_pass, FittedPass):
+                    graph_pass.require_applicable(analyses)
+                    graph_pass = graph_pass.unfitted(analyses)
+                graph_pass(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

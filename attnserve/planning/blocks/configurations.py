@@ -332,11 +332,11 @@ def apply_config(
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
     with Analyses.of(model) as analyses:
-        for rewrite in passes_of(block, config, mask):
-            if isinstance(rewrite, FittedPass) and moments is not None:
-                rewrite.require_applicable(analyses)
-                rewrite = rewrite.fitted(analyses, {block.name: moments})
-            rewrite(model)
+        for graph_pass in passes_of(block, config, mask):
+            if isinstance(graph_pass, FittedPass) and moments is not None:
+                graph_pass.require_applicable(analyses)
+                graph_pass = graph_pass.fitted(analyses, {block.name: moments})
+            graph_pass(model)
 
 
 def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:

@@ -134,13 +134,13 @@ class BlockTimer:
             cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
         best: tuple[RewritePass | None, float] = (None, 0.0)
         for residual_pass in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
-            rewrite = residual_pass()
-            total = self._saved_by(rewrite, cuts)
+            graph_pass = residual_pass()
+            total = self._saved_by(graph_pass, cuts)
             if (total > 0).all() and self.mean(total) > best[1]:
-                best = rewrite, self.mean(total)
+                best = graph_pass, self.mean(total)
         return best
 
-    def _saved_by(self, rewrite: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
+    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
         """Milliseconds that a pass saves over all residual additions, by shape."""
         saved: list[np.ndarray] = []
         saved_by_part: dict[str, np.ndarray] = {}
@@ -148,7 +148,7 @@ class BlockTimer:
             key = part.key(0)
             if key not in saved_by_part:
                 new = part.model.clone()
-                rewrite(new)
+                graph_pass(new)
                 times = self._measure(self._converted(part), {"new": Part(new, part.feeds)})
                 saved_by_part[key] = np.array(times[None]) - np.array(times["new"])
             saved.append(saved_by_part[key])
