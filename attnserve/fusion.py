@@ -139,9 +139,9 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         CannotRewrite: The opset of an operator is out of reach.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    attention = [rewrite for rewrite in passes if isinstance(rewrite, FuseAttention)]
+    attention = [graph_pass for graph_pass in passes if isinstance(graph_pass, FuseAttention)]
     operators: set[FusedOperator] = {
-        operator for rewrite in attention for operator in rewrite.targets.values()
+        operator for graph_pass in attention for operator in graph_pass.targets.values()
     }
     opset = max((OPSETS.get(operator, 0) for operator in operators), default=0)
     with Analyses.of(model) as analyses:
@@ -149,8 +149,8 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         if model.opset_imports.get("", 0) < opset:
             raise_opset(model, opset)
             analyses.invalidate()
-        for rewrite in passes:
-            rewrite(model)
+        for graph_pass in passes:
+            graph_pass(model)
         if is_timed_only:
             return
         certified = {block.name for block in analyses.get(read_attention).blocks}
@@ -163,7 +163,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
                 DEFECT,
                 code="internal.fusion_macs",
             )
-    names = {name for rewrite in attention for name in rewrite.targets}
+    names = {name for graph_pass in attention for name in graph_pass.targets}
     if lost_names := sorted(names - certified):
         raise InvalidModel(
             f"{lost_names[0]} is not certified after its fusion",
@@ -196,7 +196,7 @@ def fuse_for(
     scheme = SCHEMES[precision]
     runs_on: Provider = "cuda" if scheme.provider == "cuda" else provider
     operators: Sequence[FusedOperator] = ATTENTION_OPERATORS[runs_on]
-    if scheme.keeps_blocks:
+    if scheme.allows_float_blocks:
         operators = [operator for operator in operators if operator not in PROJECTING]
     try:
         fused, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)

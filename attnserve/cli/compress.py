@@ -90,7 +90,7 @@ NO_GAIN = 1.01
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
-    lossy = {rewrite.name for rewrite in report.plan.passes if rewrite.lossy}
+    lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
     steps = [step for step in report.steps if step.rewrite in lossy]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(
@@ -204,7 +204,7 @@ def _show_plan(report: PlanReport) -> None:
         names, legend = shorten_names([d.block for d in report.layers], width=out.width - 56)
         table = make_table(
             "plan, block by block",
-            ("block", "kept", "form", ">original ms", ">ms", ">speed-up", ">loss"),
+            ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
         )
         for decision, name in zip(report.layers, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"

@@ -26,9 +26,9 @@ __all__ = [
     "SIZES",
     "BeforeRecovery",
     "Calibration",
-    "FormReport",
     "LineageEntry",
     "MixingChoice",
+    "MixingReport",
     "ModelCost",
     "Source",
     "StepRecord",
@@ -136,13 +136,13 @@ class StepRecord(Whole, frozen=True):
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
-class FormReport(Whole, frozen=True):
-    """A form of shared dimensions that was built and timed; see ``planning.mixing_choice``.
+class MixingReport(Whole, frozen=True):
+    """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        form: "dense", "sparse" or "own".
+        form: The mixing: "dense", "sparse" or "own".
         error: Error of the outputs on calibration data, or of the weights without data; None if the
-            form was too slow to be fitted.
+            mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
@@ -154,11 +154,11 @@ class FormReport(Whole, frozen=True):
 
 
 class MixingChoice(Whole, frozen=True):
-    """The chosen form of shared dimensions, the reason, and all forms that were timed."""
+    """The chosen mixing, the reason, and all mixings that were timed."""
 
     chosen: str
     why: str
-    forms: tuple[FormReport, ...]
+    forms: tuple[MixingReport, ...]
 
 
 class TrainingRecord(Recorded, frozen=True):

@@ -1,9 +1,9 @@
-"""Choose the form of shared query and key dimensions by measured time, at equal error.
+"""Choose the mixing of collaborative heads by measured time, at equal error.
 
-The dense form of the paper defines the error bound of R. The other forms must not exceed it: sparse
-mixing, or separate dimensions of each head (truncation), as few as possible. The fastest form as
-served is selected, provided that it is at no length slower than the fused original. On a CPU, forms
-with shared dimensions usually are slower.
+Dense mixing, that of the paper, defines the error bound of R. The others must not exceed it: sparse
+mixing, or separate dimensions of each head (truncation), as few as possible. The fastest mixing as
+served is selected, provided that it is at no length slower than the fused original. On a CPU,
+models with shared dimensions usually are slower.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import compare
 from attnserve.job import Job
-from attnserve.models.lineage import FormReport, MixingChoice
+from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.request.sharing import SharingForm
+from attnserve.planning.request.sharing import SizedMixing
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
@@ -30,11 +30,11 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.passes.base import FittedPass
 from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["FormComparison", "MixingChoice", "choose_mixing"]
+__all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
 
 
-class Form(Protocol):
-    """A rewritten model in one form of shared dimensions, and its steps."""
+class MixedModel(Protocol):
+    """A model rewritten with one mixing, and its steps."""
 
     @property
     def model(self) -> ir.Model: ...
@@ -42,32 +42,32 @@ class Form(Protocol):
     def applied(self) -> ApplyReport: ...
 
 
-BuiltForm = TypeVar("BuiltForm", bound=Form)
+Built = TypeVar("Built", bound=MixedModel)
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
-"""(batch, length) at which a form must not be slower either, if the model takes them."""
+"""(batch, length) at which a rewritten model must not be slower either, if the model takes them."""
 
 LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
 
 SAME_ERROR = 1.02
-"""Maximum error relative to the dense form that counts as equal."""
+"""Maximum error relative to dense mixing that counts as equal."""
 
 NO_SLOWER = 0.98
 """The lowest speed-up over the fused original at any shape."""
 
 SAME_SPEED = 1.01
-"""If the speeds of two forms differ by less, the one with the smaller error is selected."""
+"""If the speeds of two mixings differ by less, the one with the smaller error is selected."""
 
 
-def is_steady(form: FormReport) -> bool:
-    """Whether a form is at no shape significantly slower than the fused original."""
-    return form.slowest.high >= NO_SLOWER
+def is_steady(report: MixingReport) -> bool:
+    """Whether a mixing is at no shape significantly slower than the fused original."""
+    return report.slowest.high >= NO_SLOWER
 
 
 @dataclass(frozen=True, eq=False)
-class FormComparison:
-    """Compares forms of a rewritten model with the original, in error and in speed."""
+class MixingComparison:
+    """Compares models with different mixings with the original, in error and in speed."""
 
     timer: ServedTimer
 
@@ -75,14 +75,14 @@ class FormComparison:
     def job(self) -> Job:
         return self.timer.job
 
-    def error(self, form: Form) -> float:
+    def error(self, rewritten: MixedModel) -> float:
         """The largest relative error of an output on data; of the weights without data."""
         if self.job.data is None:
-            steps = [step for step in form.applied.steps if step.rewrite == Collaborate.name]
+            steps = [step for step in rewritten.applied.steps if step.rewrite == Collaborate.name]
             return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
         rows = self.job.data.choose or self.job.data.fit
         outputs = compare(
-            self.job.original, form.model, rows, "form", context=self.job.context
+            self.job.original, rewritten.model, rows, "form", context=self.job.context
         ).outputs
         if any(output.not_finite_rows for output in outputs):
             return math.inf
@@ -92,17 +92,17 @@ class FormComparison:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
         with Analyses.of(model) as analyses:
-            for rewrite in plan.passes:
-                if isinstance(rewrite, FittedPass):
-                    rewrite.require_applicable(analyses)
-                    rewrite = rewrite.unfitted(analyses)
-                rewrite(model)
+            for graph_pass in plan.passes:
+                if isinstance(graph_pass, FittedPass):
+                    graph_pass.require_applicable(analyses)
+                    graph_pass = graph_pass.unfitted(analyses)
+                graph_pass(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
         """Speed-ups over the fused original, as served: the mean, and the slowest shape.
 
-        Shapes at which a form seems to be slower are timed twice.
+        Shapes at which a model seems to be slower are timed twice.
 
         Returns:
             None if they cannot be timed.
@@ -146,39 +146,39 @@ def _speedups(times: np.ndarray) -> list[Speedup]:
 
 
 def choose_mixing(
-    plans: Mapping[SharingForm, Plan],
-    build: Callable[[Plan], BuiltForm],
-    comparison: FormComparison,
-) -> tuple[BuiltForm, MixingChoice | None]:
-    """Build the forms, compare them, and return the fastest one.
+    plans: Mapping[SizedMixing, Plan],
+    build: Callable[[Plan], Built],
+    comparison: MixingComparison,
+) -> tuple[Built, MixingChoice | None]:
+    """Build the model with each mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
     the fastest.
 
     Args:
-        plans: By form, the dense one first; own dimensions in several sizes, ascending.
+        plans: By mixing, the dense one first; own dimensions in several sizes, ascending.
         build: Applies a plan.
 
     Returns:
-        The built form, and the report; the dense form and None if forms cannot be timed.
+        The built model, and the report; that with dense mixing and None if they cannot be timed.
     """
-    built = {"dense": build(plans[SharingForm("dense")])}
+    built = {"dense": build(plans[SizedMixing("dense")])}
     errors = {"dense": comparison.error(built["dense"])}
     bound = SAME_ERROR * errors["dense"]
-    for form in (form for form in plans if form.kind == "own"):
-        built["own"] = build(plans[form])
+    for mixing in (mixing for mixing in plans if mixing.kind == "own"):
+        built["own"] = build(plans[mixing])
         errors["own"] = comparison.error(built["own"])
         if errors["own"] <= bound:
             break
-    models = {kind: form.model for kind, form in built.items() if errors[kind] <= bound}
-    sparse = plans.get(SharingForm("sparse"))
+    models = {kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound}
+    sparse = plans.get(SizedMixing("sparse"))
     if sparse is not None:
         models["sparse"] = comparison.sketch(sparse)
     speeds = comparison.speeds(list(models.values()))
     if speeds is None:
         return built["dense"], None
     reports = {
-        kind: FormReport(form=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
+        kind: MixingReport(form=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
         for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
     if sparse is not None and _fastest(reports).form == "sparse":
@@ -204,13 +204,13 @@ def choose_mixing(
     return built[chosen.form], choice
 
 
-def _fastest(forms: Mapping[str, FormReport]) -> FormReport:
-    """The fastest form; of those that are about as fast, the one with the smallest error.
+def _fastest(reports: Mapping[str, MixingReport]) -> MixingReport:
+    """The fastest mixing; of those that are about as fast, the one with the smallest error.
 
-    Forms that are slower than the original at some shape are taken only if all are.
+    Mixings that are slower than the original at some shape are taken only if all are.
     """
-    steady = [report for report in forms.values() if is_steady(report)]
-    able = steady or list(forms.values())
+    steady = [report for report in reports.values() if is_steady(report)]
+    able = steady or list(reports.values())
     most = max(report.speedup.value for report in able)
     near = [report for report in able if SAME_SPEED * report.speedup.value >= most]
     return min(near, key=lambda report: math.inf if report.error is None else report.error)

@@ -23,7 +23,7 @@ from attnserve.models.outputs import check_output, check_target, default_output,
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.mixing_choice import FormComparison, MixingChoice, choose_mixing
+from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
@@ -153,7 +153,7 @@ class _Outcome:
     Attributes:
         state: The state after the last step.
         search: The report of the search that made the plan, if there was one.
-        mixing: The choice between forms of shared dimensions, if there was one.
+        mixing: The choice of the mixing, if there was one.
     """
 
     plan: Plan
@@ -191,7 +191,7 @@ def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
 
 
 def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Outcome:
-    """The model with the requested rewrites, in the fastest form if the request leaves it open."""
+    """The model with the requested rewrites, in the fastest mixing if none is requested."""
     planned = plan_request(rewrites, job)
 
     def build(plan: Plan) -> _Outcome:
@@ -200,10 +200,10 @@ def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Outcome:
         state = start(plan, job, job.original.clone(), fit=rewrites.refit)
         return _Outcome(plan, apply_steps(plan.float_steps, state))
 
-    if planned.forms:
-        rewritten, form = choose_mixing(planned.forms, build, FormComparison(timer))
-        warnings = () if form is not None else (NOT_COMPARED,)
-        rewritten = replace(rewritten, warnings=warnings, mixing=form)
+    if planned.by_mixing:
+        rewritten, mixing = choose_mixing(planned.by_mixing, build, MixingComparison(timer))
+        warnings = () if mixing is not None else (NOT_COMPARED,)
+        rewritten = replace(rewritten, warnings=warnings, mixing=mixing)
     else:
         rewritten = build(planned.plan)
     state = apply_steps(rewritten.plan.conversion, rewritten.state)

@@ -58,7 +58,7 @@ MOST_BYTES = 64_000_000
 
 
 class ServedSpeed(ServedSpeedRecord, frozen=True):
-    """The speed-ups of a model in the form that serving runs, each over the form before it.
+    """The speed-ups of a model as served, each over the model before it.
 
     ``ServedSpeedRecord`` describes the fields that are recorded.
 
@@ -96,7 +96,7 @@ class ServedTimer:
     made: dict[tuple[Any, ...], tuple[ir.Model, ir.Model]] = field(
         default_factory=dict[tuple[Any, ...], tuple[ir.Model, ir.Model]]
     )
-    """Models and their served forms: each is fused once."""
+    """Models as they are served: each is fused once."""
 
     def served(
         self,
@@ -143,7 +143,7 @@ class ServedTimer:
         converted: ir.Model,
         plan: Plan,
     ) -> ServedSpeed | None:
-        """Time the original, its fused form in both precisions, and the rewritten model.
+        """Time the original, the fused original in both precisions, and the rewritten model.
 
         Args:
             rewritten: The rewritten model in float32.
@@ -190,7 +190,7 @@ def _speed(
     is_lossy: bool,
     device: Device,
 ) -> ServedSpeed:
-    """The speed-ups; of two forms of a model, the faster one counts, because serving selects it."""
+    """The speed-ups; of a model and its fused copy, the faster counts: serving selects it."""
 
     def faster(*names: str) -> str:
         able = [name for name in names if name in times]

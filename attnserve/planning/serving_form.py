@@ -195,12 +195,12 @@ def _fuse_and_check(
     device: Device,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    forms = _forms(model, passes, path, device)
-    files = {form.file: form.passes for form in forms}
+    variants = _variants(model, passes, path, device)
+    files = {variant.file: variant.passes for variant in variants}
     try:
-        for file, variant in files.items():
-            _write(model, variant, file)
-        checks = _Checks.run(source, model, forms, device)
+        for file, fusion in files.items():
+            _write(model, fusion, file)
+        checks = _Checks.run(source, model, variants, device)
         times: dict[str, np.ndarray] = {}
         _add_times(times, checks)
         if _seems_slow(times):
@@ -209,15 +209,15 @@ def _fuse_and_check(
         if (slow := _too_slow(times, row)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
         fastest = checks.equal[row - 1]
-        if fastest.form.file != path:  # not renamed: it names the file of its external data
-            _write(model, fastest.form.passes, path)
+        if fastest.variant.file != path:  # not renamed: it names the file of its external data
+            _write(model, fastest.variant.passes, path)
     finally:
         for file in files:
             if file != path:
                 file.unlink(missing_ok=True)
                 data_file(file).unlink(missing_ok=True)
-    fused = _operators(fastest.form.passes)
-    gelu = [one for one in fastest.form.passes if isinstance(one, FuseGelu)]
+    fused = _operators(fastest.variant.passes)
+    gelu = [one for one in fastest.variant.passes if isinstance(one, FuseGelu)]
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(one.targets) for one in gelu),
@@ -226,13 +226,13 @@ def _fuse_and_check(
         speedup=_speedup(times, row).value,
         speedups={shape: speedup.value for shape, speedup in _by_shape(times, row).items()},
         kept=sorted(_operators(passes).keys() - fused.keys()),
-        runtime=fastest.form.runtime,
+        runtime=fastest.variant.runtime,
         refused=checks.refused,
     )
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Variant:
     """An equivalent graph in a runtime.
 
     Attributes:
@@ -247,10 +247,10 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class _EqualForm:
-    """A form whose outputs equal the original's, with the largest differences."""
+class _EqualVariant:
+    """A variant whose outputs equal the original's, with the largest differences."""
 
-    form: _Form
+    variant: _Variant
     session: Session
     min_cosine: float
     max_error: float
@@ -258,28 +258,28 @@ class _EqualForm:
 
 @dataclass(frozen=True)
 class _Checks:
-    """The forms of a model, after each ran on all inputs.
+    """The variants of a model, after each ran on all inputs.
 
     Attributes:
         original: The session of the model as it is.
         inputs: The inputs that are timed.
-        equal: The forms that ran, with equal outputs.
-        refused: Why a runtime runs no form, or not all, by its name.
+        equal: The variants that ran, with equal outputs.
+        refused: Why a runtime runs no variant, or not all, by its name.
     """
 
     original: Session
     inputs: Sequence[Batch]
-    equal: Sequence[_EqualForm]
+    equal: Sequence[_EqualVariant]
     refused: Mapping[str, str]
 
     @classmethod
     def run(
-        cls, source: Artifact, model: ir.Model, forms: Sequence[_Form], device: Device
+        cls, source: Artifact, model: ir.Model, variants: Sequence[_Variant], device: Device
     ) -> _Checks:
-        """Open, run and compare all forms.
+        """Open, run and compare all variants.
 
         Raises:
-            CannotRewrite: A form of the first runtime differs, or no runtime runs any.
+            CannotRewrite: A variant of the first runtime differs, or no runtime runs any.
             AttnserveError: The first runtime refuses or fails to run one.
         """
         first = device.runtime_name
@@ -290,21 +290,21 @@ class _Checks:
             plain = open_session(source.model, replace(device, runtime=first), optimize=False)
             accepted = _widened(accepted, compared, plain)
         inputs = [feed for feed, _ in _runnable(model, _timed(source.max_length), original)]
-        equal: list[_EqualForm] = []
+        equal: list[_EqualVariant] = []
         refused: dict[str, str] = {}
-        for form in forms:
+        for variant in variants:
             try:
-                session = open_session(form.file, replace(device, runtime=form.runtime))
+                session = open_session(variant.file, replace(device, runtime=variant.runtime))
                 differences = _compare(original, session, compared, accepted)
                 for feed in inputs:
                     session.run(None, feed)  # allocates, and picks kernels
             except AttnserveError as error:
-                if form.runtime == first:
+                if variant.runtime == first:
                     raise
-                refused[form.runtime] = error.what
-                log.info("%s: %s", form.runtime, error.what)
+                refused[variant.runtime] = error.what
+                log.info("%s: %s", variant.runtime, error.what)
             else:
-                equal.append(_EqualForm(form, session, *differences))
+                equal.append(_EqualVariant(variant, session, *differences))
         if not equal:
             why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise CannotRewrite(why, "use the model as it is", code="fusion.refused")
@@ -323,21 +323,21 @@ def _runtimes(device: Device) -> list[str]:
     return installed
 
 
-def _forms(
+def _variants(
     model: ir.Model, passes: Sequence[RewritePass], path: Path, device: Device
-) -> list[_Form]:
+) -> list[_Variant]:
     """All variants in each runtime; the graph as it is only in runtimes that are compared."""
     first, *others = _runtimes(device)
-    variants = _variants(model, passes) if passes else []
+    fusions = _fusions(model, passes) if passes else []
     if others:
-        variants = [*variants, ()]
-    names = (f"{path.stem}.{number}{path.suffix}" for number in range(1, len(variants)))
+        fusions = [*fusions, ()]
+    names = (f"{path.stem}.{number}{path.suffix}" for number in range(1, len(fusions)))
     files = [path, *map(path.with_name, names)]
     return [
-        _Form(variant, file, runtime)
+        _Variant(fusion, file, runtime)
         for runtime in (first, *others)
-        for variant, file in zip(variants, files, strict=True)
-        if variant or runtime != first
+        for fusion, file in zip(fusions, files, strict=True)
+        if fusion or runtime != first
     ]
 
 
@@ -349,8 +349,8 @@ def _write(model: ir.Model, passes: Sequence[RewritePass], path: Path) -> None:
     save_model(new, path)
 
 
-def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
-    """Variants: all blocks fused; then, for each kind of attention, all but that kind.
+def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
+    """Passes of variants: all blocks fused; then, for each kind of attention, all but that kind.
 
     Attention of a kind has the same operator, heads and widths, and so the same speed.
     """
@@ -363,11 +363,11 @@ def _variants(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[R
             sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
             kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)
     others = [one for one in passes if not isinstance(one, FuseAttention)]
-    variants: list[Sequence[RewritePass]] = [passes]
+    fusions: list[Sequence[RewritePass]] = [passes]
     for names in kinds.values():
         rest = {name: operator for name, operator in operators.items() if name not in names}
-        variants.append([FuseAttention(rest), *others] if rest else others)
-    return variants[:MAX_VARIANTS]
+        fusions.append([FuseAttention(rest), *others] if rest else others)
+    return fusions[:MAX_VARIANTS]
 
 
 Runs = Sequence[tuple[Batch, Sequence[np.ndarray]]]
@@ -463,7 +463,7 @@ def _timed(longest: int | None) -> list[Workload]:
 
 
 def _add_times(times: dict[str, np.ndarray], checks: _Checks) -> None:
-    """Add rounds of the original and all forms."""
+    """Add rounds of the original and all variants."""
     sessions = [checks.original, *(equal.session for equal in checks.equal)]
     seconds = TIMED_S / len(checks.inputs) * len(sessions) / 2
     for feed in checks.inputs:

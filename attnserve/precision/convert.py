@@ -124,7 +124,7 @@ def roundings_of(
         copy, float_nodes = _prepare_copy(model, scheme, float_blocks)
         activations = Activations(copy, calibration)
         return roundings(
-            copy, scheme.bits, activations.ranges, activations.moments, keep=float_nodes
+            copy, scheme.bits, activations.ranges, activations.moments, float_nodes=float_nodes
         )
 
 

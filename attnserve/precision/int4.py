@@ -34,20 +34,20 @@ LOW, HIGH = -8, 7
 
 
 def quantize_to_int4(
-    model: ir.Model, moments: InputMoments | None = None, *, keep: Collection[ir.Node] = ()
+    model: ir.Model, moments: InputMoments | None = None, *, float_nodes: Collection[ir.Node] = ()
 ) -> None:
     """Quantize the matrices of MatMul in place.
 
     Args:
         moments: Second moments of activations, for GPTQ. Without them, and for weights that several
             activations share, weights are rounded to the nearest.
-        keep: Products that stay float.
+        float_nodes: Products that stay float.
 
     Raises:
         CannotRewrite: Weights are not finite.
     """
     all_products = filter(None, map(product_of, model.graph.all_nodes()))
-    products = [p for p in all_products if p.node.op_type == "MatMul" and p.node not in keep]
+    products = [p for p in all_products if p.node.op_type == "MatMul" and p.node not in float_nodes]
     readers: dict[ir.Value, set[ir.Value]] = {}
     for product in products:
         readers.setdefault(product.weight, set()).add(product.x)

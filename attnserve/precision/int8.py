@@ -94,7 +94,7 @@ def quantize(
     bits: Bits,
     ranges: Mapping[str, Range],
     *,
-    keep: Collection[ir.Node] = (),
+    float_nodes: Collection[ir.Node] = (),
     tables: bool = True,
     smooth: bool = True,
     correct: bool = True,
@@ -106,7 +106,7 @@ def quantize(
     Args:
         bits: Number of bits of product weights; tables have 8.
         ranges: The static activations by name; all others get scales per row.
-        keep: Products that stay float.
+        float_nodes: Products that stay float.
         tables: Quantize embedding tables too.
         smooth: Divide large channels of static activations.
         correct: Correct biases after static activations.
@@ -120,7 +120,13 @@ def quantize(
     gathers = large_tables(model) if tables else []
     required = not gathers or quantized_node(model) is None  # others may be quantized already
     groups = product_groups(
-        model, bits, ranges, keep=keep, smooth=smooth, rounding=rounding, required=required
+        model,
+        bits,
+        ranges,
+        float_nodes=float_nodes,
+        smooth=smooth,
+        rounding=rounding,
+        required=required,
     )
     writer = _Writer(model, bits, groups, correct=correct, moments=moments, rounding=rounding)
     for group in groups:
@@ -140,7 +146,7 @@ def roundings(
     ranges: Mapping[str, Range],
     moments: InputMoments,
     *,
-    keep: Collection[ir.Node] = (),
+    float_nodes: Collection[ir.Node] = (),
 ) -> dict[WeightKey, Rounding]:
     """The rounding of the weights of static activations, by ``Product.weight_key``.
 
@@ -148,12 +154,12 @@ def roundings(
         bits: Number of bits of the weights.
         ranges: The static activations by name.
         moments: Second moments of the activations, for GPTQ.
-        keep: Products that stay float.
+        float_nodes: Products that stay float.
 
     Raises:
         CannotRewrite: There are no products to quantize, or weights are not finite.
     """
-    groups = product_groups(model, bits, ranges, keep=keep)
+    groups = product_groups(model, bits, ranges, float_nodes=float_nodes)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
     return {
         product.weight_key: writer.rounded(product, group.grid)
@@ -218,7 +224,7 @@ def product_groups(
     bits: Bits,
     ranges: Mapping[str, Range],
     *,
-    keep: Collection[ir.Node] = (),
+    float_nodes: Collection[ir.Node] = (),
     smooth: bool = True,
     rounding: Mapping[WeightKey, Rounding] | None = None,
     required: bool = True,
@@ -228,7 +234,7 @@ def product_groups(
     Args:
         bits: Number of bits of the weights.
         ranges: The static activations by name; all others get scales per row.
-        keep: Products that stay float.
+        float_nodes: Products that stay float.
         smooth: Divide large channels of static activations.
         rounding: Precomputed ``roundings``, whose divisors are used.
         required: Whether a model without such products is refused.
@@ -248,7 +254,7 @@ def product_groups(
             "keep the float32 model",
             code="precision.no_weights",
         )
-    converted_products = [product for product in candidates if product.node not in keep]
+    converted_products = [product for product in candidates if product.node not in float_nodes]
     activations = _activations_of(converted_products)
     products_by_activation: dict[tuple[ir.Value, ir.Graph | ir.Function | None], list[Product]] = {}
     for product in converted_products:

@@ -71,7 +71,7 @@ class Conversion:
         model: A copy of the model, which may be changed. All names are unique, and constants are
             initializers.
         calibration: Activations on calibration data.
-        keep: Nodes that stay float32.
+        float_nodes: Nodes that stay float32.
         to_nearest: Round weights to the nearest.
         tables: Whether large embeddings are converted too.
         rounding: Precomputed rounding of int8 weights.
@@ -79,7 +79,7 @@ class Conversion:
 
     model: ir.Model
     calibration: Activations
-    keep: Collection[ir.Node] = ()
+    float_nodes: Collection[ir.Node] = ()
     to_nearest: bool = False
     tables: bool = True
     rounding: Mapping[WeightKey, Rounding] | None = None
@@ -106,8 +106,8 @@ class Scheme:
         stored: The type of the converted weights, as ``precision_of`` reports it. A conversion that
             leaves no weights of this type is refused; empty disables this check.
         provider: The kind of processor that it is for.
-        keeps_blocks: Whether single blocks may stay float32, by measured time and loss. Operators
-            that contain the projections are not used before the conversion.
+        allows_float_blocks: Whether single blocks may stay float32, by measured time and loss.
+            Operators that contain the projections are not used before the conversion.
         for_tokens: Whether it is for decoders that generate: models with a cache are then timed at
             one token at a time.
         bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
@@ -124,7 +124,7 @@ class Scheme:
     can_convert: Callable[[ir.Node], bool]
     stored: str = ""
     provider: Provider = "cpu"
-    keeps_blocks: bool = False
+    allows_float_blocks: bool = False
     for_tokens: bool = False
     bits: Bits | None = None
     runs_on_cpu: bool = True
@@ -184,8 +184,8 @@ def _unchanged(given: Conversion) -> ir.Model:
 def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
     """Convert a model to int8 with weights of 7 or 8 bits."""
     quantize(
-        given.model, bits, given.calibration.ranges, keep=given.keep, tables=given.tables,
-        moments=given.moments, rounding=given.rounding,
+        given.model, bits, given.calibration.ranges, float_nodes=given.float_nodes,
+        tables=given.tables, moments=given.moments, rounding=given.rounding,
     )  # fmt: skip
     return given.model
 
@@ -201,11 +201,13 @@ def _bfloat16_refusal() -> Refusal | None:
 
 def _to_int4(given: Conversion) -> ir.Model:
     """Convert the products of a model to int4."""
-    quantize_to_int4(given.model, given.moments, keep=given.keep)
+    quantize_to_int4(given.model, given.moments, float_nodes=given.float_nodes)
     return given.model
 
 
-INT8 = Scheme("int8", partial(_to_int8, 7), _is_product, keeps_blocks=True, bits=7, oldest_opset=11)
+INT8 = Scheme(
+    "int8", partial(_to_int8, 7), _is_product, allows_float_blocks=True, bits=7, oldest_opset=11
+)
 
 INT8_FULL = replace(
     INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_dot_product_refusal,
@@ -238,6 +240,6 @@ SCHEMES = Registry[Scheme](
         INT8_FULL, name="int8-full-bfloat16", in_bfloat16=True, runtime="openvino",
         refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(), instead="use int8",
     ),
-    Scheme("int4", _to_int4, _is_matmul, stored="int4", keeps_blocks=True, for_tokens=True),
+    Scheme("int4", _to_int4, _is_matmul, stored="int4", allows_float_blocks=True, for_tokens=True),
 )  # fmt: skip
 """The precisions."""

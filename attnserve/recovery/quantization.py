@@ -42,7 +42,7 @@ def fake_operators(
     ranges: Mapping[str, Range],
     device: torch.device,
     *,
-    keep: Collection[ir.Node] = (),
+    float_nodes: Collection[ir.Node] = (),
     rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> dict[ir.Node, Operator]:
     """Create replacements of ``OPERATORS`` functions for the nodes that ``int8.quantize`` converts.
@@ -50,7 +50,7 @@ def fake_operators(
     Args:
         bits: Number of bits of the weights.
         ranges: Ranges of the activations, by name.
-        keep: Products that stay float.
+        float_nodes: Products that stay float.
         rounding: Rounding of the weights; weights without one are rounded to the nearest.
 
     Raises:
@@ -61,7 +61,7 @@ def fake_operators(
         product.node: _FakeProduct(
             product, group.grid, bits, device, roundings.get(product.weight_key)
         )
-        for group in product_groups(model, bits, ranges, keep=keep, rounding=rounding)
+        for group in product_groups(model, bits, ranges, float_nodes=float_nodes, rounding=rounding)
         if group.grid is not None
         for product in group.products
     }

@@ -257,9 +257,9 @@ class Recovery:
         if self.bits is not None:
             graph = self.module.model
             ranges = collect_ranges(graph, rows)
-            keep = nodes_of_blocks(graph, self.float_blocks)
+            float_nodes = nodes_of_blocks(graph, self.float_blocks)
             self.module.replaced = fake_operators(
-                graph, self.bits, ranges, self.module.device, keep=keep,
+                graph, self.bits, ranges, self.module.device, float_nodes=float_nodes,
                 rounding=self.rounding,
             )  # fmt: skip
 

@@ -96,12 +96,16 @@ def by_onnxscript(model: ir.Model, size: Size) -> ir.Model:
 
 
 def fused(
-    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, form: FusedOperator = "attention"
+    model: ir.Model, size: Size, half: ir.DataType = FLOAT16, operator: FusedOperator = "attention"
 ) -> ir.Model:
     """Fuse attention, GELU and residual norms into operators of ONNX Runtime (lossless)."""
-    forms = {b.name: form for b in find_attention(model)[0] if fusion_refusal(b, form) is None}
-    if forms:
-        FuseAttention(forms)(model)
+    operators = {
+        block.name: operator
+        for block in find_attention(model)[0]
+        if fusion_refusal(block, operator) is None
+    }
+    if operators:
+        FuseAttention(operators)(model)
     FuseGelu([block.name for block in find_feed_forward(model)])(model)
     FuseSkipNorm()(model)
     to_half(model, half)
@@ -114,7 +118,7 @@ def fused_in_bfloat16(model: ir.Model, size: Size) -> ir.Model:
 
 def projecting_outside(model: ir.Model, size: Size) -> ir.Model:
     """Fuse with projections of queries, keys and values before the operator."""
-    return fused(model, size, form="multi_head")
+    return fused(model, size, operator="multi_head")
 
 
 def pruned(model: ir.Model, size: Size) -> ir.Model:
@@ -130,13 +134,13 @@ def sparse(model: ir.Model, size: Size) -> ir.Model:
     measured with them.
     """
     _shorten(model)
-    return fused(model, size, form="multi_head")
+    return fused(model, size, operator="multi_head")
 
 
 def pruned_and_sparse(model: ir.Model, size: Size) -> ir.Model:
     _prune(model)
     _shorten(model)
-    return fused(model, size, form="multi_head")
+    return fused(model, size, operator="multi_head")
 
 
 def reused(model: ir.Model, size: Size) -> ir.Model:

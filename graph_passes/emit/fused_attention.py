@@ -34,7 +34,7 @@ FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 with one that is split; or ai.onnx Attention."""
 
 OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
-"""The first ai.onnx opset that has the operators of a form: Split by sizes that are an input, and
+"""The first ai.onnx opset with the nodes of an operator: Split by sizes that are an input, and
 Attention."""
 
 ROLES = ("query", "key", "value")
@@ -215,7 +215,7 @@ class _Call:
         bias_position: The place of the bias of the scores after ``inputs``.
     """
 
-    operator: str
+    op_type: str
     domain: str
     inputs: Sequence[ir.Value | None]
     bias_position: int
@@ -223,7 +223,7 @@ class _Call:
 
 
 def _fuse(
-    block: AttentionBlock, form: FusedOperator, bias: ir.Value | None, info: ShapeInfo
+    block: AttentionBlock, operator: FusedOperator, bias: ir.Value | None, info: ShapeInfo
 ) -> None:
     """Emit a block as one operator.
 
@@ -232,16 +232,16 @@ def _fuse(
     """
     assert block.output is not None
     make = Inserter(block.graph, _place(block), f"{block.name}/fused")
-    call = _onnx_call(make, block) if form == "onnx" else _microsoft_call(make, block, form)
+    call = _onnx_call(make, block) if operator == "onnx" else _microsoft_call(make, block, operator)
     inputs = [*call.inputs, *([None] * (call.bias_position - len(call.inputs))), bias]
     while inputs[-1] is None:
         inputs.pop()
     attributes = {"scale": float(block.scale), **call.attributes}
     context = make.op(
-        call.operator, inputs, "attention", domain=call.domain, dtype=block.q.dtype, **attributes
+        call.op_type, inputs, "attention", domain=call.domain, dtype=block.q.dtype, **attributes
     )
     heads = np.arange(block.num_heads)
-    if form == "onnx" and not is_plain(block):
+    if operator == "onnx" and not is_plain(block):
         emit_output(make, block, context, heads, info)
     else:
         emit_output_projection(make, block, context, heads, info)
@@ -261,38 +261,38 @@ def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
     return _Call("Attention", "", inputs, 3, attributes)
 
 
-def _microsoft_call(make: Inserter, block: AttentionBlock, form: FusedOperator) -> _Call:
+def _microsoft_call(make: Inserter, block: AttentionBlock, operator: FusedOperator) -> _Call:
     """Emit the operands of com.microsoft Attention or MultiHeadAttention, (B, T, H*K)."""
     attributes: dict[str, Any] = {"num_heads": block.num_heads}
     if _is_causal(block):
         attributes["unidirectional"] = 1
-    operator = "MultiHeadAttention"
+    op_type = "MultiHeadAttention"
     inputs: list[ir.Value | None]
     if not is_plain(block):
         inputs = [_merge_heads(make, value) for value in _heads(make, block)]
-        return _Call(operator, MICROSOFT, inputs, 5, attributes)
+        return _Call(op_type, MICROSOFT, inputs, 5, attributes)
     parts = _parts(block)
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
     # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
-    is_biased = form == "attention" or offset.any()
+    is_biased = operator == "attention" or offset.any()
     bias = make.constant(offset, "qkv_bias", block.q.dtype) if is_biased else None
-    if form == "multi_head":
+    if operator == "multi_head":
         inputs = [*_project_operands(make, block), bias]
-        return _Call(operator, MICROSOFT, inputs, 5, attributes)
+        return _Call(op_type, MICROSOFT, inputs, 5, attributes)
     factors = [part.matrix()[:, part.columns.reshape(-1)] for _, part, _ in parts]
     gains = [scale * part.gain.reshape(-1) for _, part, scale in parts]
     weights = [factor * gain for factor, gain in zip(factors, gains, strict=True)]
     weight = make.constant(np.hstack(weights), "qkv_weight", block.q.dtype)
     sizes = [len(gain) for gain in gains]
-    if form == "merged":
+    if operator == "merged":
         qkv = make.op("MatMul", [block.x, weight], "qkv")
         widths = make.integers(sizes, "qkv_sizes")
         inputs = [*make.ops("Split", [qkv, widths], ROLES, axis=-1), bias]
     else:
-        operator = "Attention"
+        op_type = "Attention"
         attributes["qkv_hidden_sizes"] = sizes
         inputs = [block.x, weight, bias]
-    return _Call(operator, MICROSOFT, inputs, 5, attributes)
+    return _Call(op_type, MICROSOFT, inputs, 5, attributes)
 
 
 def is_plain(block: AttentionBlock) -> bool:

@@ -1,7 +1,8 @@
-"""The interface of all rewrites, and the registry of their names.
+"""The interface of all passes, and the registry of their names.
 
-A rewrite is one class in one file of this package. Its name is used by plan.json, reports,
-``inspect`` and the documentation; its parameters, by block, are what plan.json holds.
+A pass is one class in one file of this package. Its name is used by plan.json, reports,
+``inspect`` and the documentation. Its objects hold the parameters by block, as plan.json lists
+them.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ _REGISTRY: dict[str, type[RewritePass]] = {}
 
 
 class NoParams(BaseModel):
-    """The parameters of a rewrite that has none."""
+    """The parameters of a pass that has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class RewritePass(ir.passes.InPlacePass):
-    """A rewrite of a graph in place.
+    """A pass, which changes a graph in place.
 
     A run has these stages, in this order. A subclass defines those that it needs.
 
@@ -70,7 +71,7 @@ class RewritePass(ir.passes.InPlacePass):
     5. The invariants of ``invariants.py`` are checked, with ``expected_interface``.
 
     Attributes:
-        name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
+        name: Identifies the pass everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
     """
 
@@ -106,7 +107,7 @@ class RewritePass(ir.passes.InPlacePass):
         self.prepare(analyses)
         self.check(analyses)
 
-    # ---- the stages, overridden by rewrites ------------------------------------------------------
+    # ---- the stages, overridden by passes -------------------------------------------------------
 
     def validate(self, analyses: Analyses) -> None:
         """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
@@ -156,7 +157,7 @@ class RewritePass(ir.passes.InPlacePass):
 
 
 class FittedPass(RewritePass):
-    """A rewrite whose weights are fitted before it runs.
+    """A pass whose weights are fitted before it runs.
 
     ``require_applicable`` prepares the graph; the methods of this class are called after it.
     """
@@ -197,7 +198,7 @@ class FittedPass(RewritePass):
 
 
 class BlockPass(RewritePass, Generic[Block, Params]):
-    """A rewrite of single blocks.
+    """A pass over single blocks.
 
     A subclass defines ``refusal`` and ``rewrite``, and ``validate_params`` if parameters depend on
     the block. This class finds the blocks, keeps their names, and removes unused nodes after the
@@ -247,7 +248,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
                 code="pass.params",
             ) from error
 
-    # ---- defined by a rewrite --------------------------------------------------------------------
+    # ---- defined by a pass -----------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -272,7 +273,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         The base class removes nodes that become unused.
         """
 
-    # ---- overridden by some rewrites -------------------------------------------------------------
+    # ---- overridden by some passes ---------------------------------------------------------------
 
     @classmethod
     def validate_params(cls, block: Block, params: Params) -> None:
@@ -366,7 +367,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
 
 
 class AttentionPass(BlockPass[AttentionBlock, Params]):
-    """A rewrite of attention blocks."""
+    """A pass over attention blocks."""
 
     noun: ClassVar[str] = "attention"
 
@@ -379,7 +380,7 @@ class AttentionPass(BlockPass[AttentionBlock, Params]):
 
 
 class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
-    """A rewrite of feed-forward blocks."""
+    """A pass over feed-forward blocks."""
 
     noun: ClassVar[str] = "feed-forward"
 
@@ -441,7 +442,7 @@ def pass_named(name: str) -> type[RewritePass]:
     return passes[name]
 
 
-def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
+def targets_of(graph_pass: RewritePass) -> Mapping[str, Any]:
     """The parameters of a pass by block; empty for a pass of the whole graph."""
-    is_block_pass = isinstance(rewrite, BlockPass)
-    return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}
+    is_block_pass = isinstance(graph_pass, BlockPass)
+    return cast("BlockPass[Any, Any]", graph_pass).targets if is_block_pass else {}

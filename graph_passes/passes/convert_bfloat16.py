@@ -73,10 +73,10 @@ class ToBfloat16(RewritePass):
     must be initializers: lift those of nodes first.
 
     Attributes:
-        exact: Names of nodes that stay float32.
+        float_nodes: Names of the nodes that stay float32.
     """
 
-    exact: frozenset[str] = field(default_factory=frozenset[str])
+    float_nodes: frozenset[str] = field(default_factory=frozenset[str])
 
     lossy: ClassVar[bool] = True
 
@@ -90,7 +90,7 @@ class ToBfloat16(RewritePass):
         half_nodes: set[ir.Node] = set()
         half_values: set[ir.Value] = set()
         for node in nodes:
-            if node.name not in self.exact and _is_converted(node, half_values, opset):
+            if node.name not in self.float_nodes and _is_converted(node, half_values, opset):
                 half_nodes.add(node)
                 half_values |= {value for value in _computed(node) if value.dtype == FLOAT}
         _clip(model, nodes)

@@ -84,13 +84,13 @@ class FuseAttention(AttentionPass[FusedOperator]):
     ) -> Refusal | None:
         opsets = analyses.model.opset_imports
         shapes = small_shapes(analyses)
-        forms: Sequence[FusedOperator] = get_args(FusedOperator) if params is None else (params,)
-        refusals = [fusion_refusal(block, form, shapes, opsets) for form in forms]
+        operators: Sequence[FusedOperator] = (params,) if params else get_args(FusedOperator)
+        refusals = [fusion_refusal(block, operator, shapes, opsets) for operator in operators]
         return None if None in refusals else refusals[0]
 
     def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
-        forms = {form for _, form in self._changed(analyses)}
-        return before.with_opset(MICROSOFT, 1) if forms - {"onnx"} else before
+        operators = {operator for _, operator in self._changed(analyses)}
+        return before.with_opset(MICROSOFT, 1) if operators - {"onnx"} else before
 
     def rewrite(self, targets: AttentionTargets[FusedOperator], analyses: Analyses) -> None:
         blocks = [block for block, _ in targets]
@@ -99,23 +99,23 @@ class FuseAttention(AttentionPass[FusedOperator]):
 
 def fusion_refusal(
     block: AttentionBlock,
-    form: FusedOperator,
+    operator: FusedOperator,
     info: ShapeInfo | None = None,
     opsets: Mapping[str, int] | None = None,
 ) -> Refusal | None:
-    """Why a block cannot become one operator of this form; None if it can, or is one already.
+    """Why a block cannot become this operator; None if it can, or is it already.
 
     Args:
         info: Shapes, if known: masks may have too many axes.
         opsets: Opset versions of the model, if known: ai.onnx Attention needs opset 23.
     """
-    if block.idiom == IDIOMS[form]:
+    if block.idiom == IDIOMS[operator]:
         return None
-    if opsets is not None and (opset := opsets.get("", 0)) < OPSETS.get(form, 0):
+    if opsets is not None and (opset := opsets.get("", 0)) < OPSETS.get(operator, 0):
         return Refusal(
-            "opset", f"the operator needs opset {OPSETS[form]}, and the model has {opset}"
+            "opset", f"the operator needs opset {OPSETS[operator]}, and the model has {opset}"
         )
-    projects_inside = form in ("attention", "merged")
+    projects_inside = operator in ("attention", "merged")
     if refusal := (
         no_output_projection_refusal(block)
         or (rotary_or_norm_refusal(block) if projects_inside else None)

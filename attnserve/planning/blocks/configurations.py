@@ -35,7 +35,7 @@ __all__ = [
     "Block",
     "BlockConfig",
     "BlockLatency",
-    "Implementation",
+    "BlockOperator",
     "LossCurve",
     "ReusePair",
     "TiedBlocks",
@@ -48,8 +48,8 @@ __all__ = [
 
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
-Implementation = FusedOperator | Literal["gelu", "as exported"]
-"""What computes a block: one operator, or the nodes of the export."""
+BlockOperator = FusedOperator | Literal["gelu", "as exported"]
+"""What computes a block: one fused operator, or the nodes of the export."""
 
 AS_EXPORTED: Final = "as exported"
 
@@ -82,7 +82,7 @@ class BlockConfig(NamedTuple):
 
     @property
     def needs_plain_operators(self) -> bool:
-        """Whether only plain operators can implement the configuration."""
+        """Whether only plain operators can compute the configuration."""
         return not self.kept or self.rank is not None or self.source is not None
 
     def of(self, kept: int) -> BlockConfig:
@@ -130,15 +130,15 @@ class BlockLatency:
 
     Attributes:
         original: Latency as exported.
-        implementation: The fastest implementation.
-        configs: The latencies of each configuration in that implementation.
-        implementations: The latencies of the whole block in each other implementation.
+        operator: The fastest operator.
+        configs: The latencies of each configuration with that operator.
+        operators: The latencies of the whole block with each fused operator.
     """
 
     original: tuple[float, ...]
-    implementation: Implementation
+    operator: BlockOperator
     configs: Mapping[BlockConfig, tuple[float, ...]]
-    implementations: Mapping[Implementation, tuple[float, ...]]
+    operators: Mapping[BlockOperator, tuple[float, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ class ReusePair:
 
     Attributes:
         times: Milliseconds of both together at each shape, by the number of kept heads.
-        saved_ms: Time that reuse saves over the fastest implementations of both blocks with all
+        saved_ms: Time that reuse saves over both blocks with their fastest operators and all
             heads, mean over the target shapes; negative if reuse is slower.
         heads: The source head of each head of the reader.
         loss: The loss at the model's output if all heads of the reader reuse probabilities.
@@ -332,11 +332,11 @@ def apply_config(
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
     with Analyses.of(model) as analyses:
-        for rewrite in passes_of(block, config, mask):
-            if isinstance(rewrite, FittedPass) and moments is not None:
-                rewrite.require_applicable(analyses)
-                rewrite = rewrite.fitted(analyses, {block.name: moments})
-            rewrite(model)
+        for graph_pass in passes_of(block, config, mask):
+            if isinstance(graph_pass, FittedPass) and moments is not None:
+                graph_pass.require_applicable(analyses)
+                graph_pass = graph_pass.fitted(analyses, {block.name: moments})
+            graph_pass(model)
 
 
 def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:

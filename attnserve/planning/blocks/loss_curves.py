@@ -148,7 +148,7 @@ def conversion_losses(
     """The loss if each group alone is converted to a precision, by its key.
 
     Args:
-        precision: A scheme in which single blocks may stay float32 (``Scheme.keeps_blocks``).
+        precision: A precision that allows ``float_blocks``; see ``Scheme``.
         new_meter: See ``LossEstimator``.
 
     Raises:

@@ -82,18 +82,20 @@ class Plan:
             precision, float_blocks, fuse: The fields of the plan.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
-        for rewrite in passes:
-            if isinstance(rewrite, BlockPass):
-                kind = type(cast("BlockPass[Any, Any]", rewrite))
+        for graph_pass in passes:
+            if isinstance(graph_pass, BlockPass):
+                kind = type(cast("BlockPass[Any, Any]", graph_pass))
                 before = merged.get(kind)
-                targets = {**(targets_of(before) if before else {}), **targets_of(rewrite)}
+                targets = {**(targets_of(before) if before else {}), **targets_of(graph_pass)}
                 if targets:
                     merged[kind] = kind(targets)
             else:
-                merged[type(rewrite)] = rewrite
+                merged[type(graph_pass)] = graph_pass
         place = {name: float(index) for index, name in enumerate(ORDER)}
         unlisted = place["fuse_attention"] - 0.5
-        ordered = sorted(merged.values(), key=lambda rewrite: place.get(rewrite.name, unlisted))
+        ordered = sorted(
+            merged.values(), key=lambda graph_pass: place.get(graph_pass.name, unlisted)
+        )
         return cls(tuple(ordered), precision=precision, float_blocks=tuple(float_blocks), fuse=fuse)
 
     @property
@@ -116,26 +118,33 @@ class Plan:
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a class; None if there is none."""
-        return next((rewrite for rewrite in self.passes if isinstance(rewrite, kind)), None)
+        return next(
+            (graph_pass for graph_pass in self.passes if isinstance(graph_pass, kind)), None
+        )
 
     def targets(self, kind: type[RewritePass]) -> Mapping[str, Any]:
         """The parameters of all passes of a class, by block; empty if there is none."""
         targets: dict[str, Any] = {}
-        for rewrite in self.passes:
-            if isinstance(rewrite, kind):
-                targets |= targets_of(rewrite)
+        for graph_pass in self.passes:
+            if isinstance(graph_pass, kind):
+                targets |= targets_of(graph_pass)
         return targets
 
     @property
     def lossy_blocks(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
-        names = [name for rewrite in self.passes if rewrite.lossy for name in targets_of(rewrite)]
+        names = [
+            name
+            for graph_pass in self.passes
+            if graph_pass.lossy
+            for name in targets_of(graph_pass)
+        ]
         return list(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:
         """The plan as in plan.json."""
         return {
-            "passes": [rewrite.to_json() for rewrite in self.passes],
+            "passes": [graph_pass.to_json() for graph_pass in self.passes],
             **(
                 {"trainings": [training.to_json() for training in self.trainings]}
                 if self.trainings
@@ -205,6 +214,6 @@ class _PlanContent(BaseModel):
     def _check(self) -> Self:
         if self.precision not in SCHEMES:
             raise ValueError(f"precision {self.precision!r} is unknown")
-        if self.float_blocks and not SCHEMES[self.precision].keeps_blocks:
+        if self.float_blocks and not SCHEMES[self.precision].allows_float_blocks:
             raise ValueError("float_blocks apply to int8 and int4")
         return self

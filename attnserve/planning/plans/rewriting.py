@@ -113,7 +113,7 @@ class PassRunner:
     def model(self) -> ir.Model:
         return self.analyses.model
 
-    def run(self, rewrite: RewritePass) -> None:
+    def run(self, graph_pass: RewritePass) -> None:
         """Run a pass.
 
         Raises:
@@ -121,13 +121,13 @@ class PassRunner:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(rewrite, FittedPass) and targets_of(rewrite):
-            rewrite = self._fitted(rewrite)
-        if rewrite.lossy and isinstance(rewrite, BlockPass):
-            self.steps += self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
+        if isinstance(graph_pass, FittedPass) and targets_of(graph_pass):
+            graph_pass = self._fitted(graph_pass)
+        if graph_pass.lossy and isinstance(graph_pass, BlockPass):
+            self.steps += self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
         else:
             self._refit()
-            self.steps += self._run_exact(rewrite)
+            self.steps += self._run_exact(graph_pass)
 
     def finish(self) -> ApplyReport:
         """Refit and certify what the passes changed, and return their steps."""
@@ -141,39 +141,41 @@ class PassRunner:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def _fitted(self, rewrite: FittedPass) -> FittedPass:
+    def _fitted(self, graph_pass: FittedPass) -> FittedPass:
         """Fit a pass to the tokens of the model as rewritten so far."""
-        rewrite.require_applicable(self.analyses)
-        if rewrite.needs_refit or not self.fit:
+        graph_pass.require_applicable(self.analyses)
+        if graph_pass.needs_refit or not self.fit:
             self._refit()
         self._certify()
         moments: dict[str, TokenMoments] = {}
-        blocks = [block for block in rewrite.blocks_to_fit(self.analyses)
+        blocks = [block for block in graph_pass.blocks_to_fit(self.analyses)
                   if block.graph is self.model.graph]  # fmt: skip
         if self.job.data is not None and blocks:  # a session cannot observe the body of an If
             batches = enough(self.job.data.fit, blocks)
             moments = collect_moments(self.model, blocks, batches, context=self.job.context)
-        return rewrite.fitted(self.analyses, moments, self.job.context.stage("factor"))
+        return graph_pass.fitted(self.analyses, moments, self.job.context.stage("factor"))
 
-    def _run_lossy(self, rewrite: BlockPass[Any, Any]) -> list[BlockChange]:
+    def _run_lossy(self, graph_pass: BlockPass[Any, Any]) -> list[BlockChange]:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
-        if not rewrite.targets:
+        if not graph_pass.targets:
             return []
         before = self._macs_by_block()
         macs = self._macs()
-        rewrite(self.model)
+        graph_pass(self.model)
         after = self._macs_by_block()
         blocks = self._blocks()
         steps: list[BlockChange] = []
-        for name in rewrite.targets:
+        for name in graph_pass.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            error = rewrite.approximation_error(name) if isinstance(rewrite, FittedPass) else None
+            error = (
+                graph_pass.approximation_error(name) if isinstance(graph_pass, FittedPass) else None
+            )
             steps.append(
                 BlockChange(
-                    rewrite=rewrite.name,
+                    rewrite=graph_pass.name,
                     block=name,
                     macs=macs,
-                    sizes=rewrite.sizes(name, blocks.get(name)),
+                    sizes=graph_pass.sizes(name, blocks.get(name)),
                     is_exact=error == 0,
                     is_measured=error == 0 or (error is not None and not self.fit),
                     is_certified=False,
@@ -183,17 +185,17 @@ class PassRunner:
         steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
         return steps
 
-    def _run_exact(self, rewrite: RewritePass) -> list[BlockChange]:
+    def _run_exact(self, graph_pass: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
-        rewrite(self.model)
-        targets = targets_of(rewrite)
+        graph_pass(self.model)
+        targets = targets_of(graph_pass)
         if not targets:
             return []
         macs = self._macs()
         attention = {block.name for block in self.analyses.get(find_attention)[0]}
         return [
             BlockChange(
-                rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
+                rewrite=graph_pass.name, block=name, macs=macs, is_certified=name not in attention
             )
             for name in targets
         ]

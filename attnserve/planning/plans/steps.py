@@ -67,15 +67,15 @@ class PlanStep(ABC):
 class RunPass(PlanStep):
     """Run a pass on the blocks that it names."""
 
-    rewrite: RewritePass
+    graph_pass: RewritePass
 
     @property
     def name(self) -> str:
-        return self.rewrite.name
+        return self.graph_pass.name
 
     def apply(self, state: State) -> None:
-        state.runner().run(self.rewrite)
-        state.passes.append(self.rewrite)
+        state.runner().run(self.graph_pass)
+        state.passes.append(self.graph_pass)
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class Fuse(PlanStep):
         passes = fuse_for(state.model, self.precision, state.job.context.provider)
         macs = count_macs(state.model, state.job.counted)
         steps = [
-            StepRecord(rewrite=rewrite.name, block=name, macs_after=macs)
-            for rewrite in passes
-            for name in targets_of(rewrite)
+            StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
+            for graph_pass in passes
+            for name in targets_of(graph_pass)
         ]
         state.applied = state.applied.then(ApplyReport(tuple(steps)))
         state.passes += passes
@@ -113,11 +113,11 @@ class Cast(PlanStep):
 
     Attributes:
         precision: A name in ``SCHEMES``.
-        keep: Attention and feed-forward blocks that stay float32; see ``precision.convert``.
+        float_blocks: The blocks that stay float32; see ``precision.convert``.
     """
 
     precision: Precision
-    keep: tuple[str, ...] = ()
+    float_blocks: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -130,7 +130,11 @@ class Cast(PlanStep):
         empty = empty_axes(state.job.original, state.model)
         rows = [shaped_for(state.model, batch, empty) for batch in state.job.calibration]
         state.converted = convert(
-            state.model, self.precision, rows, float_blocks=self.keep, rounding=state.rounding
+            state.model,
+            self.precision,
+            rows,
+            float_blocks=self.float_blocks,
+            rounding=state.rounding,
         )
 
 

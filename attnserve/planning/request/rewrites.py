@@ -22,7 +22,7 @@ from attnserve.planning.request.heads import (
 )
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
-from attnserve.planning.request.sharing import SharingChooser, SharingForm
+from attnserve.planning.request.sharing import SharingChooser, SizedMixing
 from graph_passes.analyses import Analyses
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -44,13 +44,13 @@ class PlannedRequest:
     """A plan, and warnings about requested rewrites that do not apply.
 
     Attributes:
-        forms: Plans of the same rewrites by form of shared dimensions, including ``plan``; empty if
-            the request determines the form.
+        by_mixing: Plans of the same rewrites by mixing, including ``plan``; empty if the request
+            determines the mixing.
     """
 
     plan: Plan
     warnings: tuple[str, ...]
-    forms: Mapping[SharingForm, Plan] = field(default_factory=dict["SharingForm", "Plan"])
+    by_mixing: Mapping[SizedMixing, Plan] = field(default_factory=dict["SizedMixing", "Plan"])
 
 
 def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
@@ -82,11 +82,11 @@ def _plan_request(request: Request) -> PlannedRequest:
     ]
     own_heads = _own_heads(request, skipped, masks, edges)
     has_others = bool(skipped or masks or edges)
-    plans: dict[SharingForm, Plan] = {}
-    for form, dimensions in _shared(request, own_heads, others=has_others).items():
+    plans: dict[SizedMixing, Plan] = {}
+    for mixing, dimensions in _shared(request, own_heads, others=has_others).items():
         plan = Plan.merged([*others, Collaborate(dimensions)], job.target.precision, fuse=True)
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
-            plans[form] = plan
+            plans[mixing] = plan
     plan = next(iter(plans.values()))
     if rewrites.are_given and not plan.passes:
         raise request.nothing("rewritten as requested")
@@ -112,15 +112,15 @@ def _own_heads(
 
 def _shared(
     request: Request, own_heads: Mapping[str, int], *, others: bool
-) -> dict[SharingForm, dict[str, SharedDimensions]]:
-    """The shared dimensions of each layer, in each form that the request allows.
+) -> dict[SizedMixing, dict[str, SharedDimensions]]:
+    """The shared dimensions of each layer, for each mixing that the request allows.
 
     Args:
         own_heads: The number of heads that compute their own probabilities, by layer.
         others: Whether the request has other rewrites.
     """
     if request.rewrites.collab_dk is None and request.rewrites.head_dk is None:
-        return {SharingForm("dense"): {}}
+        return {SizedMixing("dense"): {}}
     chooser = SharingChooser(
         request.rewrites,
         own_heads=own_heads,
@@ -132,16 +132,16 @@ def _shared(
     )
     ranks = _ranks(request)
     layers = [(block, ranks[block.name]) for block in request.blocks if block.name in ranks]
-    first, *more = chooser.forms
-    forms = {first: chooser.choose(layers, first)}
+    first, *more = chooser.mixings
+    by_mixing = {first: chooser.choose(layers, first)}
     request.warnings += chooser.warnings
-    for form in more:
-        shared = chooser.choose(layers, form)
-        if shared.keys() == forms[first].keys():  # a form may rule out some layers
-            forms[form] = shared
-    if not (forms[first] or others):
+    for mixing in more:
+        shared = chooser.choose(layers, mixing)
+        if shared.keys() == by_mixing[first].keys():  # a mixing may rule out some layers
+            by_mixing[mixing] = shared
+    if not (by_mixing[first] or others):
         raise request.nothing("factored")
-    return forms
+    return by_mixing
 
 
 def _ranks(request: Request) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Choose R and the mixing of collaborative heads for each layer of a request.
 
-A layer has one of three forms. With dense mixing every head reads all R dimensions, as in the
+A layer has one of three mixings. With dense mixing every head reads all R dimensions, as in the
 paper. With sparse mixing a head reads some of them. With own dimensions nothing is shared: each
 head is truncated separately.
 """
@@ -17,15 +17,15 @@ from graph_passes.emit.collaborative import padded_size
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
 
-__all__ = ["SharingChooser", "SharingForm"]
+__all__ = ["SharingChooser", "SizedMixing"]
 
 
 OWN_STEPS = 8
 """Maximum number of head sizes that are tried for own dimensions: 64 in multiples of 8."""
 
 
-class SharingForm(NamedTuple):
-    """The form of the query and key dimensions of all layers.
+class SizedMixing(NamedTuple):
+    """How the heads of all layers share query and key dimensions, if they do.
 
     Attributes:
         step: For own dimensions, the index of the head size; size 0 is the smallest whose heads
@@ -53,18 +53,18 @@ class SharingChooser:
     warnings: list[str] = field(default_factory=list[str])
 
     @property
-    def forms(self) -> tuple[SharingForm, ...]:
-        """The forms that the request allows; several forms are compared later."""
+    def mixings(self) -> tuple[SizedMixing, ...]:
+        """The mixings that the request allows; several are compared later."""
         rewrites = self.rewrites
         if rewrites.head_dk is not None:
-            return (SharingForm("sparse" if rewrites.collab_dk is not None else "own"),)
+            return (SizedMixing("sparse" if rewrites.collab_dk is not None else "own"),)
         if rewrites.mixing != "auto":
-            return (SharingForm(rewrites.mixing),)
-        own_forms = (SharingForm("own", step) for step in range(OWN_STEPS))
-        return (SharingForm("dense"), SharingForm("sparse"), *own_forms)
+            return (SizedMixing(rewrites.mixing),)
+        own = (SizedMixing("own", step) for step in range(OWN_STEPS))
+        return (SizedMixing("dense"), SizedMixing("sparse"), *own)
 
     def choose(
-        self, layers: Sequence[tuple[AttentionBlock, int]], form: SharingForm
+        self, layers: Sequence[tuple[AttentionBlock, int]], mixing: SizedMixing
     ) -> dict[str, SharedDimensions]:
         """The parameters of each layer that can be factored.
 
@@ -80,14 +80,14 @@ class SharingChooser:
         dimensions: dict[str, SharedDimensions] = {}
         for block, rank in layers:
             name = block.name
-            refusal = self._refusal(block, form)
+            refusal = self._refusal(block, mixing)
             if refusal is None:
                 self._check_sizes(block, rank)
             own_heads = self.own_heads.get(name)
             if own_heads is None or not (own_heads or refusal):
                 continue  # no head is left to factor
-            size = self._head_size(block, own_heads, rank, form)
-            if form.kind == "own" and (cut := rewrites.head_dk or size):
+            size = self._head_size(block, own_heads, rank, mixing)
+            if mixing.kind == "own" and (cut := rewrites.head_dk or size):
                 rank = max(own_heads, 1) * cut  # nothing is shared: each head is truncated
             if refusal is not None and is_named:
                 raise refusal.error(name, "leave this layer out of `layers`")
@@ -117,10 +117,10 @@ class SharingChooser:
             )
         return dimensions
 
-    def _refusal(self, block: AttentionBlock, form: SharingForm) -> Refusal | None:
-        """Why the queries and keys of a block cannot be reduced in a form; None if they can."""
+    def _refusal(self, block: AttentionBlock, mixing: SizedMixing) -> Refusal | None:
+        """Why the queries and keys of a block cannot be reduced by a mixing; None if they can."""
         caches = self.rewrites.collab_cache
-        shared = self.rewrites.head_dk is None and form.kind != "own"
+        shared = self.rewrites.head_dk is None and mixing.kind != "own"
         refusal = collaborate_refusal(block, caches=caches, shared=shared)
         if refusal is None or refusal.code != "cached":
             return refusal
@@ -176,7 +176,7 @@ class SharingChooser:
             )
 
     def _head_size(
-        self, block: AttentionBlock, own: int, rank: int, form: SharingForm
+        self, block: AttentionBlock, own: int, rank: int, mixing: SizedMixing
     ) -> int | None:
         """The mean number of dimensions that a head reads; None for dense mixing."""
         head_dk = self.rewrites.head_dk
@@ -187,9 +187,11 @@ class SharingChooser:
                     f"{block.name} gets one shared key head: rotary positions rule out sparse "
                     "mixing"
                 )
-            return head_dk or (_own_size(block, own, rank, form) if form.kind == "own" else None)
+            if head_dk is None and mixing.kind == "own":
+                return _own_size(block, own, rank, mixing)
+            return head_dk
         is_exact = self.rewrites.mixing == "auto" and rank >= exact_rank(block)
-        if form.kind == "dense" or is_exact:
+        if mixing.kind == "dense" or is_exact:
             return head_dk
         if block.k.is_cached:
             if is_asked or head_dk is not None:
@@ -199,16 +201,16 @@ class SharingChooser:
             return None
         if head_dk is not None:
             return head_dk
-        if form.kind == "own":
-            return _own_size(block, own, rank, form)
+        if mixing.kind == "own":
+            return _own_size(block, own, rank, mixing)
         return min(rank, max(head_sizes(block), default=block.head_size))
 
 
-def _own_size(block: AttentionBlock, own: int, rank: int, form: SharingForm) -> int | None:
+def _own_size(block: AttentionBlock, own: int, rank: int, mixing: SizedMixing) -> int | None:
     """The head size of own dimensions; None if heads cannot be shortened."""
     sizes = head_sizes(block)
     least = next((i for i, size in enumerate(sizes) if size * max(own, 1) >= rank), len(sizes))
-    return sizes[min(least + form.step, len(sizes) - 1)] if sizes else None
+    return sizes[min(least + mixing.step, len(sizes) - 1)] if sizes else None
 
 
 def head_sizes(block: AttentionBlock) -> list[int]:

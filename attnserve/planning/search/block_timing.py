@@ -1,4 +1,4 @@
-"""Time the implementations and configurations of each block beside the exported block."""
+"""Time the operators and the configurations of each block beside the exported block."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
     BlockLatency,
-    Implementation,
+    BlockOperator,
     ReusePair,
     TiedBlocks,
     apply_config,
@@ -67,7 +67,7 @@ class BlockTimer:
     report: Progress = ignore_progress
 
     def time_blocks(self, groups: Sequence[TiedBlocks]) -> dict[Block, BlockLatency]:
-        """Time every implementation of each block, and each configuration in the fastest one.
+        """Time each block with every operator, and each configuration with the fastest one.
 
         Blocks with equal work are timed once.
         """
@@ -77,14 +77,14 @@ class BlockTimer:
         shapes = infer_shapes_small(self.model, batch=2, sequence=5)
         frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
         opsets = self.model.opset_imports
-        able = {block: _implementations(block, shapes, opsets) for block in blocks}
+        able = {block: _operators(block, shapes, opsets) for block in blocks}
         for block, part in zip(blocks, parts, strict=True):
             keys = (part.key(index) for index in range(len(self.feeds)))
             alike.setdefault((*keys, able[block], block in frozen), []).append((block, part))
         latencies: dict[Block, BlockLatency] = {}
-        for done, ((*_, implementations, is_frozen), same) in enumerate(alike.items(), start=1):
+        for done, ((*_, operators, is_frozen), same) in enumerate(alike.items(), start=1):
             first, part = same[0]
-            latency = self._time_block(first, part, implementations, is_frozen=is_frozen)
+            latency = self._time_block(first, part, operators, is_frozen=is_frozen)
             latencies |= {block: latency for block, _ in same}
             self.report("time blocks", done, len(alike))
         return latencies
@@ -134,13 +134,13 @@ class BlockTimer:
             cuts.append(Cut(norm.outputs[0], tuple(v for v in node.inputs if v is not None)))
         best: tuple[RewritePass | None, float] = (None, 0.0)
         for residual_pass in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
-            rewrite = residual_pass()
-            total = self._saved_by(rewrite, cuts)
+            graph_pass = residual_pass()
+            total = self._saved_by(graph_pass, cuts)
             if (total > 0).all() and self.mean(total) > best[1]:
-                best = rewrite, self.mean(total)
+                best = graph_pass, self.mean(total)
         return best
 
-    def _saved_by(self, rewrite: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
+    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
         """Milliseconds that a pass saves over all residual additions, by shape."""
         saved: list[np.ndarray] = []
         saved_by_part: dict[str, np.ndarray] = {}
@@ -148,7 +148,7 @@ class BlockTimer:
             key = part.key(0)
             if key not in saved_by_part:
                 new = part.model.clone()
-                rewrite(new)
+                graph_pass(new)
                 times = self._measure(self._converted(part), {"new": Part(new, part.feeds)})
                 saved_by_part[key] = np.array(times[None]) - np.array(times["new"])
             saved.append(saved_by_part[key])
@@ -162,32 +162,32 @@ class BlockTimer:
         self,
         block: Block,
         part: Part,
-        implementations: Sequence[Implementation],
+        operators: Sequence[BlockOperator],
         *,
         is_frozen: bool,
     ) -> BlockLatency:
-        """Time the implementations of a block, then its configurations in the fastest one.
+        """Time a block with each operator, then its configurations with the fastest one.
 
         Args:
-            implementations: Those besides the exported one that may be possible.
+            operators: The fused operators that may be possible.
             is_frozen: Skip the configurations, because nothing can be removed.
         """
         original = self._converted(part)
-        fused: dict[Implementation, Part] = {}
-        for implementation in implementations:
-            new = _fused(part, implementation)
+        fused: dict[BlockOperator, Part] = {}
+        for operator in operators:
+            new = _fused(part, operator)
             if new is not None and self._runs(self._converted(new)):
-                fused[implementation] = new
+                fused[operator] = new
         times = self._measure(original, fused)
         bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
-        fastest: Implementation = AS_EXPORTED
+        fastest: BlockOperator = AS_EXPORTED
         least = self.mean(times[None])
-        for implementation in fused:
-            is_steady = (np.array(times[implementation]) <= bounds).all()
-            if is_steady and self.mean(times[implementation]) < least:
-                fastest, least = implementation, self.mean(times[implementation])
+        for operator in fused:
+            is_steady = (np.array(times[operator]) <= bounds).all()
+            if is_steady and self.mean(times[operator]) < least:
+                fastest, least = operator, self.mean(times[operator])
         start = times[None if fastest == AS_EXPORTED else fastest]
-        fused_ms: dict[Implementation, tuple[float, ...]] = {name: times[name] for name in fused}
+        fused_ms: dict[BlockOperator, tuple[float, ...]] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         if is_frozen:
             return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
@@ -208,16 +208,16 @@ class BlockTimer:
         self,
         part: Part,
         wanted: Sequence[BlockConfig],
-        implementation: Implementation,
+        operator: BlockOperator,
         original: Part,
     ) -> dict[BlockConfig, tuple[float, ...]]:
-        """The times of the possible configurations, in an implementation if it has them."""
+        """The times of the possible configurations, with an operator if it has them."""
         parts: dict[BlockConfig, Part] = {}
         for config in wanted:
             smaller = _smaller(part, config)
-            is_fused = implementation != AS_EXPORTED and not config.needs_plain_operators
+            is_fused = operator != AS_EXPORTED and not config.needs_plain_operators
             if smaller is not None and is_fused:
-                smaller = _fused(smaller, implementation)
+                smaller = _fused(smaller, operator)
             if smaller is not None:
                 parts[config] = smaller
         times = self._measure(original, parts)
@@ -301,10 +301,10 @@ class BlockTimer:
         return without_casts(converted) if self.precision == "float16" else converted
 
 
-def _implementations(
+def _operators(
     block: Block, shapes: ShapeInfo, opsets: Mapping[str, int]
-) -> tuple[Implementation, ...]:
-    """The implementations that a block can have in this model, besides the exported one."""
+) -> tuple[BlockOperator, ...]:
+    """The fused operators that can compute a block of this model."""
     if isinstance(block, FeedForwardBlock):
         return () if gelu_refusal(block, shapes, opsets) else ("gelu",)
     return tuple(name for name in OPERATORS if fusion_refusal(block, name, shapes, opsets) is None)
@@ -373,19 +373,19 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
     return Part(small, part.feeds)
 
 
-def _fused(part: Part, implementation: Implementation) -> Part | None:
-    """The part with another implementation of its block; None if that is impossible."""
+def _fused(part: Part, operator: BlockOperator) -> Part | None:
+    """The part with a fused operator for its block; None if that is impossible."""
     small = part.model.clone()
     attention, neurons = find_attention(small)[0], find_feed_forward(small)
     try:
-        if implementation == "gelu":
+        if operator == "gelu":
             if not neurons:
                 return None
             FuseGelu([neurons[0].name])(small)
             return Part(small, part.feeds)
-        if implementation == AS_EXPORTED or not attention:
+        if operator == AS_EXPORTED or not attention:
             return None
-        FuseAttention({attention[0].name: implementation})(small)
+        FuseAttention({attention[0].name: operator})(small)
     except AttnserveError:
         return None
     block = next(iter(find_attention(small)[0]), None)

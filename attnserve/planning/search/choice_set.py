@@ -52,9 +52,9 @@ class Picked:
         """Whether the second attention reuses the probabilities of the first."""
         return any(config.source is not None for config in self.configs)
 
-    def stays_float(self, group: TiedBlocks) -> bool:
+    def in_float(self, group: TiedBlocks) -> bool:
         """Whether a group stays float32 in an int8 or int4 model."""
-        return self.unit.index(group) in self.options[self.index].float_groups
+        return self.unit.index(group) in self.options[self.index].float_blocks
 
     def __iter__(self) -> Iterator[tuple[TiedBlocks, BlockConfig]]:
         return zip(self.unit, self.configs, strict=True)
@@ -140,16 +140,14 @@ class ChoiceSet:
                     if config.source is not None:
                         assert picked.pair is not None
                         edges[block.name] = picked.pair.edges(mask)
-                    stays_float = picked.stays_float(group)
-                    implementation = self.timing.latency(
-                        block, stays_float=stays_float
-                    ).implementation
-                    float_blocks += [block.name] if stays_float else []
+                    in_float = picked.in_float(group)
+                    operator = self.timing.latency(block, in_float=in_float).operator
+                    float_blocks += [block.name] if in_float else []
                     needs_plain = config.needs_plain_operators or block.name in sources
-                    if implementation == "gelu":
+                    if operator == "gelu":
                         passes.append(FuseGelu([block.name]))
-                    elif implementation != AS_EXPORTED and not needs_plain:
-                        passes.append(FuseAttention({block.name: implementation}))
+                    elif operator != AS_EXPORTED and not needs_plain:
+                        passes.append(FuseAttention({block.name: operator}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.timing.residual_fusion is not None:
             passes += [FoldBiases(), self.timing.residual_fusion]

@@ -36,13 +36,13 @@ class UnitOption:
         configs: The configuration of each of its groups.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the requested shapes.
-        float_groups: The groups that stay float32 in an int8 or int4 model, by index.
+        float_blocks: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
     configs: tuple[BlockConfig, ...]
     loss: float
     ms: float
-    float_groups: frozenset[int] = frozenset()
+    float_blocks: frozenset[int] = frozenset()
 
     def removes_nothing(self, unit: ChoiceUnit) -> bool:
         """Whether all of its groups stay whole."""
@@ -142,7 +142,7 @@ class Estimates:
         ]
         if all(block in self.float_latencies for block in group.blocks):
             options += [
-                replace(option, float_groups=frozenset({0}))
+                replace(option, float_blocks=frozenset({0}))
                 for option in self._in_precision(group, self.float_latencies)
             ]
         return options
@@ -173,7 +173,7 @@ def _joined(options: Sequence[UnitOption]) -> UnitOption:
         tuple(config for option in options for config in option.configs),
         sum(option.loss for option in options),
         sum(option.ms for option in options),
-        frozenset(i for i, option in enumerate(options) if option.float_groups),
+        frozenset(i for i, option in enumerate(options) if option.float_blocks),
     )
 
 

@@ -54,10 +54,10 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
     timing, decisions = choices.timing, list[Decision]()
     for picked in choices.picked(choice):
         for group, config in picked:
-            curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)
-            is_int8 = bool(timing.float_latencies) and not stays_float
+            curve, in_float = choices.curves.get(group.key), picked.in_float(group)
+            is_int8 = bool(timing.float_latencies) and not in_float
             for block in group.blocks:
-                ms_after, implementation = _ms_after(choices, picked, group, config, block.name)
+                ms_after, operator = _ms_after(choices, picked, group, config, block.name)
                 decisions.append(
                     Decision(
                         block=block.name,
@@ -67,12 +67,12 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                         head_size=config.head_size,
                         rank=config.rank,
                         source=config.source,
-                        written=implementation,
+                        written=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
                         predicted_loss=_predicted_loss(curve, group, config, picked.pair)
                         + (choices.conversion.get(group.key, 0.0) if is_int8 else 0.0),
-                        in_float=stays_float,
+                        in_float=in_float,
                         why=_reason(picked, group, config, curve),
                     )
                 )
@@ -94,16 +94,16 @@ def _predicted_loss(
 def _ms_after(
     choices: ChoiceSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
 ) -> tuple[float, str]:
-    """The time of one block and its implementation; half of both blocks of a reusing pair."""
+    """The time of one block, and what computes it; half of both blocks of a reusing pair."""
     timing = choices.timing
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
         return both / 2, "reuse" if config.source else AS_EXPORTED
     block = next(block for block in group.blocks if block.name == name)
-    latency = timing.latency(block, stays_float=picked.stays_float(group))
-    implementation = latency.implementation if config.kept else "skip"
-    implementation = "sparse" if config.rank is not None else implementation
-    return timing.mean(latency.configs[config]), implementation
+    latency = timing.latency(block, in_float=picked.in_float(group))
+    operator = latency.operator if config.kept else "skip"
+    operator = "sparse" if config.rank is not None else operator
+    return timing.mean(latency.configs[config]), operator
 
 
 def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:
@@ -115,7 +115,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         return f"it has too few {what} to remove any"
     if len(picked.options) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts = ["it stays in float32"] if picked.stays_float(group) else list[str]()
+    parts = ["it stays in float32"] if picked.in_float(group) else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f}")
@@ -138,7 +138,7 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
         (following,) = rest
         place = picked.unit.index(group)
         smaller = f"{following.configs[place]} {what}"
-        if place in now.float_groups and place not in following.float_groups:
+        if place in now.float_blocks and place not in following.float_blocks:
             smaller += " without float32"
         pair = " and its pair" if len(picked.unit) > 1 else ""
         parts.append(

@@ -36,10 +36,10 @@ class ModelTiming:
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
         num_requested: Number of requested workloads, which come first.
-        blocks: The latencies of each block's implementations and configurations.
+        blocks: The latencies of each block with its operators and in its configurations.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
-        residual_fusion: The fastest form of residual additions; None for that of the model.
+        residual_fusion: The fastest pass for residual additions; None if the export is fastest.
         residual_fusion_ms: The time that it saves.
         other_ms: Latency of the rest of the model, after residual fusion.
     """
@@ -59,9 +59,9 @@ class ModelTiming:
         """The mean over the workloads that the model should be fast at."""
         return float(np.mean(times[: self.num_requested]))
 
-    def latency(self, block: Block, *, stays_float: bool) -> BlockLatency:
+    def latency(self, block: Block, *, in_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
-        return (self.float_latencies if stays_float else self.blocks)[block]
+        return (self.float_latencies if in_float else self.blocks)[block]
 
     @property
     def original_ms(self) -> float:
@@ -89,8 +89,8 @@ class ModelTiming:
                     **({"precision": "float32"} if timed is self.float_latencies else {}),
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
-                    "written": latency.implementation,
-                    "forms": {name: list(ms) for name, ms in latency.implementations.items()},
+                    "written": latency.operator,
+                    "forms": {name: list(ms) for name, ms in latency.operators.items()},
                     "kept": {str(config): list(latency.configs[config]) for config in configs},
                 })  # fmt: skip
         for pair in self.pairs:
@@ -117,7 +117,7 @@ def time_model(
     """Time every configuration of every block at the requested and at the two extreme workloads.
 
     Args:
-        model: The model in the newest opset that an implementation of a block needs.
+        model: The model in the newest opset that an operator of a block needs.
     """
     job, requested = search_input.job, search_input.job.requested
     context, precision, num_requested = job.context, job.target.precision, len(requested)
@@ -128,7 +128,7 @@ def time_model(
     timer = BlockTimer(model, feeds, table, num_requested, precision, context.progress)
     blocks = timer.time_blocks(groups)
     float_latencies: Mapping[Block, BlockLatency] = {}
-    if SCHEMES[precision].keeps_blocks:
+    if SCHEMES[precision].allows_float_blocks:
         float_latencies = replace(timer, precision="float32").time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()

@@ -1,6 +1,6 @@
 """Search for the fastest plan that keeps the requested quality, by measurement.
 
-1. Time: every configuration of every block, each in its fastest implementation (``model_timing``).
+1. Time: every configuration of every block, each with its fastest operator (``model_timing``).
 2. Loss: the loss of the model's output for each of them, on calibration data
    (``blocks.loss_curves``); the losses of different blocks nearly add up.
 3. Choices: the Pareto front of predicted time and loss (``choice_set``).

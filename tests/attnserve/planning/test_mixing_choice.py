@@ -16,10 +16,10 @@ from attnserve.checks.inspect import inspect
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
-from attnserve.planning.mixing_choice import FormComparison, choose_mixing
+from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.request.sharing import SharingForm
+from attnserve.planning.request.sharing import SizedMixing
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.constants import is_constant
@@ -31,7 +31,7 @@ from tests.jobs import job_of
 
 # Which form
 
-FORMS = [SharingForm("dense"), SharingForm("sparse"), *(SharingForm("own", i) for i in range(3))]
+FORMS = [SizedMixing("dense"), SizedMixing("sparse"), *(SizedMixing("own", i) for i in range(3))]
 
 
 def steady(value: float) -> Speedup:
@@ -42,17 +42,17 @@ def steady(value: float) -> Speedup:
 class Built:
     """A built form, which is its own model."""
 
-    model: SharingForm
+    model: SizedMixing
 
 
 @dataclass
 class Comparison:
     """Errors by form, and (mean, slowest) speed-ups by kind."""
 
-    plans: Mapping[SharingForm, Plan]
-    errors: Mapping[SharingForm, float]
+    plans: Mapping[SizedMixing, Plan]
+    errors: Mapping[SizedMixing, float]
     known: Mapping[str, tuple[float, float]] | None
-    built: list[SharingForm] = field(default_factory=list[SharingForm])
+    built: list[SizedMixing] = field(default_factory=list[SizedMixing])
 
     def build(self, plan: Plan) -> Built:
         self.built.append(self.sketch(plan))
@@ -73,7 +73,7 @@ class Comparison:
 
 def choose(
     errors: Sequence[float], speeds: Mapping[str, tuple[float, float]] | None
-) -> tuple[SharingForm, list[SharingForm]]:
+) -> tuple[SizedMixing, list[SizedMixing]]:
     """The chosen form, and those that were built."""
     known = dict(zip(FORMS, errors, strict=False))
     comparison: Any = Comparison({form: Plan() for form in known}, known, speeds)
@@ -174,7 +174,7 @@ def test_form_comparison_times_shapes_again_at_which_a_form_seems_slower(tiny: P
     """A first measurement of some rounds may be wrong by some percent."""
     model = load_model(tiny / "model.onnx")
     timer = SlowAtFirst(job_of(model, target=Target(sequence=16)))
-    found = FormComparison(timer).speeds([model])
+    found = MixingComparison(timer).speeds([model])
     assert found is not None
     ((mean, slowest),) = found
     assert mean == Speedup(value=1.25, ci95=(1.25, 1.25))

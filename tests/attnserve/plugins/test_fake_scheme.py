@@ -17,7 +17,7 @@ import onnx_ir as ir
 from attnserve.precision.schemes import SCHEMES, Scheme
 
 def rounded(given):
-    kept = {value for node in given.keep for value in node.inputs}
+    kept = {value for node in given.float_nodes for value in node.inputs}
     for value in given.model.graph.initializers.values():
         tensor = value.const_value
         if value not in kept and tensor.dtype == ir.DataType.FLOAT and len(tensor.shape) == 2:
@@ -26,7 +26,9 @@ def rounded(given):
     given.model.graph.doc_string = "rounded"
     return given.model
 
-SCHEMES.add(Scheme("rounded", rounded, lambda node: node.op_type == "MatMul", keeps_blocks=True))
+SCHEMES.add(
+    Scheme("rounded", rounded, lambda node: node.op_type == "MatMul", allows_float_blocks=True)
+)
 """
 
 

@@ -45,7 +45,7 @@ def quantized(
     module = GraphModule(model)
     module.replaced = fake_operators(
         model, SCHEMES[precision].bits, collect_ranges(model, rows), torch.device("cpu"),
-        keep=nodes_of_blocks(model, float_blocks),
+        float_nodes=nodes_of_blocks(model, float_blocks),
     )  # fmt: skip
     return module
 

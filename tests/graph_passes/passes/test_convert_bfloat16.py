@@ -42,9 +42,9 @@ def graph(body: str, *, opset: int = 18, **weights: np.ndarray) -> ir.Model:
     return model
 
 
-def converted(model: ir.Model, *exact: str) -> ir.Model:
+def converted(model: ir.Model, *float_nodes: str) -> ir.Model:
     copy = model.clone()
-    ToBfloat16(frozenset(exact))(copy)
+    ToBfloat16(frozenset(float_nodes))(copy)
     return copy
 
 

@@ -136,10 +136,10 @@ def test_time_blocks_selects_fastest_implementation(
     for group in groups:
         found = timed[group.blocks[0]]
         if group.kind == "attention":
-            assert found.implementation == "attention"
+            assert found.operator == "attention"
             assert found.configs[BlockConfig(4)][0] < found.original[0]
         else:
-            assert found.implementation == "gelu"
+            assert found.operator == "gelu"
             assert found.configs[BlockConfig(64)][0] < found.original[0]
 
 
@@ -157,7 +157,7 @@ def test_time_blocks_skips_operator_without_kernel(
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
-    forms = {found[g.blocks[0]].implementation for g in groups if g.kind == "attention"}
+    forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
@@ -176,7 +176,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
-        assert found[group.blocks[0]].implementation == "as exported"
+        assert found[group.blocks[0]].operator == "as exported"
         options = Estimates(found, {}, 1).options((group,))
         assert [option.configs for option in options] == [(BlockConfig(group.count),)]
         assert options[0].ms == found[group.blocks[0]].original[0]
@@ -263,13 +263,13 @@ def test_options_lossy_conversion_keeps_block_in_float(
     }
     lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).options((group,))
     # In float32 it is slower, and nothing is gained; the last one is kept as it removes nothing.
-    assert not any(option.float_groups for option in lossless[:-1])
-    assert lossless[-1].removes_nothing((group,)) and lossless[-1].float_groups
+    assert not any(option.float_blocks for option in lossless[:-1])
+    assert lossless[-1].removes_nothing((group,)) and lossless[-1].float_blocks
     lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).options((group,))
-    assert lossy[0].float_groups == {0} and lossy[0].loss == 0
-    assert not lossy[-1].float_groups and lossy[-1].loss >= 0.01
+    assert lossy[0].float_blocks == {0} and lossy[0].loss == 0
+    assert not lossy[-1].float_blocks and lossy[-1].loss >= 0.01
     faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).options((group,))
-    assert all(option.float_groups for option in faster[:-1])  # int8 is slower and lossy
+    assert all(option.float_blocks for option in faster[:-1])  # int8 is slower and lossy
     assert faster[-1].removes_nothing((group,))
 
 
@@ -279,7 +279,7 @@ def test_options_of_pair_keep_blocks_in_float(
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
     found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).options((source, reader), pair)
-    assert found[0].float_groups == {1} and found[0].loss == 0
+    assert found[0].float_blocks == {1} and found[0].loss == 0
 
 
 # Neurons that go, and what the others take over
