@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnserve.checks.compare import Fidelity
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
 from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.measured import Fidelity
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.search.report import PlanReport
