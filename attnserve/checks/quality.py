@@ -28,6 +28,7 @@ from attnserve.checks.measures import (
     not_finite_rows,
 )
 from attnserve.data.datasets import Dataset
+from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
@@ -47,26 +48,11 @@ from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
 __all__ = [
-    "ROUNDING",
-    "SELECTION_CONFIDENCE",
-    "TAIL",
     "QualityMeter",
     "allowed_loss",
     "largest_loss",
     "limited_losses",
 ]
-
-SELECTION_CONFIDENCE = 0.8
-"""Confidence of the bounds that select a choice. The reported result is the verification on
-held-out data: a higher confidence would cost speed, a lower one would make more verifications
-fail."""
-
-TAIL = 5
-"""Maximum loss of the worst 5 % of texts, relative to the allowed loss. For exponential losses this
-percentile is three times the mean."""
-
-ROUNDING = 1e-4
-"""A loss below this comes from rounding."""
 
 
 def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:

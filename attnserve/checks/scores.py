@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.checks.held_out import TASK_PARTS, HeldOut
-from attnserve.checks.quality import SELECTION_CONFIDENCE
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
+from attnserve.limits import SELECTION_CONFIDENCE
 from attnserve.literals import TaskName
 from attnserve.models.measured import Losses, Share
 from graph_passes.errors import CheckFailed

@@ -12,7 +12,7 @@ __all__ = ["fidelity_of", "quality_of"]
 
 def quality_of(measure: Measure, value: float, **fields: Any) -> Quality:
     """A quality whose percentile and bounds are its value, of 60 rows without an interval."""
-    usual = {
+    usual: dict[str, Any] = {
         "lower": value, "p5": value, "ci95": None, "constant": 0.0, "rows": 60,
         "losses": Losses(1 - value, 1 - value),
     }  # fmt: skip

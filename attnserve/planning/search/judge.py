@@ -11,14 +11,14 @@ import onnx_ir as ir
 
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import ROUNDING, largest_loss
+from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score, share_kept
 from attnserve.job import Job
+from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
 from attnserve.options import Goal
-from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan

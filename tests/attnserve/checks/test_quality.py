@@ -14,9 +14,6 @@ from hypothesis import strategies as st
 
 from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, Scores, new_meter
 from attnserve.checks.quality import (
-    ROUNDING,
-    SELECTION_CONFIDENCE,
-    TAIL,
     QualityMeter,
     allowed_loss,
     largest_loss,
@@ -24,6 +21,7 @@ from attnserve.checks.quality import (
 )
 from attnserve.data.datasets import Dataset
 from attnserve.intervals import mean_lower_bound
+from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.measured import Losses, Quality
