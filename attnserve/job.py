@@ -12,13 +12,14 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
-from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
+from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
 from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
+from attnserve.models.measured import Fidelity
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Lengths, Target
 from attnserve.precision.convert import context_for
@@ -171,7 +172,7 @@ class Job:
             CheckFailed: The outputs are not finite.
         """
         assert self.data is not None
-        source = HELD_OUT_OF + self.data.source.file
+        source = self.data.source.file
         meter = self.meter(data=self.data, split=split)
         return compare(self.original, model, batches, source, meter=meter, context=self.context)
 

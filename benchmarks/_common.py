@@ -27,10 +27,11 @@ from rich.table import Table
 import attnserve
 from attnserve.checks.benchmark import describe_machine
 from attnserve.checks.compare import compare
-from attnserve.checks.quality import Quality, QualityMeter
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import ONE_THREAD
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
+from attnserve.models.measured import Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_encoder, model_inputs
 from attnserve.runtime.machine import cpu_flags

@@ -23,8 +23,8 @@ import numpy as np
 from rich.console import Console
 
 import attnserve
+from attnserve.limits import SAME_ERROR
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.planning.mixing_choice import SAME_ERROR
 from attnserve.planning.request.sharing import head_sizes
 from benchmarks._common import RESULTS, encoder_study, number_table, sts_parser, write_result
 from benchmarks.gpu.collab_dk import FUSED, served_form

@@ -41,8 +41,8 @@ import numpy as np
 from rich.console import Console
 
 import attnserve
-from attnserve.checks.quality import Quality
 from attnserve.context import ONE_THREAD
+from attnserve.models.measured import Quality
 from attnserve.runtime.session import open_session
 from benchmarks._common import (
     classifier_accuracy,
@@ -242,9 +242,9 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "keep": keep, "verdict": search.verdict, "gain": search.gain,
         "seconds": seconds, "cpu_seconds": cpu_seconds,
         "sequences": search.asked.sequences, "speedup": search.speedup,
-        "proofs": [proof.to_json() for proof in search.proofs],
-        "unseen": {**unseen.to_json(), "loss": unseen.loss(bounded=False)},
-        "other": other and {**other.to_json(), "loss": other.loss(bounded=False)},
+        "proofs": [proof.record.to_json() for proof in search.proofs],
+        "unseen": {**unseen.to_json(), "loss": unseen.losses.measured},
+        "other": other and {**other.to_json(), "loss": other.losses.measured},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
         "disagree": disagreements(keep, proved, unseen) if search.gain else [],
         "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
@@ -261,7 +261,7 @@ def disagreements(keep: float, proved: Quality, unseen: Quality) -> list[str]:
     found: list[str] = []
     if unseen.ci95 and unseen.ci95[1] < keep:
         found.append("promise")
-    elif 1 - unseen.loss(bounded=False) < keep <= unseen.value:
+    elif 1 - unseen.losses.measured < keep <= unseen.value:
         found.append("condition")
     if proved.ci95 and unseen.ci95:
         halves = [(high - low) / 2 for low, high in (proved.ci95, unseen.ci95)]

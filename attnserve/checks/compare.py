@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import Field
 
 from attnserve.checks.measures import not_finite_rows
-from attnserve.checks.quality import Quality, QualityMeter, describe_rows
+from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Measure
@@ -26,9 +25,10 @@ from attnserve.models.cache_inputs import (
 )
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.masks import flat_mask, token_mask
+from attnserve.models.measured import Fidelity, OutputFidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
-from attnserve.models.recorded import FidelityRecord, OutputRecord, present
+from attnserve.models.recorded import present
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
@@ -39,9 +39,6 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
-    "HELD_OUT_OF",
-    "Fidelity",
-    "OutputFidelity",
     "Tally",
     "compare",
     "verify",
@@ -51,88 +48,6 @@ KEPT_BYTES = 2**26
 KEPT_SHARE = 0.25
 """Limits of the outputs of one model that are stored while the other one runs: bytes, and a share
 of the model's size; the larger limit applies."""
-
-
-HELD_OUT_OF = "held out of "
-"""Prefix of the source of held-out rows; the name of their file follows."""
-
-
-class OutputFidelity(OutputRecord, frozen=True):
-    """Errors of one output, also in the record. Cosines are per token, over the last axis.
-
-    Errors are infinite if a number of the new model alone is NaN or infinite, and its token has the
-    cosine 0. Tokens with NaN in the original are left out.
-
-    Attributes:
-        max_abs_error, mean_abs_error: Of single numbers.
-        relative_error: The norm of the difference divided by that of the original.
-        not_finite_rows: Rows, counted from 0 in the order of the comparison, with NaN or infinity
-            where the original has none.
-        excluded_rows: Rows with NaN in the original.
-        same_outputs: Names of other outputs that are the same value.
-    """
-
-    name: str = Field()
-    max_abs_error: float = Field()
-    mean_abs_error: float = Field()
-    relative_error: float = Field()
-    mean_cosine: float = Field()
-    min_cosine: float = Field()
-
-    @property
-    def names(self) -> str:
-        """The names of the output."""
-        return " = ".join([self.name, *self.same_outputs])
-
-    def warnings(self) -> list[str]:
-        """Warnings about rows that are not finite."""
-        warnings: list[str] = []
-        if self.not_finite_rows:
-            warnings.append(
-                f"output {self.names!r} of the new model has other NaN or infinite numbers than "
-                f"the original in {describe_rows(self.not_finite_rows)}"
-            )
-        if self.excluded_rows:
-            warnings.append(
-                f"output {self.names!r} of the original is NaN in "
-                f"{describe_rows(self.excluded_rows)}, which are not compared"
-            )
-        return warnings
-
-
-class Fidelity(FidelityRecord, frozen=True):
-    """A comparison of a model with the original, also in the record.
-
-    Attributes:
-        outputs: The errors of each output.
-        mean_cosine, min_cosine: Over all outputs except caches.
-        data: The source of the inputs.
-        quality: The lowest quality; None if it was not measured.
-        qualities: The quality of each output, by file and by length of texts; the lowest first.
-    """
-
-    outputs: tuple[OutputFidelity, ...] = Field()
-    mean_cosine: float = Field()
-    min_cosine: float = Field()
-    data: str = Field()
-    quality: Quality | None = None
-    qualities: tuple[Quality, ...] = ()
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether the inputs are held-out rows of the calibration data."""
-        return self.data.startswith(HELD_OUT_OF)
-
-    @property
-    def cosines(self) -> FidelityRecord:
-        """Only the cosines, for records that have the qualities beside them."""
-        return FidelityRecord(
-            mean_cosine=self.mean_cosine, min_cosine=self.min_cosine, data=self.data
-        )
-
-    def warnings(self) -> list[str]:
-        """Warnings about rows that are not finite, by output."""
-        return [warning for output in self.outputs for warning in output.warnings()]
 
 
 @with_keywords
@@ -193,7 +108,8 @@ def compare(
 ) -> Fidelity:
     """Run the batches through two models in memory and compare their outputs.
 
-    ``meter`` measures the quality; the mean cosine does not count caches.
+    ``meter`` measures the quality, and names the part of the data; the mean cosine does not count
+    caches. ``source`` is the name of the data.
 
     If caches have different shapes (``empty_axes``), the batches must leave them empty, and the
     returned caches are not compared. On the CPU a bfloat16 model is computed in float32 with each
@@ -207,6 +123,8 @@ def compare(
     _require_same_signature(before, after)
     empty = empty_axes(before, after)
     require_empty(batches, empty)
+    is_held_out = meter is not None and meter.split not in ("data", "random")
+    source = f"held out of {source}" if is_held_out else source
     source += ", empty caches" if empty else ""
     counterparts = {value.name: value for value in after.graph.outputs}
     duplicates = same_outputs(before)
@@ -242,6 +160,7 @@ def compare(
         mean_cosine=float(np.mean([result.mean_cosine for result in scored])),
         min_cosine=min(result.min_cosine for result in scored),
         data=source,
+        is_held_out=is_held_out,
         qualities=tuple(meter.results()) if meter is not None else (),
     )
 

@@ -87,7 +87,7 @@ class Scores:
         single: The measure of each single text.
         constant: The value of a constant predictor.
         also: Other measures of the same output, by name.
-        second: The measure of the second condition; see ``Quality.second``.
+        second: The measure of the second condition; see ``quality.limited_losses``.
     """
 
     measure: Measure
@@ -378,7 +378,7 @@ class LogitsMeter(Meter):
         )
         if self.measure == "kl":
             return replace(by_divergence, also={"top1": agreement.value, **extras})
-        # The agreement of a short text is too coarse to limit: ``Quality.tail`` is that of KL.
+        # The agreement of a short text is too coarse to limit: ``limited_losses`` takes that of KL.
         return Scores(
             measure="top1",
             value=agreement.value,

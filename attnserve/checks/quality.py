@@ -13,24 +13,26 @@ three; ``Quality.constant`` holds its score. Intervals are over texts (``interva
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import Field
 
 from attnserve.checks.measures import (
     LogitsMeter,
     Meter,
+    Scores,
     log_of,
     new_meter,
     not_finite_rows,
 )
 from attnserve.data.datasets import Dataset
+from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
+from attnserve.models.measured import Losses, Quality, Subject
 from attnserve.models.output_kinds import (
     MIN_CLASSES,
     VECTOR_NAME,
@@ -40,173 +42,52 @@ from attnserve.models.output_kinds import (
     same_outputs,
     vocabulary_size,
 )
-from attnserve.models.recorded import QualityRecord, present
+from attnserve.models.recorded import present
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
 __all__ = [
-    "ROUNDING",
-    "SELECTION_CONFIDENCE",
-    "TAIL",
-    "Quality",
     "QualityMeter",
     "allowed_loss",
-    "describe_rows",
     "largest_loss",
+    "limited_losses",
 ]
-
-SELECTION_CONFIDENCE = 0.8
-"""Confidence of the bounds that select a choice. The reported result is the verification on
-held-out data: a higher confidence would cost speed, a lower one would make more verifications
-fail."""
-
-TAIL = 5
-"""Maximum loss of the worst 5 % of texts, relative to the allowed loss. For exponential losses this
-percentile is three times the mean."""
-
-ROUNDING = 1e-4
-"""A loss below this comes from rounding."""
-
-
-class Subject(NamedTuple):
-    """What a quality is measured on.
-
-    Attributes:
-        output: The name of the output.
-        file: The file of the texts, if there are several; else empty.
-        lengths: The lengths of the texts, if short and long ones are measured apart; else empty.
-    """
-
-    output: str
-    file: str
-    lengths: str
-
-
-class Quality(QualityRecord, frozen=True):
-    """The measured quality of one output on held-out texts, also in the record.
-
-    Other measures of the same output are in ``also``.
-
-    Attributes:
-        measure: The name of the measure.
-        value: 1 if both models give the same.
-        lower: The lower end of the one-sided 95 % interval; ``value`` for less than
-            ``measures.MIN_ROWS`` texts.
-        ci95: The two-sided interval; None for as few texts.
-        p5: The 5th percentile of the measure of single texts.
-        constant: The value of a constant predictor.
-        rows: The number of texts.
-        split: What it is measured on; see ``Split``.
-        output: The name of the output.
-        file: The file of the texts, if there are several.
-        lengths: The lengths of the texts, if short and long texts are measured apart.
-        same_outputs: Names of other outputs that are the same value.
-        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
-            infinity where the original has none.
-        excluded_rows: Rows with NaN in the original's output, which are left out.
-        bound: ``lower`` with ``SELECTION_CONFIDENCE``. This and the following fields are not
-            recorded.
-        tail: The percentile that is limited instead of ``p5``: for "top1" the percentile of kl,
-            because the agreement of a short text is coarse. None limits ``p5``.
-        second: A second loss that is limited too: 1 - R^2 of the vectors for "similarity",
-            because neighborhoods change before ranks of all pairs do, and 1 - kl for "top1",
-            because one frequent token is easily predicted.
-        second_bound: The same with ``SELECTION_CONFIDENCE``.
-        is_finite: Whether the new model is finite where the original is. If not, both losses are 1.
-    """
-
-    # Field(): required here, although a record may lack it.
-    measure: Measure
-    value: float = Field()
-    lower: float = Field()
-    ci95: tuple[float, float] | None = Field()
-    p5: float = Field()
-    constant: float = Field()
-    rows: int = Field()
-    split: Split = "data"
-    file: str = ""
-    lengths: str = ""
-    bound: float = Field(exclude=True)
-    tail: float | None = Field(default=None, exclude=True)
-    second: float = Field(default=0.0, exclude=True)
-    second_bound: float = Field(default=0.0, exclude=True)
-    is_finite: bool = Field(default=True, exclude=True)
-
-    @property
-    def also(self) -> Mapping[str, float]:
-        """Other measures of the same output, by name."""
-        return self.model_extra or {}
-
-    @property
-    def subject(self) -> Subject:
-        """The output, and the texts that it is measured on."""
-        return Subject(self.output, self.file, self.lengths)
-
-    def loss(self, *, bounded: bool) -> float:
-        """The loss that a goal limits: the largest of the measure's, the second one and the tail's.
-
-        Infinite if it is not a number.
-
-        Args:
-            bounded: Take the bounds with ``SELECTION_CONFIDENCE``, which choose a model; the
-                measured values verify it.
-        """
-        if not self.is_finite:
-            return 1.0
-        first, second = (self.bound, self.second_bound) if bounded else (self.value, self.second)
-        tail = (1 - (self.p5 if self.tail is None else self.tail)) / TAIL
-        losses = 1 - first, tail, second
-        return math.inf if any(map(math.isnan, losses)) else max(losses)
-
-    @property
-    def outputs(self) -> str:
-        """The names of the output."""
-        return " = ".join([self.output, *self.same_outputs])
-
-    def describe(self) -> str:
-        """One line for people."""
-        interval = (
-            f"no interval, {self.rows} rows"
-            if self.ci95 is None
-            else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.rows} rows"
-        )
-        others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
-        apart = [kind for kind in (self.file, self.lengths) if kind]
-        measure = f"{', '.join([self.measure, *apart])}," if apart else self.measure
-        return (
-            f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
-            f"predictor {self.constant:.3f}){others}"
-            + ("" if self.is_finite else f", {self._new_fault}")
-            + (f", {self._original_fault}" if self.excluded_rows else "")
-        )
-
-    @property
-    def _new_fault(self) -> str:
-        rows = f" in {describe_rows(self.not_finite_rows)}" if self.not_finite_rows else ""
-        return f"NaN or infinity of the new model, where the original is finite{rows}"
-
-    @property
-    def _original_fault(self) -> str:
-        rows = describe_rows(self.excluded_rows)
-        return f"{rows} left out, because the original gives NaN"
 
 
 def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
-    """The largest ``Quality.loss`` of the outputs, files and lengths of a comparison."""
-    return max((quality.loss(bounded=bounded) for quality in qualities), default=0.0)
+    """The largest loss of the outputs, files and lengths of a comparison; see ``Losses``."""
+    return max(
+        (each.losses.bounded if bounded else each.losses.measured for each in qualities),
+        default=0.0,
+    )
+
+
+def limited_losses(scores: Scores) -> Losses:
+    """The losses that a goal limits: the largest of the measure's, a second one and the tail's.
+
+    The second one is 1 - R^2 of the vectors for "similarity", because neighborhoods change before
+    ranks of all pairs do, and 1 - kl for "top1", because one frequent token is easily predicted.
+    The tail is the 5th percentile of the measure: for "top1" that of kl, because the agreement of a
+    short text is coarse.
+    """
+    second = scores.second
+    each = [scores] if second is None else [scores, second]
+    tail = (1 - (second if second and scores.measure == "top1" else scores).p5) / TAIL
+    return Losses(
+        _largest(tail, *(1 - one.value for one in each)),
+        _largest(tail, *(1 - one.bound(SELECTION_CONFIDENCE) for one in each)),
+    )
+
+
+def _largest(*losses: float) -> float:
+    """The largest loss, at least 0; infinite if one is not a number."""
+    return math.inf if any(map(math.isnan, losses)) else max(0.0, *losses)
 
 
 def allowed_loss(keep: float) -> float:
     """The largest loss of a model that keeps this quality."""
     return max(1 - keep, ROUNDING)
-
-
-def describe_rows(rows: Sequence[int], most: int = 5) -> str:
-    """Numbers of rows, of which the first are listed."""
-    listed = ", ".join(map(str, rows[:most]))
-    more = f" and {len(rows) - most} more" if len(rows) > most else ""
-    return f"row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
 class _Texts(NamedTuple):
@@ -295,7 +176,7 @@ class QualityMeter:
         """The loss that predicts: it nearly adds up over changes of different blocks.
 
         It is 1 - R^2 of features and embeddings, the share of the KL divergence of logits, and the
-        mean over outputs; ``Quality.loss`` has maxima, which do not add up.
+        mean over outputs; ``Losses`` has maxima, which do not add up.
         """
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
@@ -318,7 +199,7 @@ class QualityMeter:
                 excluded_rows=excluded,
             )
             qualities.append(_quality(meter, self.split, subject.output, given))
-        return sorted(qualities, key=lambda quality: -quality.loss(bounded=True))
+        return sorted(qualities, key=lambda quality: -quality.losses.bounded)
 
     def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
         """The rows of a batch of ``rows`` rows, those of short and of long texts apart."""
@@ -365,7 +246,6 @@ def _quality(meter: Meter, split: Split, output: str, given: dict[str, Any]) -> 
     """
     scores = meter.scores()
     further: dict[str, Any] = {**given, **scores.also}
-    second = scores.second
     return Quality(
         measure=scores.measure,
         value=scores.value,
@@ -376,10 +256,7 @@ def _quality(meter: Meter, split: Split, output: str, given: dict[str, Any]) -> 
         rows=len(scores.influence),
         split=split,
         output=output,
-        bound=scores.bound(SELECTION_CONFIDENCE),
-        tail=second.p5 if second and scores.measure == "top1" else None,
-        second=0.0 if second is None else 1 - second.value,
-        second_bound=0.0 if second is None else 1 - second.bound(SELECTION_CONFIDENCE),
+        losses=limited_losses(scores) if meter.is_finite else Losses(1.0, 1.0),
         is_finite=meter.is_finite,
         **further,
     )

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import Field
 
 from attnserve.checks.held_out import TASK_PARTS, HeldOut
-from attnserve.checks.quality import SELECTION_CONFIDENCE
 from attnserve.intervals import bootstrap, bootstrap_interval, ratio_lower_bound
+from attnserve.limits import SELECTION_CONFIDENCE
 from attnserve.literals import TaskName
-from attnserve.models.recorded import ShareRecord
+from attnserve.models.measured import Losses, Share
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ __all__ = [
     "PerplexityScore",
     "RatioScore",
     "Score",
-    "Share",
     "StsScore",
     "pearson",
     "share_kept",
@@ -220,31 +218,6 @@ class PerplexityScore:
 Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
 
 
-class Share(ShareRecord, frozen=True):
-    """The share of a score that is kept on some rows, with its standard error (recorded).
-
-    The bootstrap draws the same rows for both models, so that common errors cancel. It draws
-    ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.
-
-    Attributes:
-        value: The score of the new model divided by the original's.
-        rows: The number of rows.
-        blocks: The number of blocks that the bootstrap draws from; not recorded.
-    """
-
-    standard_error: float = Field()
-    rows: int = Field()
-    blocks: int = Field(exclude=True)
-
-    def bound(self, confidence: float) -> float:
-        """The lower end of a one-sided interval."""
-        return ratio_lower_bound(self.value, self.standard_error, self.blocks, confidence)
-
-    def loss(self, *, bounded: bool) -> float:
-        """The lost share, as ``Quality.loss``."""
-        return 1 - (self.bound(SELECTION_CONFIDENCE) if bounded else self.value)
-
-
 def share_kept(
     before: Score,
     after: Score,
@@ -253,6 +226,9 @@ def share_kept(
     seed: int = 0,
 ) -> Share:
     """The score of a rewritten model divided by the original's, on the same rows.
+
+    The bootstrap draws the same rows for both models, so that common errors cancel. It draws
+    ``BLOCKS`` blocks of consecutive rows (Kuensch 1989), because files are often sorted by source.
 
     Args:
         part: The rows to use. Each part comes from the whole file; files of a few rows are not
@@ -284,12 +260,10 @@ def share_kept(
     ratios = bootstrap(each, len(blocks), seed=seed)
     spread = float(np.std(ratios)) if len(ratios) > 1 else 0.0
     value = float(np.nan_to_num(after.value_on(rows) / reference))
-    return Share(
-        value=value,
-        standard_error=spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5,
-        rows=len(rows),
-        blocks=len(blocks),
-    )
+    error = spread * (len(blocks) / max(len(blocks) - 1, 1)) ** 0.5
+    bound = ratio_lower_bound(value, error, len(blocks), SELECTION_CONFIDENCE)
+    losses = Losses(1 - value, 1 - bound)
+    return Share(value=value, standard_error=error, rows=len(rows), losses=losses)
 
 
 def pearson(x: Float[np.ndarray, "*M N"], y: Float[np.ndarray, "*M N"]) -> Any:

@@ -21,6 +21,7 @@ from attnserve.cli.display import (
     progress_bars,
     shorten_names,
 )
+from attnserve.limits import MIN_GAIN
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
@@ -85,10 +86,6 @@ def optimize(
         _show_report(report, write.dry_run)
 
 
-NO_GAIN = 1.01
-"""Minimum speed-up that counts as a gain."""
-
-
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
     steps = [step for step in report.steps if step.rewrite in lossy]
@@ -140,7 +137,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         if report.search is None or report.search.served_speed is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
-            gains = speed.served.value >= NO_GAIN
+            gains = speed.served.value >= MIN_GAIN
             print_line(
                 f"{'' if gains else 'no gain: '}served, this model runs at "
                 f"{speed.served.value:.2f}x the speed of the fused original"

@@ -22,9 +22,9 @@ from attnserve.options import GROUPS, option_name
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from rich.table import Table
 
-    from attnserve.checks.compare import Fidelity
     from attnserve.cli.options import Show
     from attnserve.context import Progress
+    from attnserve.models.measured import Fidelity
 
 __all__ = [
     "format_ranges",

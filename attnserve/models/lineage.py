@@ -11,14 +11,8 @@ from typing import Any
 
 from pydantic import FiniteFloat
 
-from attnserve.models.recorded import (
-    FidelityRecord,
-    Measured,
-    QualityRecord,
-    Recorded,
-    ServedSpeedRecord,
-    Whole,
-)
+from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
+from attnserve.models.recorded import Recorded, Whole
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.interleaved_timer import Speedup
 
@@ -180,7 +174,7 @@ class TrainingRecord(Recorded, frozen=True):
 class BeforeRecovery(Measured, frozen=True):
     """The quality of the rewritten model before its training."""
 
-    fidelity: FidelityRecord | None = None
+    fidelity: Fidelity | None = None
 
 
 class LineageEntry(Measured, frozen=True):
@@ -202,20 +196,20 @@ class LineageEntry(Measured, frozen=True):
     before: ModelCost | None = None
     after: ModelCost | None = None
     steps: tuple[StepRecord, ...] = ()
-    fidelity: FidelityRecord | None = None
+    fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None
     sequence: int | None = None
     warnings: tuple[str, ...] = ()
     plan: dict[str, Any] | None = None
     served_speedup: FiniteFloat | None = None
-    speedups: ServedSpeedRecord | None = None
+    speedups: ServedSpeed | None = None
     mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    choose: QualityRecord | None = None
-    also_proved: tuple[FidelityRecord, ...] = ()
+    choose: Quality | None = None
+    also_proved: tuple[Fidelity, ...] = ()
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
     gain: bool | None = None

@@ -6,15 +6,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, FiniteFloat
 
-from attnserve.models.recorded import (
-    FidelityRecord,
-    Measured,
-    QualityRecord,
-    Recorded,
-    ShapeLatency,
-    ShareRecord,
-    Whole,
-)
+from attnserve.models.measured import Fidelity, Measured, Quality, ShapeLatency, Share
+from attnserve.models.recorded import Recorded, Whole
 
 __all__ = [
     "Asked",
@@ -54,15 +47,15 @@ class Asked(Recorded, frozen=True):
 
 
 class VerificationRecord(Measured, frozen=True):
-    """The recorded part of ``planning.search.report.Verification``.
+    """A verification of a choice on held-out data; see ``planning.search.report.Verification``.
 
     Attributes:
-        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
+        loss: The largest of the losses that the goal limits; see ``Losses``.
         share: The kept share of the task's score, if the goal has a task.
     """
 
     loss: FiniteFloat
-    share: ShareRecord | None = None
+    share: Share | None = None
 
 
 class Round(Whole, frozen=True):
@@ -112,8 +105,8 @@ class SearchRecord(Measured, frozen=True):
     asked: Asked = Asked()
     verdict: str | None = None
     gain: bool = False
-    fidelity: FidelityRecord | None = None
-    choose: QualityRecord | None = None
+    fidelity: Fidelity | None = None
+    choose: Quality | None = None
     proofs: tuple[VerificationRecord, ...] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()

@@ -18,6 +18,7 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import compare
 from attnserve.job import Job
+from attnserve.limits import MIN_GAIN, MIN_MIXING_SPEEDUP, SAME_ERROR
 from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -50,19 +51,10 @@ STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
 
-SAME_ERROR = 1.02
-"""Maximum error relative to dense mixing that counts as equal."""
-
-NO_SLOWER = 0.98
-"""The lowest speed-up over the fused original at any shape."""
-
-SAME_SPEED = 1.01
-"""If the speeds of two mixings differ by less, the one with the smaller error is selected."""
-
 
 def is_steady(report: MixingReport) -> bool:
     """Whether a mixing is at no shape significantly slower than the fused original."""
-    return report.slowest.high >= NO_SLOWER
+    return report.slowest.high >= MIN_MIXING_SPEEDUP
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,5 +204,5 @@ def _fastest(reports: Mapping[str, MixingReport]) -> MixingReport:
     steady = [report for report in reports.values() if is_steady(report)]
     able = steady or list(reports.values())
     most = max(report.speedup.value for report in able)
-    near = [report for report in able if SAME_SPEED * report.speedup.value >= most]
+    near = [report for report in able if MIN_GAIN * report.speedup.value >= most]
     return min(near, key=lambda report: math.inf if report.error is None else report.error)

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from attnserve.checks.compare import Fidelity
 from attnserve.models.lineage import LineageEntry, ModelCost, StepRecord
+from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.quantized import Int8Activations
 from attnserve.models.recorded import present
 from attnserve.planning.mixing_choice import MixingChoice
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.report import PlanReport
-from attnserve.planning.served_speed import ServedSpeed
 
 __all__ = ["OptimizeReport"]
 

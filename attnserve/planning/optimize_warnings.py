@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnserve.checks.compare import Fidelity
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
+from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.measured import Fidelity
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.search.report import PlanReport
@@ -23,9 +24,6 @@ GPU_ONLY = (
     "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
     "refuses the model"
 )
-
-LOW_QUALITY = 0.9
-"""Quality below which a warning is given; constant predictors are below it."""
 
 
 def warnings_of(

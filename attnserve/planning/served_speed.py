@@ -18,15 +18,14 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import Field
 
 from attnserve.context import Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import save_model
-from attnserve.models.recorded import ServedSpeedRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
@@ -36,11 +35,10 @@ from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paire
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.workload import Phase, Workload
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
 __all__ = [
-    "ServedSpeed",
     "ServedTimer",
     "example_feeds",
     "time_models",
@@ -55,37 +53,6 @@ SECONDS_PER_MODEL = 2.7
 
 MOST_BYTES = 64_000_000
 """Weight size above which sessions are opened in a child process, which frees their memory."""
-
-
-class ServedSpeed(ServedSpeedRecord, frozen=True):
-    """The speed-ups of a model as served, each over the model before it.
-
-    ``ServedSpeedRecord`` describes the fields that are recorded.
-
-    Attributes:
-        device: Device of the runs; not recorded.
-    """
-
-    phase: Phase = Field()
-    fusion: Speedup = Field()
-    served: Speedup = Field()
-    device: Device = Field(exclude=True)
-
-    @property
-    def workloads(self) -> list[Workload]:
-        """The runs."""
-        return [Workload.of(batch, length, self.phase) for batch, length in self.shapes]
-
-    def describe(self, precision: Precision) -> str:
-        """One line, for example "1.24x by fused operators, 2.40x by int8, 1.00x by removal"."""
-        parts = [f"{self.fusion.value:.2f}x by fused operators"]
-        if self.precision is not None:
-            parts.append(f"{self.precision.value:.2f}x by {precision}")
-        if self.removal is not None:
-            parts.append(f"{self.removal.value:.2f}x by removal")
-        threads = self.device.threads
-        where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
-        return f"{', '.join(parts)} (at {', '.join(map(str, self.workloads))} tokens, {where})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,11 +20,11 @@ import onnx_ir as ir
 
 from attnserve.context import AUTO, CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, DEFECT, fuse, fusion_passes
+from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.models.artifact import Artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.blocks.limits import MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch, Session
@@ -103,10 +103,6 @@ MANY_VARIANTS_BYTES = 300_000_000
 MAX_VARIANTS = 4
 """Maximum number of fused variants that are timed; each is a session with its own weights."""
 
-BETTER = 1.01
-"""Minimum speed-up (lower end of its interval) over the best variant so far for which a partly
-fused variant is selected."""
-
 TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
 """Large models run for seconds at the longest shape."""
 
@@ -147,7 +143,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its interval
     must be at least ``MIN_SPEEDUP``. If a variant seems too slow, all are timed once more, and both
-    runs decide. Attention of one kind stays unfused if that is faster by ``BETTER`` outside the
+    runs decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN`` outside the
     interval. The written file is what is compared and timed.
 
     Args:
@@ -491,14 +487,14 @@ def _by_shape(times: Times, row: int) -> dict[str, Speedup]:
 
 
 def _fastest(times: Times) -> int:
-    """The row of the variant to run: all blocks fused, unless another one is faster by ``BETTER``.
+    """The row of the variant to run: all blocks fused, unless another is faster by ``MIN_GAIN``.
 
     Variants that are too slow are taken only if all are.
     """
     rows = _variants_timed(times)
     best, *others = [row for row in rows if _too_slow(times, row) is None] or rows
     for row in others:
-        if _speedup(times, row, over=best).low >= BETTER:
+        if _speedup(times, row, over=best).low >= MIN_GAIN:
             best = row
     return best
 

@@ -13,10 +13,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from attnserve.checks.measures import LEAST_PROBABILITY
-from attnserve.checks.quality import Quality
 from attnserve.context import RunContext
 from attnserve.literals import Pooling
 from attnserve.models.masks import vector_mask
+from attnserve.models.measured import Quality
 from attnserve.models.output_kinds import is_cache_name
 from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session

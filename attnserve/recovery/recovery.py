@@ -11,13 +11,14 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.checks.compare import HELD_OUT_OF, Fidelity, compare
+from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.data.datasets import HELD_OUT, thinned
 from attnserve.job import Job
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
+from attnserve.models.measured import Fidelity
 from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs
 from attnserve.models.quantized import Bits
 from attnserve.models.rows import fixed_axes
@@ -305,7 +306,7 @@ class Recovery:
         return labels.loss(outputs[names.index(labels.output)], labeled)
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
-        source = HELD_OUT_OF + self.data.source.file
+        source = self.data.source.file
         return compare(
             self.original, model, batches, source, meter=self.new_meter(split=split),
             context=self.context.labeled(split),

@@ -9,12 +9,12 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from attnserve.checks.compare import Fidelity
 from attnserve.data.token_statistics import calibration_of
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.lineage import BeforeRecovery, LineageEntry
+from attnserve.models.measured import Fidelity
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.models.recorded import present

@@ -83,8 +83,8 @@ class Course:
         learning_rate: The largest one, of the schedule.
         restarts: How often the training began again with a lower learning rate.
         since: (step, measurement) of the last beginning.
-        loss: The loss on the rows to choose, of the best weights: the bounded ``Quality.loss``, and
-            that of labels.
+        loss: The loss on the rows to choose, of the best weights: ``Losses.bounded``, and that of
+            labels.
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.
         states: The number of hidden states that were learned, besides the outputs.

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.measured import Fidelity
 from attnserve.recovery.labels import Labeled, Labels
 from attnserve.runtime.session import open_session
 

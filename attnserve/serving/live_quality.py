@@ -22,9 +22,9 @@ from typing import Any, cast, get_args
 import numpy as np
 
 from attnserve.checks.measures import new_meter
-from attnserve.checks.quality import ROUNDING
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
+from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of

@@ -11,10 +11,10 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.recorded import ShapeLatency
+from attnserve.models.measured import ServedSpeed, ShapeLatency
 from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Built, Judge
-from attnserve.planning.served_speed import ServedSpeed, ServedTimer
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
 from graph_passes.analysis.cost import macs_at

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.checks.quality import Quality
+from attnserve.models.measured import Losses, Quality
 from benchmarks import _common, classifier, draw, quality
 from tests.attnserve.costs import count_instead_of_timing
 from tests.attnserve.qualities import quality_of
@@ -23,7 +23,7 @@ BERT = Path(__file__).parents[1] / "fixtures" / "bert" / "eager-dynamo-18-2"
 def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
     """A quality whose interval is ``value`` plus or minus ``half``."""
     ends = (value - half, value + half)
-    usual = {"lower": ends[0], "bound": ends[0], "ci95": ends, "p5": 1.0, "rows": 99}
+    usual = {"lower": ends[0], "ci95": ends, "p5": 1.0, "rows": 99}
     return quality_of("kl", value, **{**usual, **changes})
 
 
@@ -35,9 +35,9 @@ def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
         (measured(0.99), measured(0.984), ["promise"]),
         (measured(0.993), measured(0.984), ["promise", "proof"]),
         (measured(0.99), measured(0.998), ["proof"]),
-        (measured(0.99), measured(0.991, p5=0.94), ["condition"]),
-        (measured(0.99), measured(0.991, second=0.02), ["condition"]),
-        (measured(0.99), measured(0.986, second=0.02), []),
+        (measured(0.99), measured(0.991, losses=Losses(0.012, 0.012)), ["condition"]),
+        (measured(0.99), measured(0.991, losses=Losses(0.02, 0.0)), ["condition"]),
+        (measured(0.99), measured(0.986, losses=Losses(0.02, 0.0)), []),
         (measured(0.99), quality_of("kl", 0.9, p5=1.0, rows=20), []),
     ],
 )

@@ -12,7 +12,6 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.planning.blocks.limits import MULTIPLE
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -52,6 +51,9 @@ BlockOperator = FusedOperator | Literal["gelu", "as exported"]
 """What computes a block: one fused operator, or the nodes of the export."""
 
 AS_EXPORTED: Final = "as exported"
+
+MULTIPLE = 8
+"""Remaining neurons are a multiple of this, the number of floats in a vector register."""
 
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention

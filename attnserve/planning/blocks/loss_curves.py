@@ -27,6 +27,7 @@ from attnserve.context import RunContext, ignore_progress
 from attnserve.data.datasets import thinned
 from attnserve.planning.blocks.configurations import (
     MAX_CONFIGS,
+    MULTIPLE,
     BlockConfig,
     LossCurve,
     ReusePair,
@@ -34,7 +35,6 @@ from attnserve.planning.blocks.configurations import (
     apply_config,
     apply_reuse,
 )
-from attnserve.planning.blocks.limits import MULTIPLE
 from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone

@@ -10,7 +10,6 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from attnserve.checks.compare import Fidelity
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.literals import SearchMeasure
@@ -18,7 +17,8 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Source
-from attnserve.models.recorded import ServedSpeedRecord, Whole
+from attnserve.models.measured import Fidelity, ServedSpeed
+from attnserve.models.recorded import Whole
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
@@ -96,7 +96,7 @@ class PlanRecord(SearchRecord, frozen=True):
     format: Literal[2]
     model: Source = Source()
     calibration: Calibration = Calibration()
-    speedups: ServedSpeedRecord | None = None
+    speedups: ServedSpeed | None = None
     layers: tuple[Decision, ...] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()

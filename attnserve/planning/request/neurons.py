@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from attnserve.planning.blocks.configurations import LossCurve, TiedBlocks
-from attnserve.planning.blocks.limits import MULTIPLE
+from attnserve.planning.blocks.configurations import MULTIPLE, LossCurve, TiedBlocks
 from attnserve.planning.blocks.pareto import pareto_front
 from attnserve.planning.heads.files import Masks
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
+from attnserve.limits import MAX_BLOCK_SLOWDOWN, MIN_SHARED_GAIN
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
@@ -24,8 +25,6 @@ from attnserve.planning.blocks.configurations import (
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.blocks.limits import MAX_BLOCK_SLOWDOWN
-from attnserve.planning.search.estimates import SHARED_GAIN
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch
@@ -197,7 +196,7 @@ class BlockTimer:
             config for config in wanted if config.rank is not None and config in configs
         ]:
             own = configs.get(config._replace(rank=None))
-            if own is not None and SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
+            if own is not None and MIN_SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
                 fewer = [
                     config.of(other.kept) for other in wanted if other.head_size and not other.rank
                 ]

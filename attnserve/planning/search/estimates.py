@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from attnserve.limits import MAX_BLOCK_SLOWDOWN, MIN_SHARED_GAIN
 from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
@@ -16,13 +17,8 @@ from attnserve.planning.blocks.configurations import (
     ReusePair,
     TiedBlocks,
 )
-from attnserve.planning.blocks.limits import MAX_BLOCK_SLOWDOWN
 
 __all__ = ["ChoiceUnit", "Estimates", "UnitOption", "changes_to_measure", "units_of"]
-
-SHARED_GAIN = 1.03
-"""The least speed-up of shared over separate dimensions at which their loss is measured: less is
-within the noise of the timing, and the factorization takes a quarter of a search."""
 
 ChoiceUnit = tuple[TiedBlocks, ...]
 """Groups of tied blocks that are chosen together: one, or the two of a pair."""
@@ -54,15 +50,15 @@ def changes_to_measure(
 ) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
-    Shared dimensions are left out unless they are faster, by ``SHARED_GAIN``, than as many separate
-    dimensions of each head, which lose less.
+    Shared dimensions are left out unless they are faster, by ``MIN_SHARED_GAIN``, than as many
+    separate dimensions of each head, which lose less.
     """
     configs = {config: float(np.mean(ms[:num_requested])) for config, ms in timed.configs.items()}
     changes: list[BlockConfig] = []
     for config, ms in configs.items():
         own = configs.get(config._replace(rank=None), ms)
         is_change = config.kept in (0, group.count) and config != BlockConfig(group.count)
-        if is_change and (config.rank is None or SHARED_GAIN * ms < own):
+        if is_change and (config.rank is None or MIN_SHARED_GAIN * ms < own):
             changes.append(config)
     return changes
 

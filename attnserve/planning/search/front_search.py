@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from attnserve.checks.quality import allowed_loss
+from attnserve.limits import MIN_GAIN, SAME_MS
 from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
@@ -33,9 +34,6 @@ MAX_BUILDS = 6
 TIGHT = 0.9
 """Share of the allowed loss from which the search stops refining."""
 
-NEAR = 1.01
-"""Minimum relative difference of predicted speeds between two builds."""
-
 FIRST_GUESS = {"score": 4.0}
 """Initial ratio of the predicted loss (1 - R^2 or a share of KL) to the loss of the measure; 1 for
 other measures. The first build replaces it."""
@@ -43,9 +41,6 @@ other measures. The first build replaces it."""
 SQUARED = frozenset({"top1"})
 """Measures whose squared loss is proportional to the predicted loss: token ranks change when logits
 change, and independent changes add up in squares."""
-
-SAME_MS = 1.02
-"""Predicted time difference below which two choices may be equally fast."""
 
 CAREFUL = 0.8
 """Target share of the allowed loss after a failed verification."""
@@ -281,7 +276,7 @@ class FrontSearch:
 
         def is_slow(index: int) -> BisectStep:
             speedup_here = reached[index] = self._speedup_at(index)
-            return BisectStep(speedup_here < speedup, speedup <= speedup_here < NEAR * speedup)
+            return BisectStep(speedup_here < speedup, speedup <= speedup_here < MIN_GAIN * speedup)
 
         _, high = bisect(
             0, len(front) - 1, MAX_BUILDS,
@@ -300,7 +295,7 @@ class FrontSearch:
         """Whether two choices are so close that nothing between them is worth a build."""
         if high == len(self.choices.front):
             return False
-        return self._predicted_ms(low) < NEAR * self._predicted_ms(high)
+        return self._predicted_ms(low) < MIN_GAIN * self._predicted_ms(high)
 
     def index_of(self, predicted_loss: float) -> int:
         """The index of the fastest choice with at most this predicted loss."""

@@ -9,17 +9,16 @@ from typing import NamedTuple, Self
 
 import onnx_ir as ir
 
-from attnserve.checks.compare import Fidelity
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import ROUNDING, largest_loss
-from attnserve.checks.scores import Score, Share, share_kept
+from attnserve.checks.quality import largest_loss
+from attnserve.checks.scores import Score, share_kept
 from attnserve.job import Job
+from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.recorded import ShapeLatency
+from attnserve.models.measured import Fidelity, ShapeLatency, Share
 from attnserve.options import Goal
-from attnserve.planning.blocks.limits import MIN_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan
@@ -257,7 +256,7 @@ class Judge:
     def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
-        Losses are bounds if the data was used before; see ``Quality.loss``.
+        Losses are bounds if the data was used before; see ``Losses``.
         """
         batches, is_bounded = part.batches(self.search_input.data), not part.is_unused
         fidelity = job.compare_held_out(model, batches, part.split)
@@ -266,8 +265,8 @@ class Judge:
             losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
         if self.task is not None:
             share = self.task.share(model, fidelity, part, job)
-            losses.append(share.loss(bounded=is_bounded))
-        return Verification.of(fidelity, share, max(losses, default=0.0))
+            losses.append(share.losses.bounded if is_bounded else share.losses.measured)
+        return Verification(fidelity, share, max(losses, default=0.0))
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:

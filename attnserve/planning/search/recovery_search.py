@@ -17,11 +17,11 @@ from typing import NamedTuple
 import numpy as np
 
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import ROUNDING, allowed_loss
+from attnserve.checks.quality import allowed_loss
+from attnserve.limits import MIN_GAIN, ROUNDING
 from attnserve.literals import Measure
 from attnserve.models.search_record import Recovered, Round
 from attnserve.options import Goal
-from attnserve.planning.blocks.limits import MIN_GAIN
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.planning.search.front_search import (

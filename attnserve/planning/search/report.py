@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from attnserve.checks.compare import Fidelity
-from attnserve.checks.scores import Share
 from attnserve.models.lineage import Calibration, Source
-from attnserve.models.recorded import ShapeLatency, present
+from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency, Share
+from attnserve.models.recorded import present
 from attnserve.models.search_record import Asked, Recovered, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
-from attnserve.planning.served_speed import ServedSpeed
 from attnserve.reports.plots import pareto_front
 
 __all__ = [
@@ -37,22 +34,26 @@ def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> fl
     return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
 
 
-class Verification(VerificationRecord, frozen=True):
-    """Verification of a built choice on held-out data that no selection used, also in the record.
+@dataclass(frozen=True)
+class Verification:
+    """Verification of a built choice on held-out data that no selection used.
 
     Attributes:
         fidelity: The comparison with the original, whose qualities are recorded.
         share: The kept share of the task's score, if the goal has a task.
-        loss: The largest of the losses that the goal limits; see ``Quality.loss``.
+        loss: The largest of the losses that the goal limits; see ``Losses``.
     """
 
-    fidelity: Fidelity = Field(exclude=True)
-    share: Share | None = Field()
+    fidelity: Fidelity
+    share: Share | None
+    loss: float
 
-    @classmethod
-    def of(cls, fidelity: Fidelity, share: Share | None, loss: float) -> Verification:
-        """The verification with these results."""
-        return cls(fidelity=fidelity, qualities=fidelity.qualities, share=share, loss=loss)
+    @property
+    def record(self) -> VerificationRecord:
+        """The verification as plan.json has it."""
+        return VerificationRecord(
+            qualities=self.fidelity.qualities, share=self.share, loss=self.loss
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +119,7 @@ class PlanReport:
             fidelity=self.fidelity.cosines.model_copy(update={"share": self.share}),
             qualities=self.fidelity.qualities,
             choose=self.choose and self.choose.quality,
-            proofs=tuple(self.proofs),
+            proofs=tuple(proof.record for proof in self.proofs),
             speedup=self.speedup,
             speeds=tuple(self.speeds),
             speedups=self.served_speed,

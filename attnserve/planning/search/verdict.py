@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
+from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
-from attnserve.models.recorded import ShapeLatency
+from attnserve.models.measured import ShapeLatency
 from attnserve.models.search_record import Recovered
 from attnserve.options import Goal
-from attnserve.planning.blocks.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State

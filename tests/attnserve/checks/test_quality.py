@@ -12,18 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED
+from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, Scores, new_meter
 from attnserve.checks.quality import (
-    ROUNDING,
-    Quality,
     QualityMeter,
     allowed_loss,
     largest_loss,
+    limited_losses,
 )
 from attnserve.data.datasets import Dataset
 from attnserve.intervals import mean_lower_bound
+from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
+from attnserve.models.measured import Losses, Quality
 from tests.attnserve.qualities import quality_of
 
 RANDOM = np.random.default_rng(0)
@@ -112,9 +113,7 @@ def test_measure_is_chosen_by_the_kind_of_output(
     a = RANDOM.standard_normal(shape)
     found = measured(meter(signature, tokenizer=text_folder if for_text else None), a, a)
     assert found.measure == expected
-    assert found.value == pytest.approx(1.0) and found.loss(bounded=True) == pytest.approx(
-        0, abs=1e-9
-    )
+    assert found.value == pytest.approx(1.0) and found.losses.bounded == pytest.approx(0, abs=1e-9)
     assert found.rows == 40 and found.ci95 is not None
 
 
@@ -199,7 +198,7 @@ def test_constant_predictor_keeps_no_nine_tenths(
         mean = np.log(p.mean(axis=tuple(range(a.ndim - 1)), keepdims=True))
     found = measured(meter(signature, measure=measure, tokenizer=text_folder), a,
                      np.broadcast_to(mean, a.shape))  # fmt: skip
-    assert found.loss(bounded=True) > 0.1 and found.loss(bounded=False) > 0.1
+    assert found.losses.bounded > 0.1 and found.losses.measured > 0.1
 
 
 def test_cosine_reports_the_constant_of_a_narrow_cone():
@@ -335,7 +334,7 @@ def test_files_are_measured_apart():
 def test_not_finite_output_is_a_large_loss(bad: float, signature: str):
     a = RANDOM.standard_normal((40, 5, 8))
     found = measured(meter(signature), a, np.full_like(a, bad))
-    assert found.loss(bounded=True) > 0.5
+    assert found.losses.bounded > 0.5
     assert np.isfinite([found.value, found.lower, found.p5]).all()
 
 
@@ -351,23 +350,35 @@ def test_a_bad_tail_is_a_loss_although_the_mean_is_good():
     b[:28] += RANDOM.standard_normal((28, 6, 32)) * 0.4  # 7 % of the texts
     found = measured(meter("float[b, t, d] y"), a, b)
     assert found.value > 0.985 and found.p5 < 0.9
-    assert found.loss(bounded=True) == pytest.approx((1 - found.p5) / 5)
+    assert found.losses.bounded == pytest.approx((1 - found.p5) / 5)
 
 
 def test_second_condition_has_a_bound(text_folder: Path):
     """A choice must keep R^2 with a margin, a verification its value."""
     a = RANDOM.standard_normal((100, 6, 32))
     b = a + 0.1 * RANDOM.standard_normal(a.shape) * RANDOM.exponential(size=(100, 1, 1))
+    similarity = new_meter("similarity", "mean")
+    similarity.add(a, b, {})
+    scores = similarity.scores()
+    assert scores.second is not None and scores.second.value == scores.also["r2"]
+    second, bound = 1 - scores.second.value, 1 - scores.second.bound(SELECTION_CONFIDENCE)
+    assert second < bound < 2 * second
     found = measured(meter("float[b, t, d] y", tokenizer=text_folder), a, b)
-    assert found.measure == "similarity" and found.second == pytest.approx(1 - found.also["r2"])
-    assert found.second < found.second_bound < 2 * found.second
-    assert found.loss(bounded=False) < found.second_bound <= found.loss(bounded=True)
+    assert found.measure == "similarity" and found.losses == limited_losses(scores)
+    assert found.losses.measured < bound <= found.losses.bounded
 
 
 def test_loss_that_is_no_number_is_infinite_and_the_largest():
-    good = quality_of("r2", 0.99, bound=0.98, p5=0.9, second=0.03, second_bound=0.04)
-    assert good.loss(bounded=False) == 0.03 and good.loss(bounded=True) == 0.04
-    bad = good.model_copy(update={"bound": float("nan")})
+    def scores(value: float, rest: float, second: Scores | None = None) -> Scores:
+        """Scores of 40 texts, of which all but one have the measure ``rest``."""
+        texts = np.array([1.0, *[rest] * 39])
+        return Scores("r2", value, texts, texts, 0.0, {}, second)
+
+    losses = limited_losses(scores(0.99, 0.9, scores(0.97, 0.96)))
+    assert losses.measured == 1 - 0.97 and losses.bounded == pytest.approx(0.1, abs=0.01)
+    assert limited_losses(scores(0.99, 0.9, scores(float("nan"), 1.0))).measured == float("inf")
+    good = quality_of("r2", 0.97, losses=Losses(0.03, 0.04))
+    bad = good.model_copy(update={"losses": Losses(0.03, float("inf"))})
     assert largest_loss([good, bad], bounded=True) == float("inf")
     assert largest_loss([bad, good], bounded=False) == 0.03
     assert largest_loss([], bounded=True) == 0
@@ -447,9 +458,9 @@ def test_text_whose_output_is_not_finite_has_a_loss_of_one(
     b = a.copy()
     b[7] = broken
     found = measured(meter(signature), a, b)
-    assert [found.loss(bounded=each) for each in (False, True)] == [1.0, 1.0]
+    assert found.losses == (1.0, 1.0)
     assert np.isfinite(found.value) and "NaN" in found.describe()
-    assert measured(meter(signature), b, b).loss(bounded=True) == pytest.approx(0, abs=1e-9)
+    assert measured(meter(signature), b, b).losses.bounded == pytest.approx(0, abs=1e-9)
 
 
 def test_padding_may_be_anything_in_either_layout():
@@ -516,6 +527,8 @@ def test_p5_of_top1_is_the_percentile_of_the_agreement():
     agreement = (a.argmax(-1) == b.argmax(-1)).mean(1)
     assert found.measure == "top1"
     assert found.p5 == pytest.approx(np.percentile(agreement, 5))
-    assert found.tail is not None and found.tail > found.p5, "a promise limits that of KL"
-    kl = measured(meter("float[b, t, v] logits", measure="kl"), a, b)
-    assert found.tail == pytest.approx(kl.p5) and kl.tail is None
+    assert found.losses.measured == 1 - found.value < (1 - found.p5) / TAIL
+    single = np.full(40, 0.6)
+    kl = Scores("kl", 0.99, single, single, 0.0, {})
+    top1 = Scores("top1", 0.99, np.ones(40), np.zeros(40), 0.0, {}, second=kl)
+    assert limited_losses(top1).measured == (1 - kl.p5) / TAIL, "a promise limits that of KL"

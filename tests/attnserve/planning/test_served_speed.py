@@ -13,12 +13,13 @@ import pytest
 from attnserve.context import RunContext
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
+from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.served_speed import ServedSpeed, ServedTimer
+from attnserve.planning.served_speed import ServedTimer
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads

@@ -235,7 +235,7 @@ def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
 
 
 def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
-    no_judge, plain, proofs = None, built_of(FUSED), [Verification.of(FIDELITY, None, 0.0)]
+    no_judge, plain, proofs = None, built_of(FUSED), [Verification(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
     assert verdict.prefer_no_removal(front, plain, proofs) == (plain, proofs, "")
 
@@ -299,7 +299,7 @@ class ProvingJudge:
 
     def verify(self, built: Built, part: HeldOut) -> Verification:
         self.parts.append(part)
-        return Verification.of(FIDELITY, None, next(self.losses))
+        return Verification(FIDELITY, None, next(self.losses))
 
 
 @dataclass(frozen=True, eq=False)

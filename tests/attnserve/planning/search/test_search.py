@@ -19,8 +19,8 @@ import attnserve
 from attnserve.checks.compare import verify
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
+from attnserve.models.measured import ShapeLatency
 from attnserve.models.onnx_files import load_model
-from attnserve.models.recorded import ShapeLatency
 from attnserve.options import Lengths
 from attnserve.planning.search import search
 from attnserve.planning.search.judge import Judge
@@ -70,10 +70,9 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         assert report.gain and quality is not None
         # The third choice, if proofs fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("prove", "held out")
-        assert quality.loss(bounded=False) <= 1 - keep and report.choose is not None
+        assert quality.losses.measured <= 1 - keep and report.choose is not None
         assert (
-            report.choose.quality is not None
-            and report.choose.quality.loss(bounded=True) <= 1 - keep
+            report.choose.quality is not None and report.choose.quality.losses.bounded <= 1 - keep
         )
     speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
@@ -225,7 +224,8 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     rows = pairs(tmp_path / "pairs.tsv", sentences)
     report = planned(keep=0.6, eval_data=rows, task="sts", measure="score", allow=["ffn"])
     share = report.share
-    assert share is not None and share.value >= 0.6 and share.bound(0.95) <= share.value
+    assert share is not None and share.value >= 0.6
+    assert share.losses.bounded >= share.losses.measured == 1 - share.value
     assert report.fidelity.quality is not None, "also reported if it is no condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
     assert both.speedup <= report.speedup and both.proofs[-1].loss <= 0.4
@@ -295,9 +295,9 @@ def test_search_of_several_files_proves_each_of_them(
     for fidelity in (report.fidelity, report.choose):
         assert fidelity is not None and fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
-        losses = [quality.loss(bounded=True) for quality in fidelity.qualities]
-        assert fidelity.quality.loss(bounded=True) == max(losses)
-    losses = [quality.loss(bounded=False) for quality in report.fidelity.qualities]
+        losses = [quality.losses.bounded for quality in fidelity.qualities]
+        assert fidelity.quality.losses.bounded == max(losses)
+    losses = [quality.losses.measured for quality in report.fidelity.qualities]
     assert report.proofs[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]

@@ -1,0 +1,81 @@
+"""The limits that decide whether a change of speed is a gain, and whether a loss is allowed.
+
+Speed-ups are ratios of times, above 1 if the new model is faster. A loss is 1 minus a quality.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "LOW_QUALITY",
+    "MAX_BLOCK_SLOWDOWN",
+    "MIN_GAIN",
+    "MIN_LOSSLESS_GAIN",
+    "MIN_MIXING_SPEEDUP",
+    "MIN_REMOVAL_GAIN",
+    "MIN_SHARED_GAIN",
+    "MIN_SPEEDUP",
+    "ROUNDING",
+    "SAME_ERROR",
+    "SAME_MS",
+    "SELECTION_CONFIDENCE",
+    "TAIL",
+]
+
+# ---- speed -----------------------------------------------------------------------------------
+
+MIN_GAIN = 1.01
+"""The lowest speed-up that counts as a gain. Of models whose speeds differ by less, the one with
+less loss is taken, so that the noise of a timing decides nothing. Of two fused forms, the lower end
+of a 95 % interval must reach it."""
+
+MIN_LOSSLESS_GAIN = 1.02
+"""The lowest mean speed-up for which the service replaces a model by its fused form. It is above
+``MIN_GAIN``, because the fused form needs a file and a check of its own."""
+
+MIN_REMOVAL_GAIN = 1.03
+"""The lowest speed-up of a removal over the fused original in the same precision, at the lower end
+of its 95 % interval. It is above ``MIN_GAIN``, because a removal costs quality."""
+
+MIN_SHARED_GAIN = 1.03
+"""The lowest speed-up of shared over separate dimensions of one block at which their loss is
+measured: less is within the noise of the timing of a block, and the factorization takes a quarter
+of a search."""
+
+MIN_SPEEDUP = 0.97
+"""The lowest accepted speed-up of a whole model at any timed length. It is below 1, so that the
+noise at a single length refuses no model."""
+
+MIN_MIXING_SPEEDUP = 0.98
+"""The lowest accepted speed-up of a form of shared dimensions over the fused original at any shape,
+at the upper end of its 95 % interval. It is stricter than ``MIN_SPEEDUP``, because it refuses no
+model: another form is preferred."""
+
+MAX_BLOCK_SLOWDOWN = 1.03
+"""The highest accepted time of a block at any length, relative to the exported block. It keeps the
+whole model above ``MIN_SPEEDUP``."""
+
+SAME_MS = 1.02
+"""The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
+the times of blocks, and is less exact than ``MIN_GAIN``."""
+
+# ---- quality ---------------------------------------------------------------------------------
+
+ROUNDING = 1e-4
+"""A loss or relative error below this comes from rounding: no goal and no guarantee is closer to
+1."""
+
+TAIL = 5
+"""Maximum loss of the worst 5 % of texts, relative to the allowed loss. For exponential losses this
+percentile is three times the mean."""
+
+SELECTION_CONFIDENCE = 0.8
+"""Confidence of the bounds that select a choice. The reported result is the verification on
+held-out data: a higher confidence would cost speed, a lower one would make more verifications
+fail."""
+
+SAME_ERROR = 1.02
+"""The highest error of a form of shared dimensions, relative to the dense form, that counts as
+equal."""
+
+LOW_QUALITY = 0.9
+"""The quality below which a warning is given; constant predictors are below it."""
