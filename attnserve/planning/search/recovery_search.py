@@ -151,11 +151,11 @@ class RecoverySearch:
         training = training_of(self.front_search.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
         trained = self.judge.train(built, training, key, f"round {number}")
-        course = trained.state.training
-        assert course is not None
+        result = trained.state.training
+        assert result is not None
         self._trained.append((training, key))
-        self.seconds = max(self.seconds - course.seconds, 0.0)
-        best = min(built, trained, key=lambda one: one.loss) if course.is_better else built
+        self.seconds = max(self.seconds - result.seconds, 0.0)
+        best = min(built, trained, key=lambda one: one.loss) if result.is_better else built
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
@@ -163,8 +163,8 @@ class RecoverySearch:
                 predicted_loss=choice.loss,
                 built_loss=built.loss,
                 loss=best.loss,
-                steps=course.steps,
-                seconds=course.seconds,
+                steps=result.steps,
+                seconds=result.seconds,
                 keeps=keeps,
             )
         )
