@@ -19,7 +19,7 @@ import numpy as np
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import ROUNDING, allowed_loss
 from attnserve.literals import Measure
-from attnserve.models.search_record import Recovered, Round
+from attnserve.models.search_record import Round, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.limits import MIN_GAIN
 from attnserve.planning.blocks.pareto import Choice
@@ -58,7 +58,7 @@ class Trained(NamedTuple):
 
     best: Built | None
     verifications: list[Verification]
-    report: Recovered
+    report: TrainingRounds
 
 
 def training_of(goal: Goal, minutes: float = 0.0) -> Train:
@@ -218,6 +218,6 @@ class RecoverySearch:
         verdict = f"no gain by training: {reason}; the result without training is returned"
         return Trained(None, list(verifications), self._report(False, verdict))
 
-    def _report(self, gain: bool, verdict: str) -> Recovered:
+    def _report(self, gain: bool, verdict: str) -> TrainingRounds:
         torch = package_versions(["torch"]).get("torch", "")
-        return Recovered(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)
+        return TrainingRounds(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)

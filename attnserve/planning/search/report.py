@@ -14,7 +14,7 @@ from attnserve.checks.compare import Fidelity
 from attnserve.checks.scores import Share
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.recorded import ShapeLatency, present
-from attnserve.models.search_record import Asked, Recovered, VerificationRecord
+from attnserve.models.search_record import Asked, TrainingRounds, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.planning.served_speed import ServedSpeed
@@ -93,7 +93,7 @@ class PlanReport:
     speeds: Sequence[ShapeLatency] = ()
     choose: Fidelity | None = None
     proofs: Sequence[Verification] = ()
-    recovered: Recovered | None = None
+    recovered: TrainingRounds | None = None
     served_speed: ServedSpeed | None = None
     output: Path | None = None
 
