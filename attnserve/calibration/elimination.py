@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.refit import last_map_moments
+from attnserve.calibration.map_moments import last_map_moments
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock

@@ -156,7 +156,7 @@ class MixingChoice(Whole, frozen=True):
 
 
 class TrainingRecord(Recorded, frozen=True):
-    """The course of a training; see ``recovery.training.Course``.
+    """The recorded part of ``training_result.TrainingResult``.
 
     ``history`` has (seconds, training loss, loss on held-out rows). Numbers that are not finite are
     null.

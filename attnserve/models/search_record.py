@@ -11,9 +11,9 @@ from attnserve.models.recorded import Recorded, Whole
 
 __all__ = [
     "Asked",
-    "Recovered",
     "Round",
     "SearchRecord",
+    "TrainingRounds",
     "VerificationRecord",
 ]
 
@@ -77,7 +77,7 @@ class Round(Whole, frozen=True):
     keeps: bool
 
 
-class Recovered(Whole, frozen=True):
+class TrainingRounds(Whole, frozen=True):
     """The training rounds of a search.
 
     Attributes:
@@ -111,4 +111,4 @@ class SearchRecord(Measured, frozen=True):
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
-    recovered: Recovered | None = None
+    recovered: TrainingRounds | None = None

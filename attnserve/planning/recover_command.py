@@ -27,12 +27,12 @@ from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import TRAININGS
+from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
-from attnserve.recovery.recovery import check_input
 from attnserve.recovery.report import RecoverReport, write_recovered
-from attnserve.recovery.training import Course, torch_threads
-from attnserve.recovery.verification import labeled_outputs, verify_training
+from attnserve.recovery.training import torch_threads
+from attnserve.recovery.verification import labeled_outputs, verify_model
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
 from attnserve.versions import package_versions, versions
@@ -205,16 +205,16 @@ def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
     plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
-    before = after = verify_training(job, plain_model, labels)  # errors come before the training
+    before = after = verify_model(job, plain_model, labels)  # errors come before the training
     trained_model = apply_steps(plan.steps, state).result
-    course = state.training
-    assert isinstance(course, Course)
+    training = state.training
+    assert training is not None
     result_model = plain_model
     gain = False
     warnings: list[str] = []
-    if course.is_better:
+    if training.is_better:
         try:
-            verification = verify_training(job, trained_model, labels)
+            verification = verify_model(job, trained_model, labels)
         except CheckFailed as error:
             warnings.append(f"the trained model: {error.what}")
         else:
@@ -222,9 +222,9 @@ def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.
             result_model, after = (trained_model, verification) if gain else (plain_model, before)
     if not gain:
         warnings.append("no gain: use more text similar to the served text, or more minutes")
-    if course.stopped == "not finite":
+    if training.stopped == "not finite":
         warnings.append("the loss became infinite: the best weights before that are returned")
-    if not course.states:
+    if not training.states:
         warnings.append("no hidden states match in both graphs: only the outputs were learned")
     scores = None
     if labels and teacher_score and before.score and after.score:
@@ -234,7 +234,7 @@ def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.
         before=before.fidelity,
         after=after.fidelity,
         gain=gain,
-        training=course,
+        training=training,
         int8_weight_bits=int8_weight_bits(result_model),
         int8_activations=int8_activations(result_model),
         scores=scores,

@@ -1,7 +1,7 @@
 """Recover the quality of a rewritten graph by distillation from its original.
 
-Needs the extra ``[torch]``. ``Recovery`` is the training; ``GraphModule`` computes an ONNX graph in
-PyTorch, with gradients.
+Needs the extra ``[torch]``. ``Distillation`` is a pair of models that is ready to train, and
+``training.train`` trains it. ``GraphModule`` computes an ONNX graph in PyTorch, with gradients.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ except ImportError as error:
         code="extra.torch",
     ) from error
 
+from attnserve.recovery.distillation import Distillation
 from attnserve.recovery.module import GraphModule
-from attnserve.recovery.recovery import Recovery
 from attnserve.recovery.report import RecoverReport
 
-__all__ = ["GraphModule", "RecoverReport", "Recovery"]
+__all__ = ["Distillation", "GraphModule", "RecoverReport"]

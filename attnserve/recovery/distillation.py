@@ -1,349 +1,380 @@
-"""Distillation loss: outputs as they are served, and hidden states."""
+"""A rewritten model and its original, ready to train: data, loss and measurement."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import math
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 
 import numpy as np
 import onnx_ir as ir
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.checks.measures import LEAST_PROBABILITY
-from attnserve.context import RunContext
-from attnserve.literals import Pooling
-from attnserve.models.masks import vector_mask
-from attnserve.models.measured import Quality
-from attnserve.models.output_kinds import is_cache_name
-from attnserve.runtime.interface import Batch, owned
+from attnserve.checks.compare import compare
+from attnserve.checks.quality import QualityMeter, largest_loss
+from attnserve.data.datasets import HELD_OUT, thinned
+from attnserve.job import Job
+from attnserve.literals import Measure, Precision, Split
+from attnserve.models.cache_inputs import empty_axes, shaped_for
+from attnserve.models.masks import token_mask
+from attnserve.models.measured import Fidelity
+from attnserve.models.output_kinds import is_cache_name, probability_outputs, resized_outputs
+from attnserve.models.quantized import Bits
+from attnserve.models.rows import fixed_axes
+from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
+from attnserve.precision.int8 import Rounding
+from attnserve.precision.products import MOMENT_TOKENS, WeightKey, collect_ranges
+from attnserve.precision.schemes import SCHEMES
+from attnserve.recovery.batches import regroup
+from attnserve.recovery.labels import Labels
+from attnserve.recovery.loss import DistillationLoss
+from attnserve.recovery.module import GraphModule, rotary_constants
+from attnserve.recovery.operators import HALF
+from attnserve.recovery.quantization import fake_operators
+from attnserve.recovery.teacher import Teacher, TeacherOutputs, matching_states
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
-from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import InvalidData
-from graph_passes.matching.find import find_attention
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
+from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
-__all__ = [
-    "Answers",
-    "Objective",
-    "Teacher",
-    "matching_states",
-    "rotary_constants",
-    "served_vectors",
-    "value_named",
-]
+__all__ = ["Distillation", "check_input"]
 
-HIDDEN_WEIGHT = 0.5
-LAST_WEIGHT = 6.0
-SERVED_WEIGHT = 3.0
-"""Weights of the hidden states, of the last one, and of embeddings or logits. Each loss is divided
-by that of a constant predictor first, so that no weight depends on the model."""
+MIN_TEXTS = 4 * HELD_OUT
+"""Minimum number of distinct rows of a file: four in each held-out part, to rank similarities."""
 
-Kind = Literal["vectors", "pooled", "logits"]
+TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
+"""Maximum relative difference of PyTorch and ONNX Runtime, in float32 and in half precision."""
 
-KEPT_BYTES = 2**30
-"""Memory for cached teacher outputs on held-out batches."""
+EXAMPLES = 8
+"""Number of steps whose batches determine the scales of the losses."""
 
 
-def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
-    """Pairs of the same hidden state in both graphs: the inputs of each attention block.
-
-    Behind the first layer this is the residual stream, or its normalization if that comes first.
-    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, only the
-    outputs are learned.
-    """
-    ours, theirs = (_blocks(model) for model in (student, teacher))
-    if len(ours) == len(theirs):
-        pairs = [*zip(theirs, ours, strict=True)]
-    else:
-        by_name = {block.name: block for block in theirs}
-        pairs = [(by_name[block.name], block) for block in ours if block.name in by_name]
-    states = dict.fromkeys(
-        (a.x, b.x) for a, b in pairs if _is_inside(teacher, a.x) and _is_inside(student, b.x)
-    )
-    return [*states]
-
-
-def rotary_constants(model: ir.Model) -> set[str]:
-    """The names of initializers that hold rotary angles, which are not trained."""
-    names: set[str] = set()
-    pending = [
-        factor.value
-        for block in _blocks(model)
-        for part in (block.q, block.k)
-        for factor in part.factors
-    ]
-    seen: set[ir.Value] = set()
-    while pending:
-        value = pending.pop()
-        if value in seen:
-            continue
-        seen.add(value)
-        if value.is_initializer():
-            names.add(value.name or "")
-        elif (node := value.producer()) is not None:
-            pending += [each for each in node.inputs if each is not None]
-    return names
-
-
-def _blocks(model: ir.Model) -> list[AttentionBlock]:
-    return [block for block in find_attention(model)[0] if block.graph is model.graph]
-
-
-def _is_inside(model: ir.Model, value: ir.Value) -> bool:
-    node = value.producer()
-    return node is not None and node.graph is model.graph and not value.is_graph_output()
-
-
-def value_named(model: ir.Model, name: str | None) -> ir.Value:
-    """The value of the main graph with this name."""
-    return next(value for node in model.graph for value in node.outputs if value.name == name)
-
-
-class Teacher:
-    """Outputs and hidden states of the original, by ONNX Runtime.
-
-    Args:
-        states: Values that are returned after the outputs.
-    """
-
-    def __init__(self, model: ir.Model, states: Sequence[ir.Value], context: RunContext) -> None:
-        model = model.clone()
-        for state in states:
-            # A cast needs no element type, and numpy has none for bfloat16.
-            cast = ir.node("Cast", [value_named(model, state.name)], {"to": ir.DataType.FLOAT})
-            output = cast.outputs[0]
-            output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
-            model.graph.append(cast)
-            model.graph.outputs.append(output)
-        self._session = open_session(model, context, spinning=False)
-
-    def __call__(self, batch: Batch) -> list[np.ndarray]:
-        """The outputs for a batch, then the states in float32, one array each.
-
-        Raises:
-            InvalidData: The model refuses the batch.
-        """
-        return self._session.run(None, batch)
-
-
-class Answers:
-    """The outputs of a teacher for held-out batches, which each measurement needs again.
-
-    They are kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are
-    not measured, are empty.
-    """
-
-    def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
-        self._teacher = teacher
-        self._names = names
-        self._known: dict[int, list[np.ndarray]] = {}
-        self._bytes = 0
-
-    def __call__(self, index: int, batch: Batch) -> list[np.ndarray]:
-        """The outputs for the batch with this index, one array for each name."""
-        if index in self._known:
-            return self._known[index]
-        arrays = [
-            np.empty(0, np.float32) if is_cache_name(name) else array
-            for name, array in zip(self._names, self._teacher(batch), strict=False)
-        ]
-        if self._bytes < KEPT_BYTES:
-            self._known[index] = [owned(array) for array in arrays]
-            self._bytes += sum(array.nbytes for array in arrays)
-        return arrays
-
-
-@dataclass(frozen=True)
-class _Term:
-    """The loss of one output or state.
-
-    Attributes:
-        index: Its place among the outputs and states.
-        unit: The loss of a constant predictor.
-    """
-
-    index: int
-    kind: Kind
-    weight: float
-    unit: float
-
-
-class Objective:
-    """The distillation loss: 0 if both models give the same, and about 1 per weight for a constant.
-
-        vectors  |a - b|^2 over real tokens
-        pooled   |a - b|^2 of pooled vectors of length one
-        logits   KL(a, b)
-
-    Args:
-        qualities: The measured outputs: pooled vectors are learned for measures of similarity, KL
-            for measures of logits, and plain vectors for all others.
-        outputs: The names of the teacher's outputs, in order.
-        pairs: The number of states behind the outputs.
-        pooling: How tokens are pooled.
-        examples: Some batches, for the units.
-        teacher: Its outputs and states.
-        dimensions: Number of embedding dimensions that are served; None for all.
-        resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
-        probabilities: Indices of outputs of a softmax: their logarithms are the logits.
-        students: The names of the student's outputs, which may lack caches; None for the same.
+def check_input(job: Job) -> str:
+    """Check the rows and the device of a training; returns the device of PyTorch.
 
     Raises:
-        InvalidData: No output or state depends on the data.
+        InvalidData: A file has too few rows to fit, to choose and to verify.
+        InvalidArgument: PyTorch has no CUDA device.
+    """
+    data = job.data
+    provider = job.context.provider
+    assert data is not None
+    sources = (one.source for one in data.files or [data])
+    smallest = min(sources, key=lambda source: source.distinct_rows)
+    if smallest.distinct_rows < MIN_TEXTS:
+        raise InvalidData(
+            f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least "
+            f"{MIN_TEXTS}, and thousands for a good result",
+            "give more unlabeled text similar to the served text",
+            code="recovery.few_rows",
+        )
+    if not (data.fit and data.choose and data.held_out):
+        raise InvalidData(
+            "the files of `data` have nearly the same rows: none are left for one of the parts to "
+            "fit, to choose and to verify",
+            "give more unlabeled text, each row in one file",
+            code="recovery.few_rows",
+        )
+    if provider == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgument(
+            "`provider` is cuda: PyTorch finds no CUDA device",
+            "install PyTorch with CUDA, or set `provider` to cpu",
+            code="recovery.no_cuda",
+        )
+    return provider
+
+
+class Distillation:
+    """A rewritten model (the student) that learns the outputs of its original (the teacher).
+
+    To construct it checks that the models and the data can be trained, and raises an error
+    otherwise. ``training.train`` trains it.
+
+    Attributes:
+        calibration: The rows to fit, as inputs of the rewritten model.
+        rounding: Rounding of the int8 weights, computed before the training; None in other
+            precisions.
+        first: The rewritten model, in the precision of the served model, compared with the original
+            on the rows to choose.
+        student: A copy of the rewritten model, whose weights are trained.
+        module: The rewritten model in PyTorch.
+        states: The hidden states of the original that the module learns, besides the outputs.
+
+    Args:
+        rewritten: The rewritten model in float32 or half precision; it is not changed.
+        job: The teacher, the training rows and those to choose the best weights, and the context,
+            whose provider is the device of PyTorch too.
+        measure: The measure of quality that chooses the weights.
+        precision: Precision of the served model. With "int8" and "int8-full", fake quantization is
+            trained and conversions are measured; another one is trained and measured in float.
+        float_blocks: Blocks that stay float32 in int8.
+        labels: LabeledBatch rows to learn too.
+
+    Raises:
+        InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        CannotRewrite: The model cannot be converted to int8.
+        InvalidArgument: PyTorch has no CUDA device.
+        InvalidData: Nothing in the models or in the data can be learned.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
     """
 
     def __init__(
         self,
-        qualities: Sequence[Quality],
-        outputs: Sequence[str],
-        pairs: int,
-        pooling: Pooling,
-        examples: Sequence[Batch],
-        teacher: Callable[[Batch], list[np.ndarray]],
-        *,
-        dimensions: int | None = None,
-        resized: Collection[int] = (),
-        probabilities: Collection[int] = (),
-        students: Sequence[str] | None = None,
+        rewritten: ir.Model,
+        job: Job,
+        measure: Measure,
+        precision: Precision = "float32",
+        float_blocks: Collection[str] = (),
+        labels: Labels | None = None,
     ) -> None:
-        self.pooling: Pooling = pooling
-        self.dimensions = dimensions
-        self.resized = frozenset(resized)
-        self.probabilities = frozenset(probabilities)
-        students = list(outputs if students is None else students)
-        self.places = {i: students.index(n) for i, n in enumerate(outputs) if n in students}
-        self.places |= {len(outputs) + pair: len(students) + pair for pair in range(pairs)}
-        axes = [array.ndim for array in teacher(examples[0])]
-        measures = {quality.output: quality.measure for quality in qualities}
-        parts: list[tuple[int, Kind, float]] = []
-        for index, name in enumerate(outputs):
-            measure = measures.get(name)
-            if measure is None or index not in self.places:
-                continue
-            if measure in ("kl", "top1"):
-                parts.append((index, "logits", SERVED_WEIGHT))
-                continue
-            is_tokens = axes[index] > 2
-            if measure != "similarity" or is_tokens:
-                parts.append((index, "vectors", LAST_WEIGHT))
-            if measure == "similarity":
-                parts.append((index, "pooled", SERVED_WEIGHT))
-        for index in range(len(outputs), len(outputs) + pairs):
-            parts.append((index, "vectors", HIDDEN_WEIGHT))
-        units = self._units([(index, kind) for index, kind, _ in parts], examples, teacher)
-        self.terms = [
-            _Term(*each, unit) for each, unit in zip(parts, units, strict=True) if unit > 0
-        ]
-        if not self.terms:
+        device = check_input(job)
+        original = job.original
+        data = job.data
+        texts = job.artifact
+        assert data is not None
+        self.rewritten = rewritten
+        self.original = original
+        self.data = data
+        self.texts = texts
+        self.context = job.context
+        self.precision: Precision = precision
+        self.bits: Bits | None = SCHEMES[precision].bits
+        self.float_blocks = float_blocks
+        self.labels = labels
+        self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
+        self.empty = empty_axes(original, rewritten)
+        self.calibration = [self.feed(batch) for batch in data.fit]
+        self.rounding = self._rounding()
+        # Raises an error if the models do not have the same inputs and outputs.
+        self.first = self._compare(self._served(rewritten), data.choose, "choose")
+        if not self.first.qualities:
             raise InvalidData(
-                "no output of the teacher depends on the data, or all are not finite",
-                "check `data` and `teacher` with `attnserve verify`",
-                code="recovery.constant_teacher",
+                "the models have no float output that can be learned",
+                "give models with embeddings, logits or features as output",
+                code="recovery.no_output",
             )
+        self.student = rewritten.clone()
+        self.module, self.states = self._module(device)
+        self._check_module()
+        self._quantize(self.calibration)
 
-    def __call__(
-        self, student: Sequence[Tensor], teacher: Sequence[np.ndarray], batch: Batch
-    ) -> Tensor:
-        """The loss of one batch."""
-        losses: list[Tensor] = []
-        for term in self.terms:
-            vectors = self._vectors(student[self.places[term.index]], term.index, term.kind)
-            target = torch.from_numpy(teacher[term.index]).to(vectors.device)
-            target = self._vectors(target, term.index, term.kind)
-            if term.kind == "vectors" and vectors.ndim > 1:
-                loss = _mean_square(target, vectors, batch)
-            else:
-                a, b = (self._rows(x, term.kind, batch) for x in (target, vectors))
-                loss = _distance(a, b, term.kind).mean()
-            losses.append(term.weight / term.unit * loss)
-        return torch.stack(losses).sum()
+    @cached_property
+    def teacher(self) -> Teacher:
+        """The outputs of the original, then the ``states``."""
+        return Teacher(self.original, self.states, self.context)
 
-    def _vectors(self, x: Tensor, index: int, kind: Kind) -> Tensor:
-        """An output in float32, whose last axis counts features; logits of probabilities."""
-        if kind == "logits" and index in self.probabilities:
-            return x.float().clamp(min=LEAST_PROBABILITY).log()
-        return x.float()[..., None] if index in self.resized else x.float()
+    @cached_property
+    def _expected(self) -> TeacherOutputs:
+        """The outputs of the original for the rows to choose."""
+        return TeacherOutputs(self.teacher, self._output_names)
 
-    def _rows(self, x: Tensor, kind: Kind, batch: Mapping[str, np.ndarray]) -> Tensor:
-        """The vectors that are compared, (rows, D)."""
-        if kind == "pooled":
-            return served_vectors(x, batch, self.pooling, self.dimensions)
-        mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)
-        return x[mask] if x.ndim > 1 else x[:, None]
+    @property
+    def _output_names(self) -> list[str]:
+        return [value.name or "" for value in self.original.graph.outputs]
 
-    def _units(
-        self,
-        terms: Sequence[tuple[int, Kind]],
-        examples: Sequence[Batch],
-        teacher: Callable[[Batch], list[np.ndarray]],
-    ) -> list[float]:
-        """The loss of the best constant prediction of each term; 0 if it is not a number.
+    def batches(self) -> list[list[Batch]]:
+        """The batches of each training step, inputs of the original."""
+        inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
+        rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
+        return regroup(
+            self.data.fit, self.context.seed,
+            fixed_rows=rows is not None, fixed_length=tokens is not None,
+        )  # fmt: skip
 
-        Only the outputs for one batch are in memory: logits of a vocabulary are large.
+    def loss(self, steps: Sequence[Sequence[Batch]]) -> DistillationLoss:
+        """The loss of a batch, with the scales of some of these steps.
+
+        Raises:
+            InvalidData: No output or state depends on the data.
         """
+        places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
+        examples = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]
+        return DistillationLoss(
+            self.first.qualities, self._output_names, len(self.states), self.texts.pooling,
+            examples, self.teacher,
+            dimensions=self.texts.dimensions, resized=resized_outputs(self.original),
+            probabilities=probability_outputs(self.original),
+            student_outputs=[value.name or "" for value in self.rewritten.graph.outputs],
+        )  # fmt: skip
 
-        def rows(batch: Batch) -> list[tuple[Kind, Tensor]]:
-            arrays = teacher(batch)
-            vectors = [
-                self._vectors(torch.from_numpy(arrays[index]), index, kind) for index, kind in terms
-            ]
-            return [(kind, self._rows(x, kind, batch))
-                    for (_, kind), x in zip(terms, vectors, strict=True)]  # fmt: skip
+    def labeled_loss(self, step: int) -> Tensor | None:
+        """The weighted loss of labeled rows in a training step; None without labels."""
+        labels = self.labels
+        if labels is None:
+            return None
+        labeled = labels.step(step, self.context.seed)
+        names = [value.name for value in self.student.graph.outputs]
+        outputs = self.module(self.feed(labeled.batch))
+        return labels.loss(outputs[names.index(labels.output)], labeled)
 
-        sums: list[Any] = [0.0] * len(terms)
-        squares, counts, losses = (np.zeros(len(terms)) for _ in range(3))
-        for batch in examples:
-            for place, (kind, x) in enumerate(rows(batch)):
-                sums[place] = sums[place] + (F.softmax(x, -1) if kind == "logits" else x).sum(0)
-                squares[place] += 1.0 * len(x) if kind == "logits" else float((x * x).sum())
-                counts[place] += len(x)
-        means = [total / max(count, 1) for total, count in zip(sums, counts, strict=True)]
-        for batch in examples:
-            for place, (kind, x) in enumerate(rows(batch)):
-                best = means[place]
-                best = best.clamp(min=1e-30).log() if kind == "logits" else best
-                losses[place] += float(_distance(x, best.expand_as(x), kind).sum())
-        units, scales = losses / np.maximum(counts, 1), squares / np.maximum(counts, 1)
-        usable = np.isfinite(units) & (units > 1e-9 * np.maximum(scales, 1e-30))
-        return np.where(usable, units, 0.0).tolist()
+    def measured_loss(self, weights: Sequence[Tensor]) -> float:
+        """The loss of weights on the rows to choose, by ONNX Runtime; infinite if it has no value.
+
+        int8 models are converted with few rows, because this runs often.
+        """
+        self.write_weights(weights)
+        few = thinned(self.calibration, MOMENT_TOKENS)
+        try:
+            self._quantize(few)  # ranges of activations follow the weights
+            model = self._served(self.student, few)
+        except (CannotRewrite, InvalidData):  # weights or activations are not finite
+            return math.inf
+        session = open_session(model, self.context, spinning=False)
+        meter = self.new_meter(split="choose")
+        for index, batch in enumerate(self.data.choose):
+            targets = self._expected(index, batch)
+            outputs_by_name = _by_name(model, session.run(None, self.feed(batch)))
+            pairs = zip(self.original.graph.outputs, targets, strict=True)
+            meter.add(
+                targets,
+                [outputs_by_name.get(value.name or "", array) for value, array in pairs],
+                batch,
+            )
+        labeled_loss = 0.0
+        if self.labels is not None:
+            feeds = map(self.feed, (one.batch for one in self.labels.choose))
+            outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
+            labeled_loss = self.labels.held_out_loss(outputs)
+        return largest_loss(meter.results(), bounded=True) + labeled_loss
+
+    def write_weights(self, weights: Sequence[Tensor]) -> None:
+        """Write weights into the graph of the module and into ``student``."""
+        self.module.write_weights(weights)
+        ours, theirs = (m.graph.initializers for m in (self.module.model, self.student))
+        for name in self.module.names:
+            theirs[name].const_value = ours[name].const_value
+
+    def feed(self, batch: Batch) -> Batch:
+        """The inputs of the rewritten model."""
+        return shaped_for(self.rewritten, batch, self.empty)
+
+    def _rounding(self) -> Mapping[WeightKey, Rounding] | None:
+        """Rounding of the int8 weights; None in other precisions.
+
+        Raises:
+            CannotRewrite: The model cannot be converted to int8.
+        """
+        if self.bits is None:
+            return None
+        return roundings_of(
+            self.rewritten, self.precision, self.calibration, float_blocks=self.float_blocks
+        )
+
+    def _module(self, device: str) -> tuple[GraphModule, list[ir.Value]]:
+        """The rewritten model in PyTorch, and the states of the original that match its own.
+
+        Raises:
+            InvalidModel: An operator cannot be trained.
+            InvalidData: No weight can be trained.
+        """
+        graph = _with_fused_gelu(self.rewritten)
+        pairs = matching_states(self.original, graph)
+        pairs = self._equal_shapes(pairs, graph, self.data.fit[0])
+        module = GraphModule(
+            graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device
+        )
+        if not module.names:
+            raise InvalidData(
+                "the rewritten model has no float weights that can be trained",
+                "recover the float model, and quantize the result",
+                code="recovery.no_weights",
+            )
+        return module, [theirs for theirs, _ in pairs]
+
+    def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
+        """The model as it is served: int8 models are converted as by ``optimize``."""
+        if self.bits is None:
+            return model
+        rows = rows or self.calibration
+        return convert(
+            model, self.precision, rows, float_blocks=self.float_blocks, rounding=self.rounding
+        )
+
+    def _quantize(self, rows: Sequence[Batch]) -> None:
+        """Set up fake quantization in the module, equal to the int8 conversion of ``student``."""
+        if self.bits is not None:
+            graph = self.module.model
+            ranges = collect_ranges(graph, rows)
+            float_nodes = nodes_of_blocks(graph, self.float_blocks)
+            self.module.replaced = fake_operators(
+                graph, self.bits, ranges, self.module.device, float_nodes=float_nodes,
+                rounding=self.rounding,
+            )  # fmt: skip
+
+    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
+        source = self.data.source.file
+        return compare(
+            self.original, model, batches, source, meter=self.new_meter(split=split),
+            context=self.context.labeled(split),
+        )  # fmt: skip
+
+    def _equal_shapes(
+        self, pairs: Sequence[tuple[ir.Value, ir.Value]], graph: ir.Model, batch: Batch
+    ) -> list[tuple[ir.Value, ir.Value]]:
+        """The pairs of states whose arrays have the same shape."""
+        original_states, graph_states = zip(*pairs, strict=True) if pairs else ((), ())
+        original_arrays = Teacher(self.original, original_states, self.context)(batch)
+        graph_arrays = Teacher(graph, graph_states, self.context)(self.feed(batch))
+        shapes = zip(
+            original_arrays[len(original_arrays) - len(pairs) :],
+            graph_arrays[len(graph_arrays) - len(pairs) :],
+            strict=True,
+        )
+        return [pair for pair, (a, b) in zip(pairs, shapes, strict=True) if a.shape == b.shape]
+
+    def _check_module(self) -> None:
+        """Compare the module with ONNX Runtime, on real tokens: padding may be left undefined.
+
+        Raises:
+            CheckFailed: They differ.
+        """
+        session = open_session(self.rewritten, self.context, spinning=False)
+        graph = self.rewritten.graph
+        is_half = any(value.dtype in HALF for value in graph.initializers.values())
+        limit = HALF_TOLERANCE if is_half else TOLERANCE
+        for batch in (self.data.choose[0], self.data.choose[-1]):
+            feed = self.feed(batch)
+            expected = session.run(None, feed)
+            # Convolutions in TF32, the default, would differ by more than the limit.
+            with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+                outputs = self.module(feed)
+            for value, a, tensor in zip(graph.outputs, expected, outputs, strict=False):
+                b = tensor.cpu().numpy()
+                if is_cache_name(value.name or ""):
+                    continue
+                if a.ndim > 2 and a.shape == b.shape:
+                    mask = token_mask(batch, a.shape[:2])
+                    a, b = a[mask], b[mask]
+                error = _relative_error(a, b)
+                if not error <= limit:  # NaN too
+                    raise CheckFailed(
+                        f"output {value.name!r} differs by {error:.1e} between ONNX Runtime and "
+                        f"PyTorch, expected at most {limit:.0e}: nothing was written",
+                        "report the model: one of its operators is computed differently",
+                        code="recovery.mismatch",
+                    )
 
 
-def served_vectors(
-    x: Tensor,
-    batch: Mapping[str, np.ndarray],
-    pooling: Pooling,
-    dimensions: int | None = None,
-) -> Tensor:
-    """Vectors of length one (B, D) of hidden states (B, T, D), or of pooled vectors (B, D).
-
-    The same function as ``models.embeddings.pool``, with gradients; "none" pools hidden states by
-    their mean.
-    """
-    if x.ndim == 3:
-        mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)
-        rows = torch.arange(len(x), device=x.device)
-        if pooling == "cls":
-            x = x[rows, mask.int().argmax(1)]
-        elif pooling == "last":
-            x = x[rows, mask.shape[1] - 1 - mask.flip(1).int().argmax(1)]
-        else:
-            weights = mask[..., None].to(x.dtype)
-            x = (x * weights).sum(1) / weights.sum(1).clamp(min=1)
-    return F.normalize(x[..., :dimensions], dim=-1)
+def _with_fused_gelu(model: ir.Model) -> ir.Model:
+    """A copy with every GELU as one operator, which has the faster gradient."""
+    model = model.clone()
+    FuseGelu(fusible_gelus(model))(model)
+    return model
 
 
-def _mean_square(a: Tensor, b: Tensor, batch: Mapping[str, np.ndarray]) -> Tensor:
-    """The mean of |a - b|^2 over real tokens; the gradient of a selection would be slow."""
-    mask = torch.tensor(vector_mask(b.shape, batch), device=b.device)
-    error = torch.where(mask[..., None], b - a, 0.0)
-    return (error * error).sum() / mask.sum()
+def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:
+    return dict(zip((v.name or "" for v in model.graph.outputs), arrays, strict=True))
 
 
-def _distance(a: Tensor, b: Tensor, kind: Kind) -> Any:
-    """The loss of each row."""
-    if kind == "logits":
-        p, q = F.log_softmax(a, -1), F.log_softmax(b, -1)
-        return torch.where(p > -torch.inf, p.exp() * (p - q), torch.zeros_like(p)).sum(-1)
-    return ((a - b) ** 2).sum(-1)
+def _relative_error(a: np.ndarray, b: np.ndarray) -> float:
+    """|a - b| / |a| of the finite elements of a; infinite for different shapes."""
+    if a.shape != b.shape:
+        return math.inf
+    finite = np.isfinite(a)
+    if a.dtype.kind != "f":
+        return float((a != b).any())
+    x, y = (array.astype(np.float64)[finite] for array in (a, b))
+    size = float(np.linalg.norm(x))
+    error = float(np.linalg.norm(x - y))
+    return error / size if size else error

@@ -30,11 +30,11 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import default_output
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
-from attnserve.recovery.distillation import served_vectors
+from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LabelReport", "Labeled", "LabeledRow", "Labels", "read_labeled"]
+__all__ = ["LabelReport", "LabeledBatch", "LabeledRow", "Labels", "read_labeled"]
 
 WEIGHT = 3.0
 """Weight of the task loss, equal to the weight of served outputs."""
@@ -55,7 +55,7 @@ class LabeledRow:
 
 
 @dataclass(frozen=True, eq=False)
-class Labeled:
+class LabeledBatch:
     """A batch of N labeled rows. Of pairs, all first texts come before all second ones."""
 
     batch: Batch
@@ -139,13 +139,13 @@ def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[Label
 
 
 class Labels:
-    """Labeled rows in the parts of a dataset, with their loss and their score.
+    """LabeledBatch rows in the parts of a dataset, with their loss and their score.
 
     A row belongs to the last part that holds one of its texts, so that no text of a row to fit is
     held out.
 
     Args:
-        rows: Labeled rows, whose distinct texts are in ``data``.
+        rows: LabeledBatch rows, whose distinct texts are in ``data``.
         teacher: The original, whose inputs take the texts.
         artifact: Provides the tokenizer, the pooling and the name of the output.
 
@@ -201,15 +201,19 @@ class Labels:
         class_shares = np.unique(labels[parts[0]], return_counts=True)[1] / len(parts[0])
         self.unit = 1.0 if task == "sts" else float(-(class_shares * np.log(class_shares)).sum())
 
-    def step(self, number: int, seed: int) -> Labeled:
+    def step(self, number: int, seed: int) -> LabeledBatch:
         """The batch of a training step; each epoch has its own random order."""
         epoch, place = divmod(number, len(self.fit))
         order = np.random.default_rng((seed, epoch, len(self.fit))).permutation(len(self.fit))
         return self.fit[int(order[place])]
 
     def outputs(
-        self, model: ir.Model, rows: Sequence[Labeled], feeds: Iterable[Batch], session: Session
-    ) -> list[tuple[Labeled, np.ndarray]]:
+        self,
+        model: ir.Model,
+        rows: Sequence[LabeledBatch],
+        feeds: Iterable[Batch],
+        session: Session,
+    ) -> list[tuple[LabeledBatch, np.ndarray]]:
         """The output of the task for batches of labeled rows.
 
         Args:
@@ -220,17 +224,17 @@ class Labels:
         pairs = zip(rows, feeds, strict=True)
         return [(one, session.run(None, feed)[place]) for one, feed in pairs]
 
-    def loss(self, output: Tensor, labeled: Labeled) -> Tensor:
+    def loss(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The weighted loss of a batch."""
         return WEIGHT * self._loss(self._predictions(output, labeled), labeled.labels)
 
-    def held_out_loss(self, outputs: Sequence[tuple[Labeled, np.ndarray]]) -> float:
+    def held_out_loss(self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]]) -> float:
         """The loss of a held-out part, without its weight; infinite if it is not a number."""
         predictions, labels = self._joined(outputs)
         loss = float(self._loss(torch.from_numpy(predictions), labels))
         return loss if np.isfinite(loss) else np.inf
 
-    def score(self, outputs: Sequence[tuple[Labeled, np.ndarray]], seed: int = 0) -> Score:
+    def score(self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]], seed: int = 0) -> Score:
         """The score of a held-out part, with its interval.
 
         Raises:
@@ -248,13 +252,13 @@ class Labels:
         return ClassificationScore.of(values.argmax(axis=1), labels.astype(np.int64), seed)
 
     def _joined(
-        self, outputs: Sequence[tuple[Labeled, np.ndarray]]
+        self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """The predictions and the labels of all batches."""
         predictions = [self._predictions(torch.from_numpy(array), one) for one, array in outputs]
         return torch.cat(predictions).numpy(), np.concatenate([one.labels for one, _ in outputs])
 
-    def _predictions(self, output: Tensor, labeled: Labeled) -> Tensor:
+    def _predictions(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The cosines of pairs (N), or the logits of texts (N, classes)."""
         is_sts = self.task == "sts"
         if output.ndim not in ((2, 3) if is_sts else (2,)) or output.shape[-1] < 2:
@@ -350,5 +354,5 @@ def _batch(
     rows: Sequence[Sequence[Encoding]],
     labels: np.ndarray,
     inputs: Callable[[Sequence[Encoding]], Batch],
-) -> Labeled:
-    return Labeled(inputs([one for texts in zip(*rows, strict=True) for one in texts]), labels)
+) -> LabeledBatch:
+    return LabeledBatch(inputs([one for texts in zip(*rows, strict=True) for one in texts]), labels)

@@ -21,8 +21,9 @@ from attnserve.recovery.operators import (
 )
 from graph_passes.analysis.operator_sets import is_quantized
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
+from graph_passes.matching.find import find_attention
 
-__all__ = ["GraphModule", "memory_errors", "trainable_weights"]
+__all__ = ["GraphModule", "memory_errors", "rotary_constants", "trainable_weights"]
 
 LARGEST_WEIGHT = 1000.0
 """Largest absolute weight; constants with larger elements are masks."""
@@ -295,6 +296,30 @@ def trainable_weights(model: ir.Model) -> list[str]:
         if _makes_activation(node, is_active, sources):
             active.update(node.outputs)
     return [name for name in model.graph.initializers if name in names]
+
+
+def rotary_constants(model: ir.Model) -> set[str]:
+    """The names of initializers that hold rotary angles, which are not trained."""
+    names: set[str] = set()
+    blocks = find_attention(model)[0]
+    pending = [
+        factor.value
+        for block in blocks
+        if block.graph is model.graph
+        for part in (block.q, block.k)
+        for factor in part.factors
+    ]
+    seen: set[ir.Value] = set()
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        if value.is_initializer():
+            names.add(value.name or "")
+        elif (node := value.producer()) is not None:
+            pending += [each for each in node.inputs if each is not None]
+    return names
 
 
 def _makes_activation(

@@ -18,8 +18,8 @@ from attnserve.models.measured import Fidelity
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.quantized import Bits, Int8Activations
 from attnserve.models.recorded import present
+from attnserve.models.training_result import TrainingResult
 from attnserve.recovery.labels import LabelReport
-from attnserve.recovery.training import Course
 from attnserve.versions import versions
 from graph_passes.analysis.parameters import parameter_bytes
 
@@ -37,7 +37,7 @@ class RecoverReport:
         before: The rewritten model against the original.
         after: The result against the original; equal to ``before`` without a gain.
         gain: Whether the result is better. If not, it has the weights of the rewritten model.
-        training: The course of the training.
+        training: The result of the training.
         int8_weight_bits, int8_activations: As in ``OptimizeReport``; None without int8.
         scores: The scores on labeled rows that were not used in the training; None without labels.
         warnings: Warnings for the user.
@@ -47,7 +47,7 @@ class RecoverReport:
     before: Fidelity
     after: Fidelity
     gain: bool
-    training: Course
+    training: TrainingResult
     int8_weight_bits: Bits | None = None
     int8_activations: Int8Activations | None = None
     scores: LabelReport | None = None

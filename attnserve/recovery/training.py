@@ -5,29 +5,25 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from attnserve.context import RunContext
-from attnserve.models.lineage import TrainingRecord
+from attnserve.models.training_result import TrainingResult
 from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
-from attnserve.recovery.distillation import Objective
-from attnserve.recovery.module import GraphModule, memory_errors
+from attnserve.recovery.distillation import Distillation
+from attnserve.recovery.module import memory_errors
 from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_bfloat16_product
 from graph_passes.errors import CheckFailed
 
 __all__ = [
-    "Course",
-    "Lesson",
     "half_type",
     "halved",
     "is_stuck",
@@ -71,91 +67,27 @@ CACHE_BYTES = 2**30
 """Memory for cached teacher outputs, which later epochs use again, in half precision."""
 
 
-@dataclass
-class Course:
-    """The course of a training.
+def train(distillation: Distillation, seconds: float, checkpoint: Checkpoint) -> TrainingResult:
+    """Train until the time is used up; ``distillation.student`` then has the best weights.
 
-    Attributes:
-        steps: Optimizer steps.
-        tokens: Real tokens of all steps.
-        seconds: Time of the training, its measurements included.
-        stopped: Why it ended: "time", "no gain" or "not finite".
-        learning_rate: The largest one, of the schedule.
-        restarts: How often the training began again with a lower learning rate.
-        since: (step, measurement) of the last beginning.
-        loss: The loss on the rows to choose, of the best weights: ``Losses.bounded``, and that of
-            labels.
-        first_loss: The same before the training.
-        history: (seconds, training loss, loss on the rows to choose) of each measurement.
-        states: The number of hidden states that were learned, besides the outputs.
-        weights: The number of trained elements.
-    """
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    stopped: str = "time"
-    learning_rate: float = 0.0
-    restarts: int = 0
-    since: tuple[int, int] = (0, 0)
-    loss: float = math.inf
-    first_loss: float = math.inf
-    history: list[tuple[float, float, float]] = field(
-        default_factory=list[tuple[float, float, float]]
-    )
-    states: int = 0
-    weights: int = 0
-
-    @property
-    def is_better(self) -> bool:
-        return self.loss < self.first_loss
-
-    @property
-    def record(self) -> TrainingRecord:
-        """The record of the training; numbers that are not finite are null."""
-        return TrainingRecord.model_validate(_finite(asdict(self)))
-
-
-@dataclass(frozen=True, eq=False)
-class Lesson:
-    """Training task of a module: data, objective and measurement.
-
-    Attributes:
-        steps: The batches of each step, inputs of the teacher.
-        teacher: Its outputs and states.
-        feed: Converts a batch to the inputs that the module takes.
-        objective: The loss of a batch.
-        measure: The loss of weights on held-out rows.
-        labeled: The weighted loss of labeled rows for a step; None without labels.
-    """
-
-    steps: Sequence[Sequence[Batch]]
-    teacher: Callable[[Batch], list[np.ndarray]]
-    feed: Callable[[Batch], Batch]
-    objective: Objective
-    measure: Callable[[Sequence[Tensor]], float]
-    labeled: Callable[[int], Tensor] | None = None
-
-
-def train(
-    module: GraphModule,
-    lesson: Lesson,
-    seconds: float,
-    checkpoint: Checkpoint,
-    context: RunContext,
-) -> tuple[Course, list[Tensor]]:
-    """Train until the time is used up; returns the course and the best weights.
-
-    The best weights have the smallest loss on the held-out rows; the initial weights are included.
+    The best weights have the smallest loss on the rows to choose; the initial weights are included.
     Averages of the weights over the last steps are measured.
 
     Args:
         seconds: Time budget of the training, including the time before an interruption.
+        checkpoint: Where the state is saved, and from which an interrupted training continues.
 
     Raises:
+        InvalidData: No output or state of the original depends on the data.
         CheckFailed: The loss is not finite, and no weights are better than the initial ones.
     """
-    return _TrainingRun(module, lesson, seconds, checkpoint, context).run()
+    trainer = _Trainer(distillation, seconds, checkpoint)
+    result = trainer.run()
+    result.states = len(distillation.states)
+    result.weights = sum(weight.numel() for weight in distillation.module.weights)
+    if result.is_better:
+        distillation.write_weights(trainer.best)
+    return result
 
 
 @contextmanager
@@ -203,43 +135,39 @@ def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
     return min(losses[-PATIENCE:]) >= min(losses[:-PATIENCE])
 
 
-class _TrainingRun:
+class _Trainer:
     """The state of ``train``: the module's weights, their average and the best ones so far."""
 
-    def __init__(
-        self,
-        module: GraphModule,
-        lesson: Lesson,
-        budget: float,
-        checkpoint: Checkpoint,
-        context: RunContext,
-    ) -> None:
-        self.module = module
-        self.lesson = lesson
+    def __init__(self, distillation: Distillation, budget: float, checkpoint: Checkpoint) -> None:
+        self.distillation = distillation
+        self.module = distillation.module
+        self.teacher = distillation.teacher
+        self.batches = distillation.batches()
+        self.loss = distillation.loss(self.batches)
+        self.seed = distillation.context.seed
         self.budget = budget
         self.checkpoint = checkpoint
-        self.context = context
-        self.weights = list(module.weights)
+        self.weights = list(self.module.weights)
         self.average = [weight.detach().clone() for weight in self.weights]
         self.best = [weight.detach().clone() for weight in self.weights]
         self.optimizer = self._new_optimizer()
-        self.course = Course()
+        self.result = TrainingResult()
         self._known: dict[int, list[list[np.ndarray]]] = {}
         self._known_bytes = 0
         self._order = np.zeros(0, int)
-        self._device = module.device.type
+        self._device = self.module.device.type
         self._half = half_type(self._device)
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
 
-    def run(self) -> tuple[Course, list[Tensor]]:
-        """Train from the checkpoint, or from the start; the result is that of ``train``."""
+    def run(self) -> TrainingResult:
+        """Train from the checkpoint, or from the start; ``best`` then has the best weights."""
         self._resume()
-        course = self.course
-        start = time.monotonic() - course.seconds
-        if not course.history:
-            course.loss = course.first_loss = self.lesson.measure(self.average)
+        result = self.result
+        start = time.monotonic() - result.seconds
+        if not result.history:
+            result.loss = result.first_loss = self.distillation.measured_loss(self.average)
         interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
-        progress = self.context.stage("train (s)")
+        progress = self.distillation.context.stage("train (s)")
         last_measured = time.monotonic()
         losses: list[float] = []
         while (elapsed := time.monotonic() - start) < self.budget:
@@ -262,38 +190,38 @@ class _TrainingRun:
                 self._restart()
             last_measured, losses = time.monotonic(), []
             interval = max(interval, 5 * (last_measured - began))  # at most a sixth of the time
-            if is_stuck([loss for _, _, loss in course.history], began - start, self.budget):
-                course.stopped = "no gain"
+            if is_stuck([loss for _, _, loss in result.history], began - start, self.budget):
+                result.stopped = "no gain"
                 break
         else:
             if losses:
                 self._measure(time.monotonic() - start, losses)
-        course.seconds = time.monotonic() - start
-        return course, self.best
+        result.seconds = time.monotonic() - start
+        return result
 
     def _step(self, share: float) -> float:
         """One step of the optimizer, at a share of the time; returns the loss."""
-        step = self.course.steps
-        batches, targets = self._batches(step)
+        step = self.result.steps
+        batches, targets = self._step_batches(step)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         for batch, target in zip(batches, targets, strict=True):
             with self._precision():
-                outputs = self.module(self.lesson.feed(batch))
-            loss = self.lesson.objective(outputs, target, batch) / len(batches)
+                outputs = self.module(self.distillation.feed(batch))
+            loss = self.loss(outputs, target, batch) / len(batches)
             total += float(loss.detach())
             if not math.isfinite(total):
                 return total
             self._scaler.scale(loss).backward()
         gainable = total
-        if self.lesson.labeled is not None:
-            with self._precision():
-                loss = self.lesson.labeled(step)
-            total += float(loss.detach())
-            gainable += LABELED_SHARE * float(loss.detach())
+        with self._precision():
+            labeled_loss = self.distillation.labeled_loss(step)
+        if labeled_loss is not None:
+            total += float(labeled_loss.detach())
+            gainable += LABELED_SHARE * float(labeled_loss.detach())
             if not math.isfinite(total):
                 return total
-            self._scaler.scale(loss).backward()
+            self._scaler.scale(labeled_loss).backward()
         self._scaler.unscale_(self.optimizer)
         norm = float(torch.nn.utils.clip_grad_norm_(self.weights, 1.0))
         if not math.isfinite(norm):
@@ -301,17 +229,17 @@ class _TrainingRun:
                 return norm
             self._scaler.update()  # the gradients overflowed: a smaller scale
             return self._step(share)
-        if step < WARM_UP and not self.course.restarts:  # the mean over the first steps
-            rate = self.course.learning_rate
-            self.course.learning_rate += (rate_for(gainable) - rate) / (step + 1)
-        steps_since_start = step - self.course.since[0]  # steps since the last beginning
+        if step < WARM_UP and not self.result.restarts:  # the mean over the first steps
+            rate = self.result.learning_rate
+            self.result.learning_rate += (rate_for(gainable) - rate) / (step + 1)
+        steps_since_start = step - self.result.since[0]  # steps since the last beginning
         warmth = min((steps_since_start + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
-            group["lr"] = self.course.learning_rate * warmth
+            group["lr"] = self.result.learning_rate * warmth
         self._scaler.step(self.optimizer)
         self._scaler.update()
-        self.course.steps += 1
-        self.course.tokens += sum(map(count_tokens, batches))
+        self.result.steps += 1
+        self.result.tokens += sum(map(count_tokens, batches))
         decay = min(AVERAGE, (1 + steps_since_start) / (10 + steps_since_start))
         get_ema_multi_avg_fn(decay)(self.average, self.weights, steps_since_start)
         return total
@@ -319,33 +247,33 @@ class _TrainingRun:
     def _precision(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._half is None else torch.autocast(self._device, self._half)
 
-    def _batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
+    def _step_batches(self, step: int) -> tuple[Sequence[Batch], Sequence[list[np.ndarray]]]:
         """The batches of a step, and the teacher's outputs for them.
 
         From the second epoch on, texts are mixed as augmentation against overfitting.
         """
         index = self._index(step)
-        batches = self.lesson.steps[index]
+        batches = self.batches[index]
         if not any(map(can_be_mixed, batches)):
             return batches, self._targets(index)
-        if step >= len(self.lesson.steps):
-            random = np.random.default_rng((self.context.seed, step))
+        if step >= len(self.batches):
+            random = np.random.default_rng((self.seed, step))
             batches = [mixed(batch, random) for batch in batches]
-        return batches, [self.lesson.teacher(batch) for batch in batches]
+        return batches, [self.teacher(batch) for batch in batches]
 
     def _index(self, step: int) -> int:
         """The place of a step; each epoch has its own random order."""
-        epoch, place = divmod(step, len(self.lesson.steps))
+        epoch, place = divmod(step, len(self.batches))
         if place == 0 or not len(self._order):
-            random = np.random.default_rng((self.context.seed, epoch))
-            self._order = random.permutation(len(self.lesson.steps))
+            random = np.random.default_rng((self.seed, epoch))
+            self._order = random.permutation(len(self.batches))
         return int(self._order[place])
 
     def _targets(self, index: int) -> list[list[np.ndarray]]:
         """The teacher's outputs for the batches of a step."""
         if index in self._known:
             return self._known[index]
-        targets = [self.lesson.teacher(batch) for batch in self.lesson.steps[index]]
+        targets = [self.teacher(batch) for batch in self.batches[index]]
         if self._known_bytes < CACHE_BYTES:
             self._known[index] = [[halved(array) for array in arrays] for arrays in targets]
             self._known_bytes += sum(a.nbytes for arrays in self._known[index] for a in arrays)
@@ -353,37 +281,37 @@ class _TrainingRun:
 
     def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
         """Measure the averaged weights, keep them if they are the best, and save the state."""
-        course = self.course
-        loss = self.lesson.measure(self.average)
-        course.history.append((elapsed, float(np.mean(losses or [math.nan])), loss))
-        if loss < course.loss:
-            course.loss = loss
+        result = self.result
+        loss = self.distillation.measured_loss(self.average)
+        result.history.append((elapsed, float(np.mean(losses or [math.nan])), loss))
+        if loss < result.loss:
+            result.loss = loss
             self.best = [weight.clone() for weight in self.average]
-        course.seconds = elapsed
+        result.seconds = elapsed
         state = {
             "weights": [weight.detach() for weight in self.weights],
             "average": self.average,
             "best": self.best,
             "optimizer": self.optimizer.state_dict(),
-            "course": asdict(course),
+            "result": asdict(result),
         }
         self.checkpoint.write(lambda file: torch.save(state, file))
 
     def _is_too_fast(self) -> bool:
-        losses = [loss for _, _, loss in self.course.history[self.course.since[1] :]]
-        return not self.course.is_better and len(losses) >= TOO_FAST
+        losses = [loss for _, _, loss in self.result.history[self.result.since[1] :]]
+        return not self.result.is_better and len(losses) >= TOO_FAST
 
     def _restart(self) -> None:
         """Start again from the initial weights, with a lower learning rate."""
-        course = self.course
+        result = self.result
         with torch.no_grad():
             for values in (self.weights, self.average):
                 for value, initial in zip(values, self.best, strict=True):
                     value.copy_(initial)
         self.optimizer = self._new_optimizer()
-        course.learning_rate /= SLOWER
-        course.restarts += 1
-        course.since = (course.steps, len(course.history))
+        result.learning_rate /= SLOWER
+        result.restarts += 1
+        result.since = (result.steps, len(result.history))
 
     def _new_optimizer(self) -> torch.optim.AdamW:
         return torch.optim.AdamW(self.weights, fused=True)
@@ -395,7 +323,7 @@ class _TrainingRun:
             state = torch.load(content, map_location="cpu", weights_only=True)
         except Exception:  # torch raises exceptions of many types for a damaged file
             return
-        if "restarts" not in state["course"]:
+        if "result" not in state:  # of an older version
             return
         shapes = [weight.shape for weight in self.weights]
         if [weight.shape for weight in state["weights"]] != shapes:
@@ -406,8 +334,8 @@ class _TrainingRun:
                 for value, stored in zip(values, state[key], strict=True):
                     value.copy_(stored)
         self.optimizer.load_state_dict(state["optimizer"])
-        self.course = Course(**state["course"])
-        self.course.stopped = "time"
+        self.result = TrainingResult(**state["result"])
+        self.result.stopped = "time"
 
     def _not_finite(self) -> None:
         """Stop, because the loss is not finite; the best weights before that are the result.
@@ -415,26 +343,13 @@ class _TrainingRun:
         Raises:
             CheckFailed: No weights are better than the initial ones.
         """
-        self.course.stopped = "not finite"
-        if not self.course.is_better:
+        self.result.stopped = "not finite"
+        if not self.result.is_better:
             raise CheckFailed(
-                f"the loss is not finite at step {self.course.steps}: nothing was written",
+                f"the loss is not finite at step {self.result.steps}: nothing was written",
                 "check that the outputs of `teacher` on `data` are finite, or try another `seed`",
                 code="recovery.not_finite",
             )
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for floats that are not finite, for JSON."""
-    match value:
-        case float():
-            return value if math.isfinite(value) else None
-        case dict():
-            return {key: _finite(each) for key, each in cast(dict[str, Any], value).items()}
-        case list() | tuple():
-            return [_finite(each) for each in cast(Sequence[Any], value)]
-        case _:
-            return value
 
 
 def halved(array: np.ndarray) -> np.ndarray:

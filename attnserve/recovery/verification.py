@@ -1,4 +1,4 @@
-"""Verify a model on rows that its training never saw."""
+"""Verify a model on rows that its training did not use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from attnserve.checks.scores import Score
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.measured import Fidelity
-from attnserve.recovery.labels import Labeled, Labels
+from attnserve.recovery.labels import LabeledBatch, Labels
 from attnserve.runtime.session import open_session
 
-__all__ = ["VerifiedTraining", "labeled_outputs", "verify_training"]
+__all__ = ["VerifiedModel", "labeled_outputs", "verify_model"]
 
 
 @dataclass(frozen=True)
-class VerifiedTraining:
+class VerifiedModel:
     """A model on held-out rows.
 
     Attributes:
@@ -34,7 +34,7 @@ class VerifiedTraining:
     def loss(self) -> float:
         return largest_loss(self.fidelity.qualities, bounded=False) + self.labeled_loss
 
-    def is_better_than(self, other: VerifiedTraining) -> bool:
+    def is_better_than(self, other: VerifiedModel) -> bool:
         """Whether the loss is smaller, and the score no lower.
 
         Without a score, no output, file or length class may be below its confidence interval.
@@ -46,7 +46,7 @@ class VerifiedTraining:
         return kept and self.loss < other.loss
 
 
-def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> VerifiedTraining:
+def verify_model(job: Job, model: ir.Model, labels: Labels | None = None) -> VerifiedModel:
     """Compare a model with the original on held-out rows, and score it on labeled ones.
 
     Raises:
@@ -58,12 +58,14 @@ def verify_training(job: Job, model: ir.Model, labels: Labels | None = None) -> 
     on_held_out = replace(job, context=job.context.labeled("held out"))
     fidelity = on_held_out.compare_held_out(model, data.held_out)
     if labels is None:
-        return VerifiedTraining(fidelity)
+        return VerifiedModel(fidelity)
     outputs = labeled_outputs(job, model, labels)
-    return VerifiedTraining(fidelity, labels.held_out_loss(outputs), labels.score(outputs))
+    return VerifiedModel(fidelity, labels.held_out_loss(outputs), labels.score(outputs))
 
 
-def labeled_outputs(job: Job, model: ir.Model, labels: Labels) -> list[tuple[Labeled, np.ndarray]]:
+def labeled_outputs(
+    job: Job, model: ir.Model, labels: Labels
+) -> list[tuple[LabeledBatch, np.ndarray]]:
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
     session = open_session(model, job.context, spinning=False)

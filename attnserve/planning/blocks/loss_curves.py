@@ -18,8 +18,10 @@ import onnx_ir as ir
 
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.layerwise import LayerwiseRunner
+from attnserve.calibration.map_moments import enough, last_map_moments
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import Targets, collect_targets, enough, last_map_moments, refit
+from attnserve.calibration.refit import refit
+from attnserve.calibration.refit_targets import Targets, collect_targets
 from attnserve.calibration.ridge import FitMoments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter

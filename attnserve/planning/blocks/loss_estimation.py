@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel, depending_on
-from attnserve.calibration.refit import find_sites, install
+from attnserve.calibration.linear_maps import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.runtime.interface import Batch

@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import onnx_ir as ir
 
+from attnserve.calibration.map_moments import enough
 from attnserve.calibration.moments import collect_moments
-from attnserve.calibration.refit import enough, refit
+from attnserve.calibration.refit import refit
 from attnserve.checks.certify import read_attention
 from attnserve.fusion import DEFECT
 from attnserve.job import Job

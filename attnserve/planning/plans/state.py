@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.literals import Precision
+from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
@@ -20,22 +21,7 @@ from graph_passes.passes.base import RewritePass
 if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
 
-__all__ = ["State", "TrainingResult"]
-
-
-class TrainingResult(Protocol):
-    """The result of a training."""
-
-    @property
-    def steps(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def is_better(self) -> bool:
-        """Whether the loss on the data to choose fell: only then are the weights changed."""
-        ...
+__all__ = ["State"]
 
 
 @dataclass(eq=False)

@@ -28,9 +28,9 @@ from graph_passes.errors import Refusal
 from graph_passes.passes.base import RewritePass, targets_of
 
 if TYPE_CHECKING:
-    from attnserve.recovery.recovery import Recovery
+    from attnserve.recovery.distillation import Distillation
 
-__all__ = ["TRAININGS", "Cast", "Fuse", "PlanStep", "RunPass", "Train"]
+__all__ = ["TRAININGS", "Cast", "Distill", "Fuse", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
@@ -140,10 +140,9 @@ class Cast(PlanStep):
 
 @dataclass(frozen=True)
 class Train(PlanStep):
-    """Train the weights to give the outputs and hidden states of the original (``recovery``).
+    """Train the weights. A method of training is a subclass, and its name is that of the method.
 
-    With an int8 precision, fake quantization is trained. The weights change only if the loss on the
-    data to choose decreases. An interrupted training continues from its checkpoint.
+    ``apply`` sets ``State.training``, and replaces ``State.model`` only by a better one.
 
     Attributes:
         minutes: The time limit.
@@ -154,44 +153,17 @@ class Train(PlanStep):
     measure: Measure = "auto"
     needs_data: ClassVar[bool] = True
 
-    @property
-    def name(self) -> str:
-        return "distill"
-
+    @abstractmethod
     def check(self, state: State) -> None:
-        """Check that the model can be trained: its operators, its outputs, and the data.
+        """Check that the model can be trained with the data.
 
         Raises:
-            InvalidModel: An operator cannot be trained.
-            InvalidArgument: PyTorch has no CUDA device.
-            InvalidData: There are too few rows, or nothing can be learned.
-            CheckFailed: PyTorch does not compute what ONNX Runtime computes.
-            MissingExtra: PyTorch is not installed.
+            AttnserveError: It cannot.
         """
-        self._recovery(state)  # constructed for its checks
 
-    def apply(self, state: State) -> None:
-        recovery = self._recovery(state)
-        course = recovery.train(60 * self.minutes, self._checkpoint(state.key))
-        state.training = course
-        if course.is_better:
-            state.model = recovery.trained
-            state.rounding = recovery.rounding
-
+    @abstractmethod
     def forget(self, key: str) -> None:
         """Delete the checkpoint of the training of a state with this key."""
-        self._checkpoint(key).remove()
-
-    def _checkpoint(self, key: str) -> Checkpoint:
-        # Without the minutes: after an interruption, other minutes are left.
-        return Checkpoint("recover", (key, {**self.to_json(), "minutes": None}))
-
-    def _recovery(self, state: State) -> Recovery:
-        from attnserve.recovery.recovery import Recovery  # needs PyTorch
-
-        return Recovery(
-            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
-        )
 
     def to_json(self) -> dict[str, Any]:
         """The training as an entry of ``trainings`` in plan.json."""
@@ -212,5 +184,54 @@ class Train(PlanStep):
         return replace(self, **values)
 
 
-TRAININGS = Registry[Train]("training", Train())
+@dataclass(frozen=True)
+class Distill(Train):
+    """Learn the outputs and hidden states of the original (``attnserve.recovery``).
+
+    With an int8 precision, fake quantization is trained. An interrupted training continues from its
+    checkpoint.
+    """
+
+    @property
+    def name(self) -> str:
+        return "distill"
+
+    def check(self, state: State) -> None:
+        """Check that the model can be trained: its operators, its outputs, and the data.
+
+        Raises:
+            InvalidModel: An operator cannot be trained.
+            InvalidArgument: PyTorch has no CUDA device.
+            InvalidData: There are too few rows, or nothing can be learned.
+            CheckFailed: PyTorch does not compute what ONNX Runtime computes.
+            MissingExtra: PyTorch is not installed.
+        """
+        self._distillation(state)  # constructed for its checks
+
+    def apply(self, state: State) -> None:
+        from attnserve.recovery.training import train  # needs PyTorch
+
+        distillation = self._distillation(state)
+        result = train(distillation, 60 * self.minutes, self._checkpoint(state.key))
+        state.training = result
+        if result.is_better:
+            state.model = distillation.student
+            state.rounding = distillation.rounding
+
+    def forget(self, key: str) -> None:
+        self._checkpoint(key).remove()
+
+    def _checkpoint(self, key: str) -> Checkpoint:
+        # Without the minutes: after an interruption, other minutes are left.
+        return Checkpoint("recover", (key, {**self.to_json(), "minutes": None}))
+
+    def _distillation(self, state: State) -> Distillation:
+        from attnserve.recovery.distillation import Distillation  # needs PyTorch
+
+        return Distillation(
+            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
+        )
+
+
+TRAININGS = Registry[Train]("training", Distill())
 """Training steps by name; requests copy them with other values."""

@@ -20,7 +20,7 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import MIN_GAIN, ROUNDING
 from attnserve.literals import Measure
-from attnserve.models.search_record import Recovered, Round
+from attnserve.models.search_record import Round, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
@@ -58,7 +58,7 @@ class Trained(NamedTuple):
 
     best: Built | None
     verifications: list[Verification]
-    report: Recovered
+    report: TrainingRounds
 
 
 def training_of(goal: Goal, minutes: float = 0.0) -> Train:
@@ -151,11 +151,11 @@ class RecoverySearch:
         training = training_of(self.front_search.goal, seconds / 60)
         key = digest((self.key, built.plan.to_json()))
         trained = self.judge.train(built, training, key, f"round {number}")
-        course = trained.state.training
-        assert course is not None
+        result = trained.state.training
+        assert result is not None
         self._trained.append((training, key))
-        self.seconds = max(self.seconds - course.seconds, 0.0)
-        best = min(built, trained, key=lambda one: one.loss) if course.is_better else built
+        self.seconds = max(self.seconds - result.seconds, 0.0)
+        best = min(built, trained, key=lambda one: one.loss) if result.is_better else built
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
@@ -163,8 +163,8 @@ class RecoverySearch:
                 predicted_loss=choice.loss,
                 built_loss=built.loss,
                 loss=best.loss,
-                steps=course.steps,
-                seconds=course.seconds,
+                steps=result.steps,
+                seconds=result.seconds,
                 keeps=keeps,
             )
         )
@@ -218,6 +218,6 @@ class RecoverySearch:
         verdict = f"no gain by training: {reason}; the result without training is returned"
         return Trained(None, list(verifications), self._report(False, verdict))
 
-    def _report(self, gain: bool, verdict: str) -> Recovered:
+    def _report(self, gain: bool, verdict: str) -> TrainingRounds:
         torch = package_versions(["torch"]).get("torch", "")
-        return Recovered(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)
+        return TrainingRounds(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)

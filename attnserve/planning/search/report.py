@@ -12,7 +12,7 @@ import numpy as np
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency, Share
 from attnserve.models.recorded import present
-from attnserve.models.search_record import Asked, Recovered, VerificationRecord
+from attnserve.models.search_record import Asked, TrainingRounds, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.reports.plots import pareto_front
@@ -94,7 +94,7 @@ class PlanReport:
     speeds: Sequence[ShapeLatency] = ()
     choose: Fidelity | None = None
     proofs: Sequence[Verification] = ()
-    recovered: Recovered | None = None
+    recovered: TrainingRounds | None = None
     served_speed: ServedSpeed | None = None
     output: Path | None = None
 

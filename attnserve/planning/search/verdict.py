@@ -12,7 +12,7 @@ from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import ShapeLatency
-from attnserve.models.search_record import Recovered
+from attnserve.models.search_record import TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
@@ -139,7 +139,7 @@ def result_of(
     front_search: FrontSearch,
     best: Built | None,
     verifications: Sequence[Verification],
-    recovered: Recovered | None = None,
+    recovered: TrainingRounds | None = None,
 ) -> SearchResult:
     """The best choice, or an empty plan if it is not faster than the original.
 
@@ -162,7 +162,9 @@ def result_of(
 
 
 def _missed(
-    front_search: FrontSearch, verifications: Sequence[Verification], recovered: Recovered | None
+    front_search: FrontSearch,
+    verifications: Sequence[Verification],
+    recovered: TrainingRounds | None,
 ) -> SearchResult:
     """The original, because no choice keeps the quality of the goal."""
     least_lossy, keep = front_search.least_lossy(), front_search.goal.keep
@@ -186,7 +188,10 @@ def _timed(front_search: FrontSearch, selected: Selected) -> tuple[Selected, Spe
 
 
 def _gain(
-    front_search: FrontSearch, selected: Selected, timed: SpeedCheck, recovered: Recovered | None
+    front_search: FrontSearch,
+    selected: Selected,
+    timed: SpeedCheck,
+    recovered: TrainingRounds | None,
 ) -> SearchResult:
     """A choice that meets the goal and is faster than the original."""
     best, verifications, note = selected
@@ -229,7 +234,7 @@ def _kept(verification: Verification, goal: Goal) -> str:
     return ", ".join(parts)
 
 
-def _without_gain(recovered: Recovered, reason: str) -> Recovered:
+def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
     verdict = f"training brings no gain: {reason}"
     return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
@@ -238,7 +243,7 @@ def _no_gain(
     front_search: FrontSearch,
     best: Built,
     reason: str,
-    recovered: Recovered | None,
+    recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency] = (),
 ) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""

@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnserve.calibration.refit import RIDGES, collect_targets, last_map_moments, refit
+from attnserve.calibration.cross_validation import RIDGES
+from attnserve.calibration.map_moments import last_map_moments
+from attnserve.calibration.refit import refit
+from attnserve.calibration.refit_targets import collect_targets
 from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext

@@ -14,7 +14,7 @@ from tests.service.processes import serving
 
 CODE = """
 from dataclasses import dataclass
-from types import SimpleNamespace
+from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.steps import TRAININGS, Train
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Nothing(Train):
     def apply(self, state):
         state.model = state.model.clone()
         state.model.graph.doc_string = self.note
-        state.training = SimpleNamespace(steps=1, seconds=1.0, is_better=True)
+        state.training = TrainingResult(steps=1, seconds=1.0, first_loss=1.0, loss=0.5)
 
 TRAININGS.add(Nothing())
 """

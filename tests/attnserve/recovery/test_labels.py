@@ -24,8 +24,8 @@ from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.tokenizer import load_encoder  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
-from attnserve.recovery.distillation import served_vectors  # noqa: E402
 from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
+from attnserve.recovery.loss import served_vectors  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
 from tests.errors import raises  # noqa: E402

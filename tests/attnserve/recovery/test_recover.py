@@ -22,11 +22,12 @@ import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
+from attnserve.models.training_result import TrainingResult  # noqa: E402
 from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
-from attnserve.recovery.verification import VerifiedTraining  # noqa: E402
+from attnserve.recovery.verification import VerifiedModel  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
@@ -412,21 +413,21 @@ def test_external_data_stays_external(pruned: Path, tiny: Path, texts: Path, tmp
 
 
 def test_numbers_that_are_not_finite_are_null_in_json():
-    course = training.Course(
+    result = TrainingResult(
         first_loss=float("inf"), loss=0.5, history=[(1.0, float("nan"), float("inf"))]
     )
-    shown = course.record.to_json()
+    shown = result.record.to_json()
     assert shown["first_loss"] is None and shown["history"] == [[1.0, None, None]]
     json.dumps(shown, allow_nan=False)
 
 
 def test_a_gain_in_one_output_at_the_cost_of_another_is_none():
-    def verification(**values: float) -> VerifiedTraining:
+    def verification(**values: float) -> VerifiedModel:
         each = [
             quality_of("r2", v, lower=v - 0.1, rows=99, output=name)
             for name, v in sorted(values.items(), key=lambda item: item[1])
         ]
-        return VerifiedTraining(fidelity_of(*each))
+        return VerifiedModel(fidelity_of(*each))
 
     before = verification(a=0.5, b=0.95)
     assert verification(a=0.6, b=0.9).is_better_than(before)  # b is in its interval

@@ -29,7 +29,7 @@ from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plans.apply import start  # noqa: E402
 from attnserve.planning.plans.plan import Plan  # noqa: E402
-from attnserve.planning.plans.steps import Train  # noqa: E402
+from attnserve.planning.plans.steps import Distill  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators import OPERATORS  # noqa: E402
@@ -179,14 +179,16 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     blocks = (find_attention(model)[0][0].name,) * (precision != "float32")
     plan = Plan(precision=precision, float_blocks=blocks)
     state = start(plan, Job(artifact, model, data), model.clone())
-    recovery = Train()._recovery(state)
-    rounded = recovery.module.replaced
+    distillation = Distill()._distillation(state)
+    rounded = distillation.module.replaced
     if precision != "int8":  # int4 is converted after the training
         assert not rounded
         return
-    kinds = [{n.op_type for n in m.graph} for m in (recovery.trained, recovery.module.model)]
+    kinds = [
+        {n.op_type for n in m.graph} for m in (distillation.student, distillation.module.model)
+    ]
     assert "Erf" in kinds[0] and "Erf" not in kinds[1]  # GELU is trained as one operator
-    first, second = find_attention(recovery.module.model)[0]
+    first, second = find_attention(distillation.module.model)[0]
     assert rounded and not {*first.nodes} & rounded.keys()
     assert {*second.nodes} & rounded.keys()
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.calibration.refit import find_sites, install
+from attnserve.calibration.linear_maps import find_sites, install
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext

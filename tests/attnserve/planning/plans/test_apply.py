@@ -15,7 +15,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import Train
+from attnserve.planning.plans.steps import Distill
 from graph_passes.passes.prune_heads import PruneHeads
 
 
@@ -25,7 +25,7 @@ def weights(model: ir.Model) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Watching(Train):
+class Watching(Distill):
     """A training that only remembers the weights that it is given."""
 
     seen: list[dict[str, np.ndarray]] = field(default_factory=list)

@@ -16,7 +16,7 @@ from attnserve.context import RunContext
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import ORDER, Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.steps import Cast, Train
+from attnserve.planning.plans.steps import Cast, Distill
 from graph_passes.errors import AttnserveError, InvalidArgument
 from graph_passes.passes.base import registered_passes
 from graph_passes.passes.collaborate import Collaborate, SharedDimensions
@@ -329,7 +329,7 @@ def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any],
 
 
 def test_plan_with_a_training_is_read_again():
-    plan = Plan(tuple(passes()), (Train(minutes=2.0, measure="r2"),), "int8", (NAMES[0],))
+    plan = Plan(tuple(passes()), (Distill(minutes=2.0, measure="r2"),), "int8", (NAMES[0],))
     again = reread(plan)
     assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
-    assert [type(step) for step in again.steps[-2:]] == [Train, Cast]
+    assert [type(step) for step in again.steps[-2:]] == [Distill, Cast]

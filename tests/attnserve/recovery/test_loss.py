@@ -10,10 +10,11 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 from attnserve.checks.quality import Quality  # noqa: E402
-from attnserve.recovery.distillation import HIDDEN_WEIGHT as HIDDEN  # noqa: E402
-from attnserve.recovery.distillation import LAST_WEIGHT as LAST  # noqa: E402
-from attnserve.recovery.distillation import SERVED_WEIGHT as SERVED  # noqa: E402
-from attnserve.recovery.distillation import Answers, Objective  # noqa: E402
+from attnserve.recovery.loss import HIDDEN_WEIGHT as HIDDEN  # noqa: E402
+from attnserve.recovery.loss import LAST_WEIGHT as LAST  # noqa: E402
+from attnserve.recovery.loss import SERVED_WEIGHT as SERVED  # noqa: E402
+from attnserve.recovery.loss import DistillationLoss  # noqa: E402
+from attnserve.recovery.teacher import TeacherOutputs  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
 from tests.attnserve.qualities import quality_of  # noqa: E402
 
@@ -30,11 +31,13 @@ def arrays(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [random.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
-def objective(measure: Any, given: list[np.ndarray], pooling: Any = "mean") -> Objective:
-    return Objective([quality(measure)], ["out"], len(given) - 1, pooling, [BATCH], lambda _: given)
+def objective(measure: Any, given: list[np.ndarray], pooling: Any = "mean") -> DistillationLoss:
+    return DistillationLoss(
+        [quality(measure)], ["out"], len(given) - 1, pooling, [BATCH], lambda _: given
+    )
 
 
-def loss(found: Objective, student: list[np.ndarray], teacher: list[np.ndarray]) -> float:
+def loss(found: DistillationLoss, student: list[np.ndarray], teacher: list[np.ndarray]) -> float:
     return float(found([torch.from_numpy(array) for array in student], teacher, BATCH))
 
 
@@ -112,7 +115,7 @@ def test_one_number_per_token_is_compared_at_real_tokens_of_any_length():
     batches = [{"input_ids": np.ones((2, n), int), "attention_mask": np.ones((2, n), int)}
                for n in teacher]  # fmt: skip
     batches[1]["attention_mask"][0, 3:] = 0
-    found = Objective(
+    found = DistillationLoss(
         [quality("r2")], ["out"], 0, "mean", batches, lambda b: teacher[b["input_ids"].shape[1]],
         resized=[0],
     )  # fmt: skip
@@ -128,14 +131,14 @@ def test_one_number_per_token_is_compared_at_real_tokens_of_any_length():
 
 
 def test_answers_are_kept_up_to_a_limit_and_caches_are_not(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("attnserve.recovery.distillation.KEPT_BYTES", 8)
+    monkeypatch.setattr("attnserve.recovery.teacher.KEPT_BYTES", 8)
     calls: list[int] = []
 
     def teacher(batch: Any) -> list[np.ndarray]:
         calls.append(batch["x"][0])
         return [np.float32([batch["x"][0], 1]), np.zeros(1000, np.float32), np.zeros(3)]
 
-    answers = Answers(teacher, ["logits", "present.0.key"])
+    answers = TeacherOutputs(teacher, ["logits", "present.0.key"])
     batches = [{"x": np.array([i])} for i in range(3)]
     for _ in range(2):
         for index, batch in enumerate(batches):
@@ -147,9 +150,9 @@ def test_answers_are_kept_up_to_a_limit_and_caches_are_not(monkeypatch: pytest.M
 def test_student_without_the_caches_of_its_teacher_learns_the_other_outputs():
     random = np.random.default_rng(0)
     cache, out, state = (random.standard_normal((3, 4, 8)).astype(np.float32) for _ in range(3))
-    found = Objective(
+    found = DistillationLoss(
         [quality("r2")], ["present", "out"], 1, "mean", [BATCH], lambda _: [cache, out, state],
-        students=["out"],
+        student_outputs=["out"],
     )  # fmt: skip
     assert loss(found, [out, state], [cache, out, state]) == pytest.approx(0, abs=1e-6)
     assert loss(found, [state, state], [cache, out, state]) > 0.5 * LAST

@@ -1,0 +1,107 @@
+"""The outputs and hidden states of the original, which a distillation learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.context import RunContext
+from attnserve.models.output_kinds import is_cache_name
+from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.session import open_session
+from graph_passes.blocks import AttentionBlock
+from graph_passes.matching.find import find_attention
+
+__all__ = ["Teacher", "TeacherOutputs", "matching_states"]
+
+KEPT_BYTES = 2**30
+"""Memory for cached teacher outputs on held-out batches."""
+
+
+def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
+    """Pairs of the same hidden state in both graphs: the inputs of each attention block.
+
+    Behind the first layer this is the residual stream, or its normalization if that comes first.
+    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, only the
+    outputs are learned.
+    """
+    ours, theirs = (_blocks(model) for model in (student, teacher))
+    if len(ours) == len(theirs):
+        pairs = [*zip(theirs, ours, strict=True)]
+    else:
+        by_name = {block.name: block for block in theirs}
+        pairs = [(by_name[block.name], block) for block in ours if block.name in by_name]
+    states = dict.fromkeys(
+        (a.x, b.x) for a, b in pairs if _is_inside(teacher, a.x) and _is_inside(student, b.x)
+    )
+    return [*states]
+
+
+def _blocks(model: ir.Model) -> list[AttentionBlock]:
+    return [block for block in find_attention(model)[0] if block.graph is model.graph]
+
+
+def _is_inside(model: ir.Model, value: ir.Value) -> bool:
+    node = value.producer()
+    return node is not None and node.graph is model.graph and not value.is_graph_output()
+
+
+def _value_named(model: ir.Model, name: str | None) -> ir.Value:
+    """The value of the main graph with this name."""
+    return next(value for node in model.graph for value in node.outputs if value.name == name)
+
+
+class Teacher:
+    """Outputs and hidden states of the original, by ONNX Runtime.
+
+    Args:
+        states: Values that are returned after the outputs.
+    """
+
+    def __init__(self, model: ir.Model, states: Sequence[ir.Value], context: RunContext) -> None:
+        model = model.clone()
+        for state in states:
+            # A cast needs no element type, and numpy has none for bfloat16.
+            cast = ir.node("Cast", [_value_named(model, state.name)], {"to": ir.DataType.FLOAT})
+            output = cast.outputs[0]
+            output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
+            model.graph.append(cast)
+            model.graph.outputs.append(output)
+        self._session = open_session(model, context, spinning=False)
+
+    def __call__(self, batch: Batch) -> list[np.ndarray]:
+        """The outputs for a batch, then the states in float32, one array each.
+
+        Raises:
+            InvalidData: The model refuses the batch.
+        """
+        return self._session.run(None, batch)
+
+
+class TeacherOutputs:
+    """The outputs of a teacher for held-out batches, which each measurement needs again.
+
+    They are kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are
+    not measured, are empty.
+    """
+
+    def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
+        self._teacher = teacher
+        self._names = names
+        self._known: dict[int, list[np.ndarray]] = {}
+        self._bytes = 0
+
+    def __call__(self, index: int, batch: Batch) -> list[np.ndarray]:
+        """The outputs for the batch with this index, one array for each name."""
+        if index in self._known:
+            return self._known[index]
+        arrays = [
+            np.empty(0, np.float32) if is_cache_name(name) else array
+            for name, array in zip(self._names, self._teacher(batch), strict=False)
+        ]
+        if self._bytes < KEPT_BYTES:
+            self._known[index] = [owned(array) for array in arrays]
+            self._bytes += sum(array.nbytes for array in arrays)
+        return arrays
