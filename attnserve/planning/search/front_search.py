@@ -21,7 +21,6 @@ __all__ = [
     "TIGHT",
     "BisectStep",
     "FrontSearch",
-    "WithoutRemoval",
     "bisect",
     "first_guess",
     "power_of",
@@ -121,21 +120,13 @@ def bisect(
         if not low < index < high or is_near(low, index, high):
             break
         probed = probe(index)
-        low, high = (index, high) if probed.is_low else (low, index)
+        if probed.is_low:
+            low = index
+        else:
+            high = index
         if probed.is_close:
             break
     return low, high
-
-
-class WithoutRemoval(NamedTuple):
-    """The search among the choices that remove nothing.
-
-    Attributes:
-        fastest: The fastest of them that meets the goal, if there is one.
-    """
-
-    search: FrontSearch
-    fastest: Built | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +169,8 @@ class FrontSearch:
         front = self.choices.front
         least_lossy = self.least_lossy()
         measure, allowed = self.worst_measure(least_lossy), 1 - keep
-        if (constant := self._constant(least_lossy)) >= keep:
+        constant = self._constant(least_lossy)
+        if constant >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
@@ -198,7 +190,7 @@ class FrontSearch:
             return least_lossy
         power = power_of(measure)
         limit, start = allowed**power, least_lossy.loss**power
-        measured = {0: start}
+        measured = {0: start}  # by index
 
         def aim(low: int, high: int) -> int:
             if len(measured) == 1:
@@ -206,7 +198,8 @@ class FrontSearch:
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> BisectStep:
-            loss = measured[index] = self.loss(front[index]) ** power
+            loss = self.loss(front[index]) ** power
+            measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
@@ -226,21 +219,26 @@ class FrontSearch:
         as_fast = self.judge.speedup_over(lean, built).low <= 1
         return lean if as_fast and lean.loss <= built.loss else built
 
-    def without_removal(self) -> WithoutRemoval:
-        """Search among the choices that remove nothing.
+    def without_removal(self) -> FrontSearch:
+        """The same search among the choices that remove nothing.
 
         The fastest one is the fused original in the precision of the goal, if that keeps enough:
         otherwise some of its blocks stay float32.
         """
-        search = replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
-        fastest = search.build(search.choices.front[-1])
+        return replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
+
+    def run_from_fastest(self) -> Built | None:
+        """``run`` for a front whose fastest choice often meets the goal: it is built first.
+
+        Returns:
+            None if no choice meets the goal.
+        """
+        fastest = self.build(self.choices.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            keeps = fastest.loss <= allowed_loss(keep)
-            return WithoutRemoval(search, fastest if keeps else search.fastest(keep))
+            return fastest if fastest.loss <= allowed_loss(keep) else self.fastest(keep)
         assert speedup is not None
-        reaches = self.judge.speedup(fastest) >= speedup
-        return WithoutRemoval(search, search.least_loss(speedup) if reaches else None)
+        return self.least_loss(speedup) if self.judge.speedup(fastest) >= speedup else None
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
         """A choice with less predicted loss, after the verification of another choice failed.
@@ -280,8 +278,9 @@ class FrontSearch:
         reached = {0: first, len(front) - 1: last}
 
         def is_slow(index: int) -> BisectStep:
-            speedup_here = reached[index] = self._speedup_at(index)
-            return BisectStep(speedup_here < speedup, speedup <= speedup_here < NEAR * speedup)
+            measured = self._speedup_at(index)
+            reached[index] = measured
+            return BisectStep(measured < speedup, speedup <= measured < NEAR * speedup)
 
         _, high = bisect(
             0, len(front) - 1, MAX_BUILDS,
