@@ -193,7 +193,7 @@ class _ChangeLosses:
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
         """The loss of each change of groups of one block; impossible changes are left out."""
         single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
-        names = [g.names[0] for g, configs in single.items() if any(s.head_size for s in configs)]
+        names = [g.names[0] for g, configs in single.items() if any(c.is_fitted for c in configs)]
         plain, moments = self.model.clone(), dict[str, TokenMoments]()
         if names:
             _decompose(plain, names)
@@ -203,7 +203,7 @@ class _ChangeLosses:
         for done, (group, configs) in enumerate(single.items(), start=1):
             block, name = group.blocks[0], group.names[0]
             for config in configs:
-                new = plain.clone() if config.head_size else self.model.clone()
+                new = plain.clone() if config.is_fitted else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, name, [] if config.kept else [name])
