@@ -1,4 +1,4 @@
-"""Configurations of each block, with what was measured of them.
+"""Configurations: what a search can make of a block, and what was measured of each.
 
 ``search.block_timing`` measures the latencies, ``loss_curves`` the losses at the model's output.
 """
@@ -64,7 +64,9 @@ NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn"
 
 
 class BlockConfig(NamedTuple):
-    """Configuration of a block after a rewrite.
+    """A block after a rewrite; of each block, a search chooses one of several configurations.
+
+    None stands for "as in the original". A new kind of rewrite adds a field.
 
     Attributes:
         kept: Heads or neurons; 0 replaces an attention by an affine map.

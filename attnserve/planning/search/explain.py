@@ -51,7 +51,8 @@ def front_points(
 
 def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
     """The decision for each block in a choice, with the reason, in order of execution."""
-    timing, decisions = choices.timing, list[Decision]()
+    timing = choices.timing
+    decisions: list[Decision] = []
     for picked in choices.picked(choice):
         for group, config in picked:
             curve, stays_float = choices.curves.get(group.key), picked.stays_float(group)

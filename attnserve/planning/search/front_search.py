@@ -1,4 +1,8 @@
-"""Search the Pareto front for the choice that meets a goal, with few builds."""
+"""Search the Pareto front for the choice that meets a goal, with few builds.
+
+Predicted losses and times put the choices in order; measured ones decide. A build needs a refit and
+a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+"""
 
 from __future__ import annotations
 
@@ -168,7 +172,8 @@ class FrontSearch:
         """The fastest choice that meets the goal of quality."""
         front = self.choices.front
         least_lossy = self.least_lossy()
-        measure, allowed = self.worst_measure(least_lossy), 1 - keep
+        measure = self.worst_measure(least_lossy)
+        allowed = 1 - keep
         constant = self._constant(least_lossy)
         if constant >= keep:
             raise CheckFailed(
@@ -246,7 +251,8 @@ class FrontSearch:
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
         """
-        front, allowed = self.choices.front, 1 - keep
+        front = self.choices.front
+        allowed = 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
         index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.build(front[max(index, 0)])
@@ -313,7 +319,8 @@ class FrontSearch:
 
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
-        front, lossless = self.choices.front, measured[0]
+        front = self.choices.front
+        lossless = measured[0]
         below, loss_below = front[low].loss, measured[low]
         if high == len(front):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)

@@ -107,7 +107,8 @@ class RecoverySearch:
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        allowed, front = 1 - keep, self.front_search.choices.front
+        front = self.front_search.choices.front
+        allowed = 1 - keep
         if allowed <= ROUNDING:
             return
         measure = self.front_search.worst_measure(plain)
@@ -169,7 +170,8 @@ class RecoverySearch:
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge, keep = self.judge, self.front_search.goal.keep
+        judge = self.judge
+        keep = self.front_search.goal.keep
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         gain_without = judge.time(plain).gain
         reason = ""

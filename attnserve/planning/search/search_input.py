@@ -78,7 +78,8 @@ class SearchInput:
 
 def _workloads_to_check(job: Job) -> list[Workload]:
     """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
-    batch, phase = job.target.batch, job.requested[0].phase
+    batch = job.target.batch
+    phase = job.requested[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
     accepted, reason = _accepted(job.original, sorted({*job.requested, *others}), job.context.seed)
     refused = [workload for workload in job.requested if workload not in accepted]
@@ -122,7 +123,9 @@ def _accepted(
     model: ir.Model, workloads: Sequence[Workload], seed: int
 ) -> tuple[list[Workload], str]:
     """The workloads that the model runs, and the first error of the others."""
-    session, accepted, reason = open_session(model), list[Workload](), ""
+    session = open_session(model)
+    accepted: list[Workload] = []
+    reason = ""
     for workload in workloads:
         try:
             session.run(None, example_inputs(model, workload, seed))

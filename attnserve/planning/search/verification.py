@@ -29,8 +29,9 @@ class Verified:
     Attributes:
         verifications: In order; all but the last missed the goal. Empty if even the choice with the
             least loss missed it before.
-        meets_goal: Whether ``best`` keeps the quality of the goal.
-        note: Why it removes nothing, although a choice with a removal was found; else empty.
+        meets_goal: Whether ``best`` may be returned: it keeps the quality of the goal, or differs
+            from the original by rounding only.
+        note: Why ``best`` removes nothing, although a removal was found; else empty.
     """
 
     best: Built
@@ -47,7 +48,8 @@ def verify_choice(front_search: FrontSearch, best: Built | None) -> Verified:
     """
     if best is None:
         return Verified(front_search.least_lossy(), (), meets_goal=False)
-    judge, keep = front_search.judge, front_search.goal.keep
+    judge = front_search.judge
+    keep = front_search.goal.keep
     if keep is None:
         return Verified(best, [judge.verify(best, HeldOut.VERIFY)])
     verifications: list[Verification] = []
@@ -80,7 +82,8 @@ def verify_without_removal(front_search: FrontSearch) -> Verified | None:
 
 def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified:
     """The verified choice, or the one without removal if that is about as fast."""
-    best, judge = verified.best, front_search.judge
+    judge = front_search.judge
+    best = verified.best
     if not best.plan.lossy_blocks:
         return verified
     unreduced_search = front_search.without_removal()
