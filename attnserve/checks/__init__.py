@@ -1,0 +1,1 @@
+"""Comparison, verification and measurement of models."""

@@ -1,6 +1,7 @@
-"""The measures of quality: sums over batches, values, and the influence of each text.
+"""Compute the measures of quality, which ``quality`` lists.
 
-``quality`` names the measures.
+A measure adds up sums over the batches. From them follow its value, and the influence of each text
+on the value, which gives its confidence interval.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class Scores:
 
 
 class Meter(ABC):
-    """Sums over the batches of one output.
+    """One measure of one output: ``add`` for each batch, then ``scores``.
 
     Attributes:
         is_finite: Whether the new model is finite where the original is.

@@ -1,4 +1,4 @@
-"""What a user of ``optimize`` should know about its result."""
+"""Warnings in the report of ``optimize``, such as a missing gain or too little data."""
 
 from __future__ import annotations
 

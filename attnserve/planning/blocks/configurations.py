@@ -1,4 +1,4 @@
-"""Configurations of each block, with what was measured of them.
+"""Configurations: what a search can make of a block, and what was measured of each.
 
 ``search.block_timing`` measures the latencies, ``loss_curves`` the losses at the model's output.
 """
@@ -66,7 +66,9 @@ NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn"
 
 
 class BlockConfig(NamedTuple):
-    """Configuration of a block after a rewrite.
+    """A block after a rewrite; of each block, a search chooses one of several configurations.
+
+    None stands for "as in the original". A new kind of rewrite adds a field.
 
     Attributes:
         kept: Heads or neurons; 0 replaces an attention by an affine map.
@@ -83,9 +85,31 @@ class BlockConfig(NamedTuple):
     source: str | None = None
 
     @property
+    def plain_operators(self) -> Literal["skip", "sparse", "reuse"] | None:
+        """The name in plan.json of the plain operators that compute it; None if fused ones can."""
+        if self.source is not None:
+            return "reuse"
+        if self.rank is not None:
+            return "sparse"
+        return None if self.kept else "skip"
+
+    @property
     def needs_plain_operators(self) -> bool:
         """Whether only plain operators can compute the configuration."""
-        return not self.kept or self.rank is not None or self.source is not None
+        return self.plain_operators is not None
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether one of its passes is fitted to the moments of tokens (``FittedPass``)."""
+        return self.head_size is not None
+
+    @property
+    def change(self) -> str:
+        """What it changes in the kept heads, in words; empty if it only removes heads."""
+        if self.head_size is None:
+            return ""
+        shared = "" if self.rank is None else f" of {self.rank} shared ones"
+        return f"queries and keys of {self.head_size} dimensions{shared}"
 
     def of(self, kept: int) -> BlockConfig:
         """The same configuration with fewer heads, which share proportionally fewer dimensions."""

@@ -1,8 +1,9 @@
 """Measure the loss at the model's output when one block is changed.
 
-Removal is measured at a few sizes, with the block's last map refitted in closed form
-(``LossEstimator``). Between them the loss follows the block's own loss
-(``calibration.elimination``). Other changes are applied to a copy of the model and measured there.
+Removal is measured at a few sizes, with the block's last weight (the output projection, or the
+second matrix of a feed-forward) refitted in closed form (``LossEstimator``). Between them the loss
+follows the block's own loss (``calibration.elimination``). Other changes are applied to a copy of
+the model and measured there.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def loss_curves(
     for done, (group, total) in enumerate(sums, start=1):
         last = _last_map(group)
         elimination = _elimination(group, last, total)
-        count, gone, losses = group.count, list[int](), list[float]()
+        count = group.count
+        gone: list[int] = []
+        losses: list[float] = []
         for share in MEASURED_SHARES:
             n = max(round(share * count), 1)
             if n >= count or n in gone:
@@ -195,17 +198,19 @@ class _ChangeLosses:
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
         """The loss of each change of groups of one block; impossible changes are left out."""
         single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
-        names = [g.names[0] for g, configs in single.items() if any(s.head_size for s in configs)]
-        plain, moments = self.model.clone(), dict[str, TokenMoments]()
+        names = [g.names[0] for g, configs in single.items() if any(c.is_fitted for c in configs)]
+        plain = self.model.clone()
+        moments: dict[str, TokenMoments] = {}
         if names:
             _decompose(plain, names)
             blocks = [block for block in find_attention(plain)[0] if block.name in names]
             moments = collect_moments(plain, blocks, self.batches, context=self.silent)
         losses: dict[str, list[tuple[BlockConfig, float]]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
-            block, name = group.blocks[0], group.names[0]
+            block = group.blocks[0]
+            name = block.name
             for config in configs:
-                new = plain.clone() if config.head_size else self.model.clone()
+                new = plain.clone() if config.is_fitted else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, name, [] if config.kept else [name])

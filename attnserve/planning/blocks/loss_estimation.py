@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["LossEstimator", "Maps"]
 
 Maps = Mapping[str, tuple["Float[np.ndarray, 'N D']", "Float[np.ndarray, ' D']"]]
-"""Weight and bias of the last map of each block."""
+"""Last weight and bias of each block: its output projection, or second feed-forward matrix."""
 
 
 class LossEstimator:
-    """A model with the last maps of some blocks as inputs, in one session per block.
+    """A model that takes the last weights of some blocks as inputs, to measure other weights.
 
-    The values in front of the block that was changed last are kept for all batches.
+    It runs in one session per block. The values in front of the block that was changed last are
+    kept for all batches.
 
     Args:
         names: The attention and feed-forward blocks.

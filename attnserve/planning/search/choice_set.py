@@ -96,19 +96,16 @@ class ChoiceSet:
             losses.conversion,
         )
         options = [estimates.options(unit, pair) for unit, pair in units]
-        unreduced = [
-            [i for i, option in enumerate(each) if option.removes_nothing(unit)]
-            for (unit, _), each in zip(units, options, strict=True)
-        ]
-        least = pareto_front([[o[i] for i in u] for o, u in zip(options, unreduced, strict=True)])
-        nothing_removed = [
-            replace(choice, picks=tuple(u[i] for u, i in zip(unreduced, choice.picks, strict=True)))
-            for choice in least
-        ]
         return cls(
-            timing, losses.curves, losses.conversion, units, options, pareto_front(options),
-            precision, nothing_removed,
-        )  # fmt: skip
+            timing=timing,
+            curves=losses.curves,
+            conversion=losses.conversion,
+            units=units,
+            options=options,
+            front=pareto_front(options),
+            precision=precision,
+            nothing_removed=_front_without_removal([unit for unit, _ in units], options),
+        )
 
     def predicted_ms(self, choice: Choice) -> float:
         """The predicted time of the whole model."""
@@ -127,7 +124,8 @@ class ChoiceSet:
 
     def plan(self, choice: Choice) -> Plan:
         """Build the plan of a choice."""
-        passes, float_blocks = list[RewritePass](), list[str]()
+        passes: list[RewritePass] = []
+        float_blocks: list[str] = []
         masks: dict[str, list[int]] = {}
         edges: dict[str, dict[int, tuple[str, int]]] = {}
         for picked in self.picked(choice):
@@ -161,3 +159,26 @@ class ChoiceSet:
             return self.curves[group.key].mask(config.kept)
         assert pair is not None
         return pair.masks(self.curves[pair.source.key], config.kept)[1]
+
+
+def _front_without_removal(
+    units: Sequence[ChoiceUnit], options: Sequence[Sequence[UnitOption]]
+) -> list[Choice]:
+    """The Pareto front of the options that remove nothing; picks are indices of all options."""
+    unreduced = [
+        [index for index, option in enumerate(of_unit) if option.removes_nothing(unit)]
+        for unit, of_unit in zip(units, options, strict=True)
+    ]
+    front = pareto_front([
+        [of_unit[index] for index in indices]
+        for of_unit, indices in zip(options, unreduced, strict=True)
+    ])  # fmt: skip
+    return [
+        replace(
+            choice,
+            picks=tuple(
+                indices[pick] for indices, pick in zip(unreduced, choice.picks, strict=True)
+            ),
+        )
+        for choice in front
+    ]

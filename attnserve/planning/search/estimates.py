@@ -26,7 +26,7 @@ ChoiceUnit = tuple[TiedBlocks, ...]
 
 @dataclass(frozen=True)
 class UnitOption:
-    """One alternative of a unit.
+    """One way to change a unit: a configuration for each of its groups.
 
     Attributes:
         configs: The configuration of each of its groups.
@@ -149,13 +149,18 @@ class Estimates:
         """The options of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
         original = np.sum([latency.original for latency in times], axis=0)
-        unreduced, curve = BlockConfig(group.count), self.curves.get(group.key)
+        unreduced = BlockConfig(group.count)
+        curve = self.curves.get(group.key)
         options: list[UnitOption] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
-            loss = 0.0 if config == unreduced else curve and curve.of(config)
-            is_fast = config == unreduced or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
-            if loss is not None and is_fast:
+            if config == unreduced:
+                loss = 0.0
+            elif curve is None or (ms > MAX_BLOCK_SLOWDOWN * original).any():
+                continue
+            else:
+                loss = curve.of(config)
+            if loss is not None:
                 options.append(UnitOption((config,), loss, self._mean(ms)))
         return options
 

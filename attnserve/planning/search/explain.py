@@ -51,7 +51,8 @@ def front_points(
 
 def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
     """The decision for each block in a choice, with the reason, in order of execution."""
-    timing, decisions = choices.timing, list[Decision]()
+    timing = choices.timing
+    decisions: list[Decision] = []
     for picked in choices.picked(choice):
         for group, config in picked:
             curve, in_float = choices.curves.get(group.key), picked.in_float(group)
@@ -62,11 +63,8 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                     Decision(
                         block=block.name,
                         kind=group.kind,
-                        kept=config.kept,
                         count=group.count,
-                        head_size=config.head_size,
-                        rank=config.rank,
-                        source=config.source,
+                        **config._asdict(),
                         written=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
@@ -98,12 +96,10 @@ def _ms_after(
     timing = choices.timing
     if picked.pair is not None and picked.reuses:
         both = timing.mean(picked.pair.times[config.kept])
-        return both / 2, "reuse" if config.source else AS_EXPORTED
+        return both / 2, config.plain_operators or AS_EXPORTED
     block = next(block for block in group.blocks if block.name == name)
     latency = timing.latency(block, in_float=picked.in_float(group))
-    operator = latency.operator if config.kept else "skip"
-    operator = "sparse" if config.rank is not None else operator
-    return timing.mean(latency.configs[config]), operator
+    return timing.mean(latency.configs[config]), config.plain_operators or latency.operator
 
 
 def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:
@@ -124,10 +120,9 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
             f"the {removed} removed {what} hold {curve.own_loss[removed]:.1%} of its output that "
             "the others cannot reproduce"
         )
-    if config.head_size is not None:
+    if config.change:
         lost = (curve.of(config) or 0.0) - (curve.of(BlockConfig(config.kept)) or 0.0)
-        of = "" if config.rank is None else f" of {config.rank} shared ones"
-        parts.append(f"queries and keys of {config.head_size} dimensions{of} lose {lost:.4f}")
+        parts.append(f"{config.change} lose {lost:.4f}")
     if config.source is not None and picked.pair is not None:
         parts.append(
             f"reusing the probabilities of {config.source} in all heads loses "

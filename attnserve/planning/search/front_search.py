@@ -1,4 +1,8 @@
-"""Search the Pareto front for the choice that meets a goal, with few builds."""
+"""Search the Pareto front for the choice that meets a goal, with few builds.
+
+Predicted losses and times put the choices in order; measured ones decide. A build needs a refit and
+a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,6 @@ __all__ = [
     "TIGHT",
     "BisectStep",
     "FrontSearch",
-    "WithoutRemoval",
     "bisect",
     "first_guess",
     "power_of",
@@ -116,21 +119,13 @@ def bisect(
         if not low < index < high or is_near(low, index, high):
             break
         probed = probe(index)
-        low, high = (index, high) if probed.is_low else (low, index)
+        if probed.is_low:
+            low = index
+        else:
+            high = index
         if probed.is_close:
             break
     return low, high
-
-
-class WithoutRemoval(NamedTuple):
-    """The search among the choices that remove nothing.
-
-    Attributes:
-        fastest: The fastest of them that meets the goal, if there is one.
-    """
-
-    search: FrontSearch
-    fastest: Built | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,8 +167,10 @@ class FrontSearch:
         """The fastest choice that meets the goal of quality."""
         front = self.choices.front
         least_lossy = self.least_lossy()
-        measure, allowed = self.worst_measure(least_lossy), 1 - keep
-        if (constant := self._constant(least_lossy)) >= keep:
+        measure = self.worst_measure(least_lossy)
+        allowed = 1 - keep
+        constant = self._constant(least_lossy)
+        if constant >= keep:
             raise CheckFailed(
                 f"`keep` is {keep}, and a constant predictor keeps {constant:.3f} "
                 f"by the measure {measure}",
@@ -193,7 +190,7 @@ class FrontSearch:
             return least_lossy
         power = power_of(measure)
         limit, start = allowed**power, least_lossy.loss**power
-        measured = {0: start}
+        measured = {0: start}  # by index
 
         def aim(low: int, high: int) -> int:
             if len(measured) == 1:
@@ -201,7 +198,8 @@ class FrontSearch:
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> BisectStep:
-            loss = measured[index] = self.loss(front[index]) ** power
+            loss = self.loss(front[index]) ** power
+            measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
@@ -221,21 +219,26 @@ class FrontSearch:
         as_fast = self.judge.speedup_over(lean, built).low <= 1
         return lean if as_fast and lean.loss <= built.loss else built
 
-    def without_removal(self) -> WithoutRemoval:
-        """Search among the choices that remove nothing.
+    def without_removal(self) -> FrontSearch:
+        """The same search among the choices that remove nothing.
 
         The fastest one is the fused original in the precision of the goal, if that keeps enough:
         otherwise some of its blocks stay float32.
         """
-        search = replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
-        fastest = search.build(search.choices.front[-1])
+        return replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
+
+    def run_from_fastest(self) -> Built | None:
+        """``run`` for a front whose fastest choice often meets the goal: it is built first.
+
+        Returns:
+            None if no choice meets the goal.
+        """
+        fastest = self.build(self.choices.front[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            keeps = fastest.loss <= allowed_loss(keep)
-            return WithoutRemoval(search, fastest if keeps else search.fastest(keep))
+            return fastest if fastest.loss <= allowed_loss(keep) else self.fastest(keep)
         assert speedup is not None
-        reaches = self.judge.speedup(fastest) >= speedup
-        return WithoutRemoval(search, search.least_loss(speedup) if reaches else None)
+        return self.least_loss(speedup) if self.judge.speedup(fastest) >= speedup else None
 
     def more_careful(self, built: Built, loss: float, keep: float) -> Built:
         """A choice with less predicted loss, after the verification of another choice failed.
@@ -243,7 +246,8 @@ class FrontSearch:
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
         """
-        front, allowed = self.choices.front, 1 - keep
+        front = self.choices.front
+        allowed = 1 - keep
         estimate = max((built.loss + loss) / 2, allowed)
         index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
         return self.build(front[max(index, 0)])
@@ -275,8 +279,9 @@ class FrontSearch:
         reached = {0: first, len(front) - 1: last}
 
         def is_slow(index: int) -> BisectStep:
-            speedup_here = reached[index] = self._speedup_at(index)
-            return BisectStep(speedup_here < speedup, speedup <= speedup_here < MIN_GAIN * speedup)
+            measured = self._speedup_at(index)
+            reached[index] = measured
+            return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
         _, high = bisect(
             0, len(front) - 1, MAX_BUILDS,
@@ -309,7 +314,8 @@ class FrontSearch:
 
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
-        front, lossless = self.choices.front, measured[0]
+        front = self.choices.front
+        lossless = measured[0]
         below, loss_below = front[low].loss, measured[low]
         if high == len(front):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)

@@ -109,8 +109,8 @@ class ScoredTask:
 class Judge:
     """Builds plans, and measures and times their models beside the original.
 
-    The latest build, the latest that keeps enough, and the latest that removes nothing are held:
-    the search ends with one of them.
+    The latest model, the latest that keeps enough, and the latest that removes nothing stay in
+    memory, because the search ends with one of them.
 
     Attributes:
         table: Measures latencies.
@@ -258,9 +258,11 @@ class Judge:
 
         Losses are bounds if the data was used before; see ``Losses``.
         """
-        batches, is_bounded = part.batches(self.search_input.data), not part.is_unused
+        batches = part.batches(self.search_input.data)
+        is_bounded = not part.is_unused
         fidelity = job.compare_held_out(model, batches, part.split)
-        losses, share = list[float](), None
+        losses: list[float] = []
+        share = None
         if job.measure != "score":
             losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
         if self.task is not None:

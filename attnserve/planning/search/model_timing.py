@@ -119,8 +119,11 @@ def time_model(
     Args:
         model: The model in the newest opset that an operator of a block needs.
     """
-    job, requested = search_input.job, search_input.job.requested
-    context, precision, num_requested = job.context, job.target.precision, len(requested)
+    job = search_input.job
+    requested = job.requested
+    num_requested = len(requested)
+    context = job.context
+    precision = job.target.precision
     others = [workload for workload in search_input.checked if workload not in requested]
     workloads = [*requested, *dict.fromkeys((*others[:1], *others[-1:]))]
     feeds = [example_inputs(job.original, workload, context.seed) for workload in workloads]

@@ -10,9 +10,7 @@ so that the same data can be used for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,26 +37,13 @@ from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError
 
-__all__ = ["RecoverySearch", "Trained", "training_of"]
+__all__ = ["RecoverySearch", "training_of"]
 
 ROUNDS = 3
 
 STEP = 2.0
 """The predicted loss grows or shrinks by at most this factor from one round to the next; the first
 round takes this many times the loss of the choice without training."""
-
-
-class Trained(NamedTuple):
-    """The result of a search with training.
-
-    Attributes:
-        best: The verified choice; None if the choice without training is better.
-        verifications: All verifications of trained choices, in order.
-    """
-
-    best: Built | None
-    verifications: list[Verification]
-    report: TrainingRounds
 
 
 def training_of(goal: Goal, minutes: float = 0.0) -> Train:
@@ -76,6 +61,8 @@ class RecoverySearch:
         seconds: The time left for training.
         rounds: The rounds so far.
         found: The trained choices that meet the goal, the fastest first.
+        verifications: The verifications of trained choices, in order.
+        report: The rounds and their result, after ``run``.
     """
 
     front_search: FrontSearch
@@ -83,16 +70,21 @@ class RecoverySearch:
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Built] = field(default_factory=list[Built])
+    verifications: list[Verification] = field(default_factory=list[Verification])
+    report: TrainingRounds | None = None
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
     @property
     def judge(self) -> Judge:
         return self.front_search.judge
 
-    def run(self, plain: Built | None) -> Trained:
+    def run(self, plain: Built | None) -> Built | None:
         """Train choices that are faster than ``plain``, the untrained one, and verify the best.
 
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
+
+        Returns:
+            The verified choice; None if the choice without training is better.
         """
         if plain is None:
             return self._no_gain("even the choice with the least loss misses the goal")
@@ -115,7 +107,8 @@ class RecoverySearch:
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        allowed, front = 1 - keep, self.front_search.choices.front
+        front = self.front_search.choices.front
+        allowed = 1 - keep
         if allowed <= ROUNDING:
             return
         measure = self.front_search.worst_measure(plain)
@@ -172,34 +165,36 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _verify_fastest(self, plain: Built) -> Trained:
+    def _verify_fastest(self, plain: Built) -> Built | None:
         """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge, keep, verifications = self.judge, self.front_search.goal.keep, list[Verification]()
-        parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        without, reason = judge.time(plain).gain, ""
+        judge = self.judge
+        keep = self.front_search.goal.keep
+        unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
+        gain_without = judge.time(plain).gain
+        reason = ""
         for built in self.found:
             timed = judge.time(built)
-            gain, refusal = timed.gain, timed.refusal
-            if keep is not None and gain < MIN_GAIN * without:
-                refusal = f"{gain:.2f}x with it, {without:.2f}x without"
+            refusal = timed.refusal
+            if keep is not None and timed.gain < MIN_GAIN * gain_without:
+                refusal = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
             if refusal:
                 reason = reason or refusal
                 continue
-            if len(verifications) == len(parts):
+            if not unused:
                 break
             allowed = (
                 judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
             )
-            verifications.append(judge.verify(built, parts[len(verifications)]))
-            if verifications[-1].loss <= allowed:
-                return Trained(
-                    built, verifications, self._report(True, self._verdict(gain, without))
-                )
+            verification = judge.verify(built, unused.pop(0))
+            self.verifications.append(verification)
+            if verification.loss <= allowed:
+                self._report(gain=True, verdict=self._verdict(timed.gain, gain_without))
+                return built
             reason = "a trained model missed the goal on held-out data"
-        return self._no_gain(reason, verifications)
+        return self._no_gain(reason)
 
     def _verdict(self, gain: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
@@ -214,10 +209,12 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _no_gain(self, reason: str, verifications: Sequence[Verification] = ()) -> Trained:
+    def _no_gain(self, reason: str) -> None:
         verdict = f"no gain by training: {reason}; the result without training is returned"
-        return Trained(None, list(verifications), self._report(False, verdict))
+        self._report(gain=False, verdict=verdict)
 
-    def _report(self, gain: bool, verdict: str) -> TrainingRounds:
+    def _report(self, *, gain: bool, verdict: str) -> None:
         torch = package_versions(["torch"]).get("torch", "")
-        return TrainingRounds(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)
+        self.report = TrainingRounds(
+            rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch
+        )

@@ -1,16 +1,32 @@
-"""The input of a search for a plan."""
+"""The input of a search for a plan, checked before anything is measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from attnserve.data.datasets import Dataset
+import onnx_ir as ir
+
+from attnserve.data.datasets import Dataset, content_digest
 from attnserve.job import Job
+from attnserve.models.checksums import fingerprint, path_sha256
+from attnserve.models.example_inputs import example_inputs
 from attnserve.models.search_record import Asked
+from attnserve.options import Goal
+from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.cache import digest
+from attnserve.runtime.session import open_session
+from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["SearchInput"]
+__all__ = ["CHECKED_LENGTHS", "SearchInput"]
+
+CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
+"""Lengths at which the whole model is timed beside the original, if the model accepts them. Blocks
+must not be slower at the shortest and the longest one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,3 +42,101 @@ class SearchInput:
     data: Dataset
     checked: Sequence[Workload]
     asked: Asked
+
+    @classmethod
+    def of(cls, goal: Goal, job: Job) -> SearchInput:
+        """The input of a search with this goal.
+
+        Args:
+            job: With data.
+
+        Raises:
+            InvalidArgument: The device has no kernels for the precision, or the model does not run
+                at the requested shape.
+            InvalidData: The file of the task does not exist.
+        """
+        assert job.data is not None
+        precision = job.target.precision
+        if job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+            raise InvalidArgument(
+                "bfloat16 cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
+                "give `provider` cuda, or `precision` float16",
+                code="search.bfloat16",
+            )
+        return cls(job, job.data, _workloads_to_check(job), _asked(goal, job))
+
+    @cached_property
+    def key(self) -> str:
+        """Key of the checkpoint; equal for equal requests."""
+        artifact = self.job.artifact
+        served = [
+            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.data)
+        ]  # fmt: skip
+        data = self.data.source.to_json()
+        return digest((fingerprint(artifact), data, self.asked.to_json(), served, versions()))
+
+
+def _workloads_to_check(job: Job) -> list[Workload]:
+    """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
+    batch = job.target.batch
+    phase = job.requested[0].phase
+    others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
+    accepted, reason = _accepted(job.original, sorted({*job.requested, *others}), job.context.seed)
+    refused = [workload for workload in job.requested if workload not in accepted]
+    if refused:
+        raise InvalidArgument(
+            f"the model does not run at batch {batch}, {refused[0].length} tokens: {reason[:300]}",
+            f"choose `sequence` up to {accepted[-1].length}"
+            if accepted
+            else "choose another `batch`",
+            code="search.shape",
+        )
+    return accepted
+
+
+def _asked(goal: Goal, job: Job) -> Asked:
+    """The request as plan.json records it."""
+    target, context = job.target, job.context
+    asked = Asked(
+        keep=goal.keep,
+        target_speedup=goal.target_speedup,
+        measure=goal.measure,
+        task=goal.task,
+        eval_data=goal.eval_data and goal.eval_data.name,
+        eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
+        allow=goal.allow,
+        precision=target.precision,
+        batch=target.batch,
+        sequences=tuple(workload.length for workload in job.requested),
+        phase=job.requested[0].phase,
+        provider=context.provider,
+        runtime=context.runtime_name,
+        threads=context.threads,
+        seed=context.seed,
+    )
+    if goal.recover is not None:
+        asked = asked.model_copy(update={"recover": goal.recover})
+    return asked
+
+
+def _accepted(
+    model: ir.Model, workloads: Sequence[Workload], seed: int
+) -> tuple[list[Workload], str]:
+    """The workloads that the model runs, and the first error of the others."""
+    session = open_session(model)
+    accepted: list[Workload] = []
+    reason = ""
+    for workload in workloads:
+        try:
+            session.run(None, example_inputs(model, workload, seed))
+        except (InvalidArgument, InvalidData) as error:
+            reason = reason or error.what
+            continue
+        accepted.append(workload)
+    return accepted, reason
+
+
+def _checksum(path: Path) -> str:
+    if not path.exists():
+        raise InvalidData(f"{path}: no such file", "check the path", code="search.no_file")
+    return path_sha256(path)

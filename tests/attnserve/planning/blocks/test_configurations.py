@@ -31,6 +31,7 @@ from attnserve.planning.blocks.configurations import (
     group_blocks,
 )
 from attnserve.planning.blocks.loss_curves import Losses, loss_curves
+from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, units_of
@@ -512,3 +513,25 @@ def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
     assert units_of([first, second, third], [replace(pairs[0], loss=float("inf"))]) == [
         ((first,), None), ((second,), None), ((third,), None),
     ]  # fmt: skip
+
+
+def test_decision_records_every_field_of_a_configuration() -> None:
+    assert set(BlockConfig._fields) <= set(Decision.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "operators", "change"),
+    [
+        (BlockConfig(4), None, ""),
+        (BlockConfig(0), "skip", ""),
+        (BlockConfig(4, 8), None, "queries and keys of 8 dimensions"),
+        (BlockConfig(4, 8, 16), "sparse", "queries and keys of 8 dimensions of 16 shared ones"),
+        (BlockConfig(4, source="layer"), "reuse", ""),
+    ],
+)
+def test_configuration_names_its_operators_and_its_change(
+    config: BlockConfig, operators: str | None, change: str
+) -> None:
+    assert (config.plain_operators, config.change) == (operators, change)
+    assert config.needs_plain_operators == (operators is not None)
+    assert config.is_fitted == bool(change)

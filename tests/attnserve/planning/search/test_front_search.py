@@ -15,16 +15,16 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search import verdict
+from attnserve.planning.search import verification
 from attnserve.planning.search.front_search import (
     MAX_BUILDS,
     BisectStep,
     FrontSearch,
-    WithoutRemoval,
     bisect,
 )
 from attnserve.planning.search.judge import Built
 from attnserve.planning.search.report import Verification
+from attnserve.planning.search.verification import Verified
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
@@ -137,7 +137,8 @@ def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> N
 
 
 def test_without_removal_is_the_fastest_precision_that_keeps_enough() -> None:
-    front, found = search(Judge(), keep=0.99).without_removal()
+    front = search(Judge(), keep=0.99).without_removal()
+    found = front.run_from_fastest()
     assert found is not None and found.choice == INT8
     assert list(front.choices.front) == [FUSED, INT8]
 
@@ -146,7 +147,7 @@ def test_without_removal_is_the_fastest_precision_that_keeps_enough() -> None:
 def test_without_removal_reaches_the_speedup_or_is_none(
     speedup: float, choice: Choice | None
 ) -> None:
-    _, found = search(Judge(), target_speedup=speedup).without_removal()
+    found = search(Judge(), target_speedup=speedup).without_removal().run_from_fastest()
     assert (found and found.choice) == choice
 
 
@@ -156,8 +157,11 @@ class Int8Search(FrontSearch):
 
     whole: Built | None = None
 
-    def without_removal(self) -> WithoutRemoval:
-        return WithoutRemoval(self, self.whole)
+    def without_removal(self) -> FrontSearch:
+        return self
+
+    def run_from_fastest(self) -> Built | None:
+        return self.whole
 
 
 @dataclass
@@ -190,11 +194,14 @@ class Settling:
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
-            return (found if self.keeps else None), ["verification of the whole"]
+            verified: Any = ["verification of the whole"]
+            return Verified(found, verified, meets_goal=self.keeps)
 
-        monkeypatch.setattr(verdict, "verify_choice", proved)
-        found, self.proved, note = verdict.prefer_no_removal(front, best, ["verification"])
-        return found, note
+        monkeypatch.setattr(verification, "verify_choice", proved)
+        first: Any = ["verification"]
+        found = verification.prefer_no_removal(front, Verified(best, first))
+        self.proved = list(found.verifications)
+        return found.best, found.note
 
 
 @pytest.mark.parametrize(
@@ -237,7 +244,8 @@ def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
 def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
     no_judge, plain, proofs = None, built_of(FUSED), [Verification(FIDELITY, None, 0.0)]
     front = search(no_judge, keep=0.99)  # a comparison would need one
-    assert verdict.prefer_no_removal(front, plain, proofs) == (plain, proofs, "")
+    verified = Verified(plain, proofs)
+    assert verification.prefer_no_removal(front, verified) is verified
 
 
 class Front:
@@ -330,8 +338,9 @@ def test_verify_choice_failed_verifications_lead_to_more_careful_choices(
     choices: Any = Candidates(front=steps[-1:])
     judge: Any = ProvingJudge(iter(losses))
     front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
-    best, found = verdict.verify_choice(front, built_of(steps[0]))
-    assert best is not None and best.choice.loss == kept
-    assert [verification.loss for verification in found] == losses and len(found) == proofs
+    verified = verification.verify_choice(front, built_of(steps[0]))
+    found = verified.verifications
+    assert verified.meets_goal and verified.best.choice.loss == kept
+    assert [each.loss for each in found] == losses and len(found) == proofs
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
     assert judge.parts == parts[:proofs]

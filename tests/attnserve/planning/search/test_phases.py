@@ -69,7 +69,7 @@ def test_plan_of_a_decoder_times_the_phase(
         return part(model, feeds)
 
     monkeypatch.setattr(judge, "Part", noted)
-    monkeypatch.setattr("attnserve.planning.search.search.CHECKED_LENGTHS", (LENGTH,))
+    monkeypatch.setattr("attnserve.planning.search.search_input.CHECKED_LENGTHS", (LENGTH,))
     path = tmp_path / "plan.json"
     report = plan(llama, path, keep=0.5, calib=rows, threads=1, sequence=LENGTH, **options)
     assert timed == {tokens}

@@ -1,0 +1,108 @@
+"""Verify the choice of a search on held-out data, and replace removals that bring no speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attnserve.checks.held_out import HeldOut
+from attnserve.checks.quality import allowed_loss
+from attnserve.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.judge import Built
+from attnserve.planning.search.report import Verification
+
+__all__ = ["Verified", "prefer_no_removal", "verify_choice", "verify_without_removal"]
+
+PARTS = (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN)
+"""The data of each verification of a search, if those before failed.
+
+Two parts are unused. The third choice is measured on all held-out data by its bounds: this data was
+used before, but only for choices with more loss. The last choice is the one with the least loss.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """The choice that was verified last, with all verifications.
+
+    Attributes:
+        verifications: In order; all but the last missed the goal. Empty if even the choice with the
+            least loss missed it before.
+        meets_goal: Whether ``best`` may be returned: it keeps the quality of the goal, or differs
+            from the original by rounding only.
+        note: Why ``best`` removes nothing, although a removal was found; else empty.
+    """
+
+    best: Built
+    verifications: Sequence[Verification]
+    meets_goal: bool = True
+    note: str = ""
+
+
+def verify_choice(front_search: FrontSearch, best: Built | None) -> Verified:
+    """Verify a choice on data that no choice has seen, and choices with less loss if it fails.
+
+    Args:
+        best: The result of the search; None if no choice meets the goal on the data to choose.
+    """
+    if best is None:
+        return Verified(front_search.least_lossy(), (), meets_goal=False)
+    judge = front_search.judge
+    keep = front_search.goal.keep
+    if keep is None:
+        return Verified(best, [judge.verify(best, HeldOut.VERIFY)])
+    verifications: list[Verification] = []
+    for part in PARTS:
+        if len(verifications) == len(PARTS) - 1:
+            best = front_search.least_lossy()
+        elif verifications:
+            best = front_search.more_careful(best, verifications[-1].loss, keep)
+        verification = judge.verify(best, part)
+        verifications.append(verification)
+        if verification.loss <= allowed_loss(keep):
+            return Verified(best, verifications)
+        if not best.choice.loss:
+            break
+    # Without loss and conversion, outputs differ by rounding only: the choice is returned
+    # nevertheless.
+    is_exact = not best.choice.loss and front_search.precision == "float32"
+    return Verified(best, verifications, meets_goal=is_exact)
+
+
+def verify_without_removal(front_search: FrontSearch) -> Verified | None:
+    """The verified choice among those that remove nothing; None if none of them meets the goal."""
+    unreduced_search = front_search.without_removal()
+    unreduced = unreduced_search.run_from_fastest()
+    if unreduced is None:
+        return None
+    verified = verify_choice(unreduced_search, unreduced)
+    return verified if verified.meets_goal else None
+
+
+def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified:
+    """The verified choice, or the one without removal if that is about as fast."""
+    judge = front_search.judge
+    best = verified.best
+    if not best.plan.lossy_blocks:
+        return verified
+    unreduced_search = front_search.without_removal()
+    unreduced = unreduced_search.run_from_fastest()
+    if unreduced is None:  # it misses the speed-up of the goal
+        return verified
+    gain = judge.speedup_over(unreduced, best)
+    if gain.low >= MIN_REMOVAL_GAIN:
+        return verified
+    other = verify_choice(unreduced_search, unreduced)
+    if not other.meets_goal:
+        return verified
+    if other.best is not unreduced:  # more blocks stay float32
+        gain = judge.speedup_over(other.best, best)
+        if gain.low >= MIN_REMOVAL_GAIN:
+            return verified
+    note = (
+        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
+        f"{gain.high:.2f}) the speed of the fused original in {front_search.precision}, expected "
+        f"at least {MIN_REMOVAL_GAIN}x"
+    )
+    return replace(other, note=note)
