@@ -97,18 +97,20 @@ def optimize(
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
-    if saved is None:
-        # With `measure` score, the lengths are those of the task's data.
-        joined = None if goal.measure == "score" else target.sequence
-        measure = goal.measure
+    if goal.is_given:
+        job = Job.for_search(artifact, original, goal, data, target, context)
+    elif saved is not None:
+        job = Job.read(
+            artifact, original, data, saved.target(target),
+            measure=saved.measure(goal.measure),
+            joined=saved.lengths,
+            context=saved.context(context),
+        )  # fmt: skip
     else:
-        measure = saved.measure(goal.measure)
-        target = saved.target(target)
-        joined = saved.lengths
-        context = saved.context(context)
-    job = Job.read(
-        artifact, original, data, target, measure=measure, joined=joined, context=context
-    )
+        job = Job.read(
+            artifact, original, data, target,
+            measure=goal.measure, joined=target.sequence, context=context,
+        )  # fmt: skip
     timer = ServedTimer(job)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
