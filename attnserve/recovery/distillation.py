@@ -88,7 +88,7 @@ def rotary_constants(model: ir.Model) -> set[str]:
 
 
 def _blocks(model: ir.Model) -> list[AttentionBlock]:
-    return [block for block in find_attention(model)[0] if block.graph is model.graph]
+    return [block for block in find_attention(model).blocks if block.graph is model.graph]
 
 
 def _is_inside(model: ir.Model, value: ir.Value) -> bool:

@@ -375,7 +375,7 @@ class AttentionPass(BlockPass[AttentionBlock, Params]):
 
     @classmethod
     def find(cls, analyses: Analyses) -> Sequence[AttentionBlock]:
-        return analyses.get(find_attention)[0]
+        return analyses.get(find_attention).blocks
 
 
 class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
@@ -412,7 +412,7 @@ def small_shapes(analyses: Analyses, *, distinct_lengths: bool = False) -> Shape
 
 def pin_all_names(analyses: Analyses) -> None:
     """Record the names of all blocks, before a pass changes constants that names come from."""
-    pin_names(analyses.get(find_attention)[0])
+    pin_names(analyses.get(find_attention).blocks)
     pin_names(analyses.get(find_feed_forward))
 
 

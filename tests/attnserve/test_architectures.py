@@ -306,7 +306,7 @@ def test_reuse_attention_earlier_layers_equals_grafted(cell: Cell, part: int):
     """The outputs equal those of a model whose probabilities are replaced, with fewer weights."""
     path = cell.committed
     model = decomposed(load_model(path))
-    edges = edges_of(find_attention(model)[0], part)
+    edges = edges_of(find_attention(model).blocks, part)
     assert edges
     ReuseAttention(edges)(model)
     reading = read_attention(model)
@@ -334,7 +334,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
 
 def decomposed(model: ir.Model) -> ir.Model:
     """The model with decomposed fused operators."""
-    fused = frozenset(block.name for block in find_attention(model)[0] if not block.logits)
+    fused = frozenset(block.name for block in find_attention(model).blocks if not block.logits)
     return DecomposeAttention(fused)(model).model if fused else model
 
 

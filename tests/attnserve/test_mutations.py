@@ -197,7 +197,7 @@ def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     before = [[run[output] for output in model.graph.outputs] for run in results]
     names = {block.name for block in shared}
     DecomposeAttention(frozenset(b.name for b in shared if b.logits is None))(model)
-    blocks = [block for block in find_attention(model)[0] if block.name in names]
+    blocks = [block for block in find_attention(model).blocks if block.name in names]
     Collaborate.with_factors({b.name: factor(b, exact_rank(b)) for b in blocks})(model)
     after = captured(model, list(model.graph.outputs), feeds)
     for old, run in zip(before, after, strict=True):

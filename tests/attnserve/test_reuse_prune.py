@@ -40,7 +40,7 @@ ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
 
 
 def blocks_of(path: Path) -> tuple[AttentionBlock, ...]:
-    return tuple(find_attention(load_model(open_artifact(path)))[0])
+    return tuple(find_attention(load_model(open_artifact(path))).blocks)
 
 
 def record(folder: Path) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def if_model() -> ir.Model:
 
 def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
     """The model whose rows of W_O are zero where a mask is: those heads write nothing."""
-    for block in find_attention(model)[0]:
+    for block in find_attention(model).blocks:
         if (output := block.output) is None or block.name not in masks:
             continue
         array = constant_array(output.weight).astype(constant_type(output.weight).numpy())
@@ -254,7 +254,7 @@ def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
 
 def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]]) -> ir.Model:
     """What reuse means, with nothing taken away: probabilities replaced head by head."""
-    blocks = {block.name: block for block in find_attention(model)[0]}
+    blocks = {block.name: block for block in find_attention(model).blocks}
     facts = infer_shapes_small(model, batch=2, sequence=5)
     new: list[tuple[AttentionBlock, ir.Value]] = []
     for name, heads in edges.items():

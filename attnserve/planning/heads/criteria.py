@@ -101,11 +101,11 @@ def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[
     plain = model.clone()
     with Analyses.of(plain) as analyses:
         decompose_fused(
-            analyses, [b.name for b in analyses.get(find_attention)[0] if b.name in names]
+            analyses, [b.name for b in analyses.get(find_attention).blocks if b.name in names]
         )
     blocks = [
         block
-        for block in find_attention(plain)[0]
+        for block in find_attention(plain).blocks
         if block.name in names and block.probability_values and block.graph is plain.graph
     ]
     return plain, blocks

@@ -190,7 +190,7 @@ class PassRunner:
         if not targets:
             return []
         macs = self._macs()
-        attention = {block.name for block in self.analyses.get(find_attention)[0]}
+        attention = {block.name for block in self.analyses.get(find_attention).blocks}
         return [
             BlockChange(
                 rewrite=rewrite.name, block=name, macs=macs, is_certified=name not in attention
@@ -261,13 +261,13 @@ class PassRunner:
         blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
             block.name: block for block in self.analyses.get(find_feed_forward)
         }
-        return blocks | {block.name: block for block in self.analyses.get(find_attention)[0]}
+        return blocks | {block.name: block for block in self.analyses.get(find_attention).blocks}
 
     def _macs_by_block(self) -> dict[str, int]:
         shapes = self.analyses.get(infer_at, self.job.counted)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
                 for b in self.analyses.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.analyses.get(find_attention)[0], *skipped(self.model)]
+        attention = [*self.analyses.get(find_attention).blocks, *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:

@@ -70,13 +70,13 @@ def test_read_attention_certifies_plain_and_fused_blocks(
 
 
 def test_certify_correct_match_has_small_error(graph: ir.Model):
-    result = certify_block(graph, find_attention(graph)[0][0])
+    result = certify_block(graph, find_attention(graph).blocks[0])
     assert isinstance(result, Certified) and 0 <= result.max_abs_error <= TOLERANCE
 
 
 @pytest.mark.parametrize("factor", [1.001, -1.0, 8**0.5, 0.0])
 def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, scale=block.scale * factor)
     assert isinstance(result, Unmatched)
     assert "the graph computes something else" in result.reason
@@ -84,14 +84,14 @@ def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
 
 
 def test_certify_swapped_projections_are_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
     assert isinstance(certify_block(graph, block, q=block.k, k=block.q), Unmatched)
     assert isinstance(certify_block(graph, block, v=block.k), Unmatched)
 
 
 def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     columns = block.q.columns[::-1].copy()
     assert isinstance(
         certify_block(graph, block, q=dataclasses.replace(block.q, columns=columns)), Unmatched
@@ -99,20 +99,20 @@ def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
 
 
 def test_certify_missing_mask_is_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     assert block.steps
     assert isinstance(certify_block(graph, block, steps=()), Unmatched)
 
 
 def test_certify_wrong_output_projection_is_unmatched(graph: ir.Model):
-    one, other = find_attention(graph)[0]
+    one, other = find_attention(graph).blocks
     assert one.output is not None and other.output is not None
     wrong = dataclasses.replace(one.output, weight=other.output.weight)
     assert isinstance(certify_block(graph, one, output=wrong), Unmatched)
 
 
 def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     # Softmax ignores what is the same for all keys: q b_K^T is.
     offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
     assert isinstance(
@@ -124,7 +124,7 @@ def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph:
 
 
 def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
-    weight = find_attention(graph)[0][0].q.weight
+    weight = find_attention(graph).blocks[0].q.weight
     assert weight.const_value is not None
     array = weight.const_value.numpy().copy()
     array[0, 0] = np.nan
@@ -143,7 +143,7 @@ def test_read_attention_falls_back_to_reference_evaluator(graph: ir.Model):
 
 
 def test_certify_reference_evaluator_detects_wrong_scale(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     (result, wrong) = (
         certify_block(graph, block, runs=[onnx_reference], scale=block.scale * factor)
         for factor in (1, 2)
@@ -157,7 +157,7 @@ def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray
 
 
 def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[refuses, onnx_runtime])
     assert isinstance(result, Certified)
     wrong = certify_block(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
@@ -165,7 +165,7 @@ def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
 
 
 def test_certify_without_working_evaluator_reports_first_reason(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[refuses, refuses])
     assert isinstance(result, Unmatched)
     assert re.fullmatch(
@@ -178,7 +178,7 @@ def test_certify_error_of_the_project_is_reported_as_it_is(graph: ir.Model):
     def own(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         raise InvalidModel("no such operator")
 
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[own])
     assert isinstance(result, Unmatched)
     assert result.reason == f"read as attention {block.name!r}, not certified: no such operator"
@@ -210,7 +210,7 @@ def test_certify_nan_result_is_unmatched(graph: ir.Model):
     def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
 
-    result = certify_block(graph, find_attention(graph)[0][0], runs=[nothing])
+    result = certify_block(graph, find_attention(graph).blocks[0], runs=[nothing])
     assert isinstance(result, Unmatched) and "difference inf" in result.reason
 
 

@@ -153,9 +153,9 @@ def test_collaborate_ranks_differ_by_layer() -> None:
 
 def test_collaborate_of_one_layer_leaves_the_other() -> None:
     model, original = two_layers(), two_layers()
-    first = find_attention(model)[0][0]
+    first = find_attention(model).blocks[0]
     Collaborate.with_factors({first.name: factor(first, EXACT)})(model)
-    assert [block.form for block in find_attention(model)[0]] == ["collaborative", "standard"]
+    assert [block.form for block in find_attention(model).blocks] == ["collaborative", "standard"]
     arrays = feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
 

@@ -92,7 +92,7 @@ def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
     """Fuse all blocks, or those with these names."""
     raised(model, form)
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = names or tuple(block.name for block in analyses.get(find_attention)[0])
+        names = names or tuple(block.name for block in analyses.get(find_attention).blocks)
         result = FuseAttention(dict.fromkeys(names, form))(model)
     assert result.modified
     return result.model
@@ -111,7 +111,7 @@ def biases(model: ir.Model) -> list[ir.Value | None]:
 
 def codes(model: ir.Model, form: FusedOperator) -> list[str]:
     """Why each block of a model cannot be fused; empty if it can."""
-    blocks, info = find_attention(model)[0], infer_shapes_small(model, batch=2, sequence=5)
+    blocks, info = find_attention(model).blocks, infer_shapes_small(model, batch=2, sequence=5)
     refusals = [fusion_refusal(block, form, info) for block in blocks]
     return [refusal.code if refusal else "" for refusal in refusals]
 
@@ -677,7 +677,7 @@ def test_fuse_attention_exported_model_keeps_the_output(
     path, reason = exported(cell)
     assert not reason
     model = load_model(path)
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     names = [b.name for b, code in zip(blocks, codes(model, form), strict=True) if not code]
     count, crossed = EXPORTED[cell]
     refused = crossed if form in ("attention", "merged") else 0
@@ -732,7 +732,7 @@ def test_fuse_attention_pruned_rotary_model_keeps_the_output(
     heads, groups = ROTARY_EXPORTS[cell]
     model = load_model(cell.committed)
     raise_opset(model, 23)
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     assert {(block.num_heads, block.num_kv_heads) for block in blocks} == {(heads, groups)}
     share = heads // groups
     PruneHeads({b.name: [1] * (heads - share) + [0] * share for b in blocks})(model)
@@ -755,7 +755,7 @@ def test_fuse_attention_groups_of_unequal_size_are_repeated(form: FusedOperator)
     cell = next(iter(ROTARY_EXPORTS))
     model = load_model(cell.committed)
     raise_opset(model, 23)
-    names = [block.name for block in find_attention(model)[0]]
+    names = [block.name for block in find_attention(model).blocks]
     PruneHeads({name: [1, 1, 1, 1, 1, 0] for name in names})(model)
     pruned = model.clone()
     FuseAttention(dict.fromkeys(names, form))(model)

@@ -138,8 +138,8 @@ def test_prune_heads_removes_weights_of_removed_heads() -> None:
     removed = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
     assert removed.isdisjoint(model.graph.initializers)
     assert {"bo_0", "Wq_1", "bq_1", "Wo_1"} <= set(model.graph.initializers)
-    block = find_attention(model)[0][0]
-    original = find_attention(layers(2))[0][0]
+    block = find_attention(model).blocks[0]
+    original = find_attention(layers(2)).blocks[0]
     for part, whole in ((block.q, original.q), (block.k, original.k), (block.v, original.v)):
         expected = whole.heads()[1:2] * (original.scale if part is block.q else 1)
         np.testing.assert_allclose(part.heads(), expected, atol=1e-6)

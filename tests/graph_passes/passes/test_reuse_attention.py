@@ -106,7 +106,7 @@ def assert_is_forwarding(
     arrays = feeds(model)
     expected = run(grafted(model.clone(), edges), arrays)
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = [block.name for block in analyses.get(find_attention)[0]]
+        names = [block.name for block in analyses.get(find_attention).blocks]
         reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype
@@ -775,7 +775,7 @@ def test_reuse_attention_invalid_edge_is_refused(case: str) -> None:
 def test_reuse_attention_reused_source_is_refused() -> None:
     model = reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
     with raises(InvalidArgument, "reuse_attention.chain"):
-        second = next(b for b in find_attention(model)[0] if b.name == SECOND)
+        second = next(b for b in find_attention(model).blocks if b.name == SECOND)
         (taken,) = second.reused
         reuse(model, {THIRD: {0: (SECOND, int(taken.heads[0]))}})
 
@@ -785,7 +785,7 @@ def test_reuse_attention_own_head_of_reusing_layer_is_a_source() -> None:
         return reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
 
     model = build()
-    second = next(b for b in find_attention(model)[0] if b.name == SECOND)
+    second = next(b for b in find_attention(model).blocks if b.name == SECOND)
     head = int(second.own_heads[0])
     arrays = feeds(model)
     edges = {THIRD: {0: (SECOND, head), 2: (SECOND, head)}}
@@ -802,7 +802,7 @@ def test_reuse_attention_second_time_is_refused() -> None:
 
 
 def test_reuse_refusal_first_layer_has_no_earlier() -> None:
-    assert code_of(find_attention(layers(2))[0][:1]) == "no_earlier"
+    assert code_of(find_attention(layers(2)).blocks[:1]) == "no_earlier"
 
 
 def code_of(blocks: Sequence[AttentionBlock]) -> str | None:

@@ -250,7 +250,7 @@ def with_external_weights(model: ir.Model) -> None:
 
 
 def with_name_of_attention(model: ir.Model) -> None:
-    pin_name(find_feed_forward(model)[0].product, find_attention(model)[0][0].name)
+    pin_name(find_feed_forward(model)[0].product, find_attention(model).blocks[0].name)
 
 
 @pytest.mark.parametrize(
