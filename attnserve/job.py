@@ -139,7 +139,7 @@ class Job:
         return DEFAULT_LENGTH if self.data is None else self.data.length
 
     @cached_property
-    def report(self) -> MatchReport:
+    def matches(self) -> MatchReport:
         """The certified attention of the original."""
         return read_attention(self.original, seed=self.context.seed)
 

@@ -177,7 +177,7 @@ class _Outcome:
 
 def _searched(job: Job, goal: Goal) -> _Outcome:
     """The model of a search."""
-    require_attention(job.report)  # errors come before the search, which takes long
+    require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Outcome(result.report.plan, result.state, search=result.report)
 
@@ -224,7 +224,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
     """
     if job.data is not None:
         names = plan.targets(Collaborate)
-        pasts = [block.k.past for block in job.report.blocks if block.name in names]
+        pasts = [block.k.past for block in job.matches.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)
 

@@ -174,24 +174,24 @@ def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
 
 def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     """Yield verdicts ("read", "missed", "refused", "rewritten", "wrong") and their details."""
-    reading = read_attention(model)
-    if not all(unmatched.reason for unmatched in reading.unmatched):
+    matches = read_attention(model)
+    if not all(unmatched.reason for unmatched in matches.unmatched):
         yield "wrong", "an unmatched block without a reason"
-    if not reading.blocks:
+    if not matches.blocks:
         yield "missed", ""
         return
-    runs = runnable(model, reading.blocks)
+    runs = runnable(model, matches.blocks)
     if runs is None:
         yield "refused", "ONNX Runtime does not run the whole mutant"
         return
     feeds, results = runs
-    for block in reading.blocks:
+    for block in matches.blocks:
         worst, where = max(largest_difference(block, run) for run in results)
         if worst > TOLERANCE:
             yield "wrong", f"{block.name}: {where} differ by {worst:.1e}"
             return
     yield "read", ""
-    shared = [block for block in reading.blocks if sharing_refusal(block) is None]
+    shared = [block for block in matches.blocks if sharing_refusal(block) is None]
     if not shared:
         return
     before = [[run[output] for output in model.graph.outputs] for run in results]

@@ -293,17 +293,17 @@ def assert_unchanged(model: ir.Model, rewrite: ir.passes.PassBase) -> None:
 
 def only(model: ir.Model) -> AttentionBlock:
     """The one block of a model, certified by running it."""
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    assert len(reading.blocks) == 1
-    return reading.blocks[0]
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    assert len(matches.blocks) == 1
+    return matches.blocks[0]
 
 
 def reasons(model: ir.Model) -> list[str]:
     """Why nothing was read."""
-    reading = read_attention(model)
-    assert reading.blocks == ()
-    return [miss.reason for miss in reading.unmatched]
+    matches = read_attention(model)
+    assert matches.blocks == ()
+    return [miss.reason for miss in matches.unmatched]
 
 
 def feeds(

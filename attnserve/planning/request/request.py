@@ -47,7 +47,7 @@ class Request:
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
-        return self.job.report.blocks
+        return self.job.matches.blocks
 
     @property
     def names(self) -> list[str]:

@@ -253,10 +253,10 @@ def test_refit_reduces_the_error_on_unseen_text(original: ir.Model, graph: ir.Mo
 
 def test_refit_graph_still_matches_and_keeps_its_interface(original: ir.Model, graph: ir.Model):
     refit(graph, original, [ONE, TWO], texts())
-    reading = read_attention(graph)
-    assert [block.name for block in reading.blocks] == [ONE, TWO]
-    assert [block.num_heads for block in reading.blocks] == [2, 2]
-    assert not reading.unmatched
+    matches = read_attention(graph)
+    assert [block.name for block in matches.blocks] == [ONE, TWO]
+    assert [block.num_heads for block in matches.blocks] == [2, 2]
+    assert not matches.unmatched
     for side in ("inputs", "outputs"):
         ours, theirs = (getattr(each.graph, side) for each in (graph, original))
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [

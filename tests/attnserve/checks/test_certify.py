@@ -62,11 +62,11 @@ def graph(tiny: Path) -> ir.Model:
 def test_read_attention_certifies_plain_and_fused_blocks(
     tiny_export: Callable[..., Path], export: tuple
 ):
-    reading = read_attention(load_model(tiny_export(*export) / "model.onnx"))
-    assert len(reading.blocks) == 2 and reading.unmatched == ()
-    assert [(b.num_heads, b.head_size, b.input_size) for b in reading.blocks] == [(4, 8, 32)] * 2
-    assert [b.scale for b in reading.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
-    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+    matches = read_attention(load_model(tiny_export(*export) / "model.onnx"))
+    assert len(matches.blocks) == 2 and matches.unmatched == ()
+    assert [(b.num_heads, b.head_size, b.input_size) for b in matches.blocks] == [(4, 8, 32)] * 2
+    assert [b.scale for b in matches.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
+    assert all(certified.max_abs_error <= TOLERANCE for certified in matches.certified)
 
 
 def test_certify_correct_match_has_small_error(graph: ir.Model):
@@ -129,17 +129,17 @@ def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
     array = weight.const_value.numpy().copy()
     array[0, 0] = np.nan
     weight.const_value = ir.tensor(array, name=weight.name)
-    reading = read_attention(graph)
-    assert len(reading.blocks) == 1 and len(reading.unmatched) == 1
+    matches = read_attention(graph)
+    assert len(matches.blocks) == 1 and len(matches.unmatched) == 1
 
 
 def test_read_attention_falls_back_to_reference_evaluator(graph: ir.Model):
     graph.opset_imports[""] = 9999
     with raises(InvalidModel, "session.graph_refused"):
         open_session(graph)
-    reading = read_attention(graph)
-    assert len(reading.blocks) == 2 and reading.unmatched == ()
-    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+    matches = read_attention(graph)
+    assert len(matches.blocks) == 2 and matches.unmatched == ()
+    assert all(certified.max_abs_error <= TOLERANCE for certified in matches.certified)
 
 
 def test_certify_reference_evaluator_detects_wrong_scale(graph: ir.Model):
@@ -229,9 +229,9 @@ def test_certify_graph_limited_to_batch_one_uses_single_shapes():
 def test_read_attention_names_operator_without_kernel():
     softmax = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
     inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
-    reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
-    assert reading.blocks == ()
-    assert "BiasSoftmax" in reading.unmatched[0].reason
+    matches = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
+    assert matches.blocks == ()
+    assert "BiasSoftmax" in matches.unmatched[0].reason
 
 
 def test_read_attention_is_reproducible_by_seed(graph: ir.Model):
@@ -250,5 +250,5 @@ def test_read_attention_without_attention_is_empty():
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )
-    reading = read_attention(model)
-    assert (reading.certified, reading.unmatched) == ((), ())
+    matches = read_attention(model)
+    assert (matches.certified, matches.unmatched) == ((), ())

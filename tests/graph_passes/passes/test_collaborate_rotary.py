@@ -62,9 +62,9 @@ def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Mode
 
 def sizes(model: ir.Model) -> set[tuple[int, int, int]]:
     """Query heads, key heads and head size of each certified block."""
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    return {(b.num_heads, b.k.num_distinct_heads, b.head_size) for b in reading.blocks}
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    return {(b.num_heads, b.k.num_distinct_heads, b.head_size) for b in matches.blocks}
 
 
 @each_cell
