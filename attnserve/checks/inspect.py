@@ -12,7 +12,7 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Run
+from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import infer_at, macs_at
@@ -117,7 +117,7 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
         InvalidArgument: ``seed`` is negative.
         MissingExtra: ONNX Runtime, which certifies the blocks, is not installed.
     """
-    seed = Run(seed=seed).seed
+    check_seed(seed)
     graph = load_model(model_file(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
 
