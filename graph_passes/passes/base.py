@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
 import onnx_ir as ir
@@ -39,7 +40,6 @@ __all__ = [
     "pin_all_names",
     "registered_passes",
     "small_shapes",
-    "targets_of",
 ]
 
 Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
@@ -72,10 +72,12 @@ class RewritePass(ir.passes.InPlacePass):
     Attributes:
         name: Identifies the rewrite everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
+        targets: The parameters by block; empty for a pass of the whole graph.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
+    targets: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -439,9 +441,3 @@ def pass_named(name: str) -> type[RewritePass]:
             code="pass.unknown",
         )
     return passes[name]
-
-
-def targets_of(rewrite: RewritePass) -> Mapping[str, Any]:
-    """The parameters of a pass by block; empty for a pass of the whole graph."""
-    is_block_pass = isinstance(rewrite, BlockPass)
-    return cast("BlockPass[Any, Any]", rewrite).targets if is_block_pass else {}

@@ -19,7 +19,6 @@ from graph_passes.passes.base import (
     RewritePass,
     pass_named,
     registered_passes,
-    targets_of,
 )
 
 __all__ = ["HOW_TO_PLAN", "ORDER", "Plan"]
@@ -86,7 +85,7 @@ class Plan:
             if isinstance(rewrite, BlockPass):
                 kind = type(cast("BlockPass[Any, Any]", rewrite))
                 before = merged.get(kind)
-                targets = {**(targets_of(before) if before else {}), **targets_of(rewrite)}
+                targets = {**(before.targets if before else {}), **rewrite.targets}
                 if targets:
                     merged[kind] = kind(targets)
             else:
@@ -123,13 +122,13 @@ class Plan:
         targets: dict[str, Any] = {}
         for rewrite in self.passes:
             if isinstance(rewrite, kind):
-                targets |= targets_of(rewrite)
+                targets |= rewrite.targets
         return targets
 
     @property
     def lossy_blocks(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
-        names = [name for rewrite in self.passes if rewrite.lossy for name in targets_of(rewrite)]
+        names = [name for rewrite in self.passes if rewrite.lossy for name in rewrite.targets]
         return list(dict.fromkeys(names))
 
     def to_json(self) -> dict[str, Any]:

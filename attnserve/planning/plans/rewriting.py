@@ -23,7 +23,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, FittedPass, RewritePass, targets_of
+from graph_passes.passes.base import BlockPass, FittedPass, RewritePass
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "PassRunner"]
@@ -121,7 +121,7 @@ class PassRunner:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(rewrite, FittedPass) and targets_of(rewrite):
+        if isinstance(rewrite, FittedPass) and rewrite.targets:
             rewrite = self._fitted(rewrite)
         if rewrite.lossy and isinstance(rewrite, BlockPass):
             self.steps += self._run_lossy(cast("BlockPass[Any, Any]", rewrite))
@@ -186,7 +186,7 @@ class PassRunner:
     def _run_exact(self, rewrite: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         rewrite(self.model)
-        targets = targets_of(rewrite)
+        targets = rewrite.targets
         if not targets:
             return []
         macs = self._macs()
