@@ -199,7 +199,9 @@ class BlockTimer:
             own = configs.get(config._replace(rank=None))
             if own is not None and SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
                 fewer = [
-                    config.of(other.kept) for other in wanted if other.head_size and not other.rank
+                    config.with_heads(other.kept)
+                    for other in wanted
+                    if other.head_size and not other.rank
                 ]
                 configs |= self._time_configs(part, fewer, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)

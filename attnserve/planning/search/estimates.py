@@ -157,7 +157,7 @@ class Estimates:
         options: list[UnitOption] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
-            loss = 0.0 if config == unreduced else curve and curve.of(config)
+            loss = 0.0 if config == unreduced else curve and curve.loss_of(config)
             is_fast = config == unreduced or (ms <= MAX_BLOCK_SLOWDOWN * original).all()
             if loss is not None and is_fast:
                 options.append(UnitOption((config,), loss, self._mean(ms)))
