@@ -15,13 +15,13 @@ from attnserve.checks.certify import MatchReport, read_attention, require_finite
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.data.datasets import Dataset, load_inputs
+from attnserve.data.datasets import LEAST_SEARCHED, Dataset, load_inputs, require_rows
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
 from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.measured import Fidelity
 from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Data, Lengths, Target
+from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.interface import Batch
@@ -103,6 +103,33 @@ class Job:
             context=context,
         )
 
+    @classmethod
+    def for_search(
+        cls,
+        artifact: Artifact,
+        original: ir.Model,
+        goal: Goal,
+        options: Data,
+        target: Target = Target(),
+        context: RunContext = DEFAULT_CONTEXT,
+    ) -> Self:
+        """Read the data of a job that searches for a goal; see ``read``.
+
+        Raises:
+            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
+        """
+        # With `measure` score, the lengths are those of the task's data.
+        joined = None if goal.measure == "score" else target.sequence
+        job = cls.read(
+            artifact, original, options, target,
+            measure=goal.measure, joined=joined, context=context,
+        )  # fmt: skip
+        assert job.data is not None
+        require_rows(
+            job.data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
+        )
+        return job
+
     @property
     def calibration(self) -> Sequence[Batch]:
         """The rows to fit; none without data."""
@@ -116,7 +143,7 @@ class Job:
         return DEFAULT_LENGTH if self.data is None else self.data.length
 
     @cached_property
-    def report(self) -> MatchReport:
+    def matches(self) -> MatchReport:
         """The certified attention of the original."""
         return read_attention(self.original, seed=self.context.seed)
 

@@ -101,7 +101,7 @@ def parity(provider: Provider, folder: Path, size: Size, positions: int) -> dict
         layers=size.layers, hidden=size.hidden, heads=size.heads, positions=positions
     )
     fused = original.clone(deep_copy=True)
-    FuseAttention({block.name: "multi_head" for block in find_attention(fused)[0]})(fused)
+    FuseAttention({block.name: "multi_head" for block in find_attention(fused).blocks})(fused)
     save_model(original, folder / "original.onnx")
     errors: dict[str, float] = {}
     for name, model in {"collaborative": collaborative(original), "fused": fused}.items():

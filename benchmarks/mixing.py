@@ -48,7 +48,7 @@ def forms(
 ) -> tuple[dict[str, Path], list[dict[str, Any]], dict[str, float]]:
     """All forms of all R by name, for each R what ``auto`` took and why, and the errors."""
     heads, dimensions = size.heads, size.hidden
-    sizes = head_sizes(find_attention(load_model(original))[0][0])
+    sizes = head_sizes(find_attention(load_model(original)).blocks[0])
     made, chosen, errors = {FUSED: original}, list[dict[str, Any]](), dict[str, float]()
 
     def make(name: str, arguments: Mapping[str, Any]) -> attnserve.OptimizeReport:

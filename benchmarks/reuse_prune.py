@@ -130,7 +130,7 @@ def compare_with_onnxsim(study: Study) -> list[dict[str, Any]]:
         for tool, output in outputs.items():
             cosine = attnserve.verify(fused, output, data=study.unseen).mean_cosine
             inspected = attnserve.inspect(output)
-            heads = [block.num_heads for block in inspected.reading.blocks]
+            heads = [block.num_heads for block in inspected.matches.blocks]
             rows.append({"tool": tool, "share": share, "heads": sum(heads),
                          "parameters": inspected.parameters, "mean_cosine": cosine})  # fmt: skip
     return rows

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     artifact = open_artifact(options.model)
     original = load_model(artifact)
     expected = logits(original, ids[FITTED:])
-    names = [block.name for block in find_attention(original)[0]]
+    names = [block.name for block in find_attention(original).blocks]
     results: list[dict[str, Any]] = []
     for size in SIZES:
         for form, head_size in (("truncated", size), ("shared", None)):

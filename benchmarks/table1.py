@@ -81,7 +81,7 @@ def collaborative_layer(size: int, heads: int, rank: int) -> ir.Model:
         relative_error=0.0,
         iterations=0,
     )
-    Collaborate.with_factors({find_attention(layer)[0][0].name: factors})(layer)
+    Collaborate.with_factors({find_attention(layer).blocks[0].name: factors})(layer)
     return layer
 
 

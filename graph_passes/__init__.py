@@ -5,7 +5,7 @@
 >>> [(block.num_heads, block.head_size) for block in blocks]
 [(3, 4)]
 >>> result = PruneHeads({blocks[0].name: [1, 0, 1]})(model)
->>> find_attention(result.model)[0][0].num_heads
+>>> find_attention(result.model).blocks[0].num_heads
 2
 
 A block is invalid once its graph has changed: find again after each rewrite. ``public`` lists the

@@ -166,7 +166,7 @@ class Metrics(Collector):
         self._exported = self.registry if folder is None else CollectorRegistry()
         self._exported.register(self)
 
-    def of(self, model: str, version: str) -> ModelMetrics:
+    def series(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
         of = (model, version)
         if of not in self._models:

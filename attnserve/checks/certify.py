@@ -98,16 +98,16 @@ class MatchReport:
         return tuple(certified.block for certified in self.certified)
 
 
-def require_attention(report: MatchReport) -> None:
+def require_attention(matches: MatchReport) -> None:
     """Refuse a model without certified attention blocks.
 
     Raises:
-        InvalidModel: The report has no block; the message says why up to two were not matched.
+        InvalidModel: There is no block; the message says why up to two were not matched.
     """
-    if report.blocks:
+    if matches.blocks:
         return
     reasons = "; ".join(
-        f"{m.node.name or m.node.op_type}: {m.reason}" for m in report.unmatched[:2]
+        f"{m.node.name or m.node.op_type}: {m.reason}" for m in matches.unmatched[:2]
     )
     raise InvalidModel(
         "no attention was found"

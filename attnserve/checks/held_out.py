@@ -39,7 +39,7 @@ class HeldOut(Enum):
         return self in (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN)
 
     def batches(self, data: Dataset) -> Sequence[Batch]:
-        """The batches of a data set; of less than four rows, both parts to verify are the same."""
+        """The batches of a data set that was split."""
         first, second = data.verify
         match self:
             case HeldOut.CHOOSE:
@@ -47,7 +47,7 @@ class HeldOut(Enum):
             case HeldOut.VERIFY:
                 return first
             case HeldOut.VERIFY_AGAIN:
-                return second or first
+                return second
             case HeldOut.ALL:
                 return [*data.choose, *data.held_out]
 

@@ -12,7 +12,7 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.models.artifact import model_file
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Run
+from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import infer_at, macs_at
@@ -29,7 +29,7 @@ __all__ = ["Inspection", "inspect"]
 class Inspection:
     """Attention blocks and cost of a model at one batch size and sequence length."""
 
-    reading: MatchReport
+    matches: MatchReport
     block_macs: Mapping[str, int]
     parameters: int
     total_macs: int | None
@@ -49,7 +49,7 @@ class Inspection:
             "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
                 {"node": each.node.name or each.node.op_type, "reason": each.reason}
-                for each in self.reading.unmatched
+                for each in self.matches.unmatched
             ],
             "parameters": self.parameters,
             "macs": {
@@ -81,7 +81,7 @@ class Inspection:
                 "macs": self.block_macs[block.name],
                 "rewrites": dict(self.rewrites[block.name]),
             }
-            for certified in self.reading.certified
+            for certified in self.matches.certified
             for block in (certified.block,)
         ]
 
@@ -117,7 +117,7 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
         InvalidArgument: ``seed`` is negative.
         MissingExtra: ONNX Runtime, which certifies the blocks, is not installed.
     """
-    seed = Run(seed=seed).seed
+    check_seed(seed)
     graph = load_model(model_file(model), in_place=True)
     return inspect_graph(graph, batch=batch, sequence=sequence, seed=seed)
 
@@ -126,15 +126,15 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     """``inspect`` for a model in memory."""
     workload = with_fixed_sizes(model, Workload.of(batch, sequence))
     with Analyses.of(model) as analyses:
-        reading = analyses.get(read_attention, seed=seed)
+        matches = analyses.get(read_attention, seed=seed)
         gaps = skipped(model)
-        rewrites = {block.name: _applicable(block, analyses) for block in reading.blocks}
+        rewrites = {block.name: _applicable(block, analyses) for block in matches.blocks}
     info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)
     return Inspection(
-        reading=reading,
+        matches=matches,
         block_macs={
-            place.name: macs_at(info, place.nodes)[0] for place in (*reading.blocks, *gaps)
+            place.name: macs_at(info, place.nodes)[0] for place in (*matches.blocks, *gaps)
         },
         parameters=parameters(model),
         total_macs=total if not uncounted else None,

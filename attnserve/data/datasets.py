@@ -41,6 +41,7 @@ __all__ = [
     "Dataset",
     "content_digest",
     "load_inputs",
+    "require_rows",
     "thinned",
     "wanted_inputs",
 ]
@@ -70,6 +71,10 @@ PATCHES = 64
 HELD_OUT_PARTS = 3
 """Number of held-out parts: to choose, to verify, and to verify again if the first verification
 fails."""
+
+LEAST_SEARCHED = 2 * HELD_OUT
+"""Minimum number of distinct rows of a file for a search: two in each held-out part, because
+qualities are relative to the variation between rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +166,8 @@ def load_inputs(
         sequence: The length, or range of lengths, that the model should be fast at. If texts are
             much shorter, rows of mixed lengths up to it, or over the range, are made of several
             texts of the same part, beside the texts.
-        split: Split the distinct rows into parts; False puts all rows into each part.
+        split: Split the distinct rows into parts; False puts all rows into each part, of which
+            there is one to verify.
         read: Reads the texts of a file.
 
     Raises:
@@ -407,6 +413,30 @@ def _joined(
         remaining_tokens -= lengths[index] - special
     joined_texts = [" ".join(group) for group in groups if len(group) > 1]
     return encoder.encode(joined_texts, max_length=longest) if joined_texts else []
+
+
+def require_rows(data: Dataset, least: int, *, fix: str, code: str) -> None:
+    """Check that each file has enough distinct rows, and that no part is empty.
+
+    Raises:
+        InvalidData: A file has less than ``least``, or files hold out the rows of each other.
+    """
+    sources = [file.source for file in data.files or [data]]
+    smallest = min(sources, key=lambda source: source.distinct_rows)
+    if smallest.distinct_rows < least:
+        raise InvalidData(
+            f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least {least}"
+            " to fit, to choose and to verify",
+            fix,
+            code=code,
+        )
+    if not all([data.fit, data.choose, *data.verify]):
+        raise InvalidData(
+            "the files have nearly the same rows: none are left for one of the parts to fit, to "
+            "choose and to verify",
+            f"{fix}, each row in one file",
+            code=code,
+        )
 
 
 def content_digest(data: Dataset) -> str:

@@ -39,7 +39,7 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
-from attnserve.options import Run
+from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
@@ -201,7 +201,7 @@ def export(
     start = time.perf_counter()
     name = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
-    seed = Run(seed=seed).seed
+    check_seed(seed)
     _check_options(name, exporter, opset, attention, dimensions)
     model = os.fspath(model)
     folder = Path(folder)

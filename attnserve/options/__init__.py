@@ -28,6 +28,7 @@ from attnserve.options.groups import (
     Training,
     Write,
     check_files,
+    check_seed,
 )
 from attnserve.options.modes import check_mode
 
@@ -48,6 +49,7 @@ __all__ = [
     "Write",
     "check_files",
     "check_mode",
+    "check_seed",
     "expected_values",
     "is_group",
     "option_name",

@@ -26,6 +26,9 @@ MEASURE_HELP = (
 )
 
 
+INT8_HELP = "Quantize to int8 with 7-bit weights (every CPU)."
+
+
 def fail(what: str, fix: str, code: str) -> NoReturn:
     """Raise ``InvalidArgument``, which is imported on use because ``--help`` does not need it."""
     from graph_passes.errors import InvalidArgument
@@ -131,7 +134,7 @@ Converted = Annotated[
         switches=(
             Switch("--fp16", "float16", "Convert to float16."),
             Switch("--bf16", "bfloat16", "Convert to bfloat16 (GPU only)."),
-            Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU)."),
+            Switch("--int8", "int8", INT8_HELP),
             Switch(
                 "--int8-full",
                 "int8-full",

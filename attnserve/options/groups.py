@@ -22,6 +22,7 @@ from attnserve.literals import (
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
+    INT8_HELP,
     MEASURE_HELP,
     PRECISION,
     Allowed,
@@ -53,6 +54,7 @@ __all__ = [
     "Training",
     "Write",
     "check_files",
+    "check_seed",
 ]
 
 # The panels of the help.
@@ -401,6 +403,15 @@ class Run(Options):
         )
 
 
+def check_seed(seed: int) -> None:
+    """Check the seed of a function that takes no other option of a run.
+
+    Raises:
+        InvalidArgument: It is negative.
+    """
+    Run(seed=seed)
+
+
 class Write(Options):
     """Output options: what is written, and when nothing is written."""
 
@@ -426,8 +437,8 @@ class Training(Options):
 
     minutes: Annotated[FiniteFloat, Field(ge=0, examples=[20]), Cli(metavar="N")] = 20.0
     """Training time in minutes."""
-    int8: Annotated[bool, Cli(panel=PRECISION)] = False
-    """Quantize to int8 with 7-bit weights (every CPU)."""
+    int8: Annotated[bool, Field(description=INT8_HELP), Cli(panel=PRECISION)] = False
+    """Train for int8 weights, and write the int8 model."""
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
     measure: Annotated[Measure, Field(description=MEASURE_HELP)] = "auto"

@@ -97,34 +97,27 @@ def optimize(
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
-    if saved is None:
-        # With `measure` score, the lengths are those of the task's data.
-        joined = None if goal.measure == "score" else target.sequence
-        measure = goal.measure
-    else:
-        measure = saved.measure(goal.measure)
-        target = saved.target(target)
-        joined = saved.lengths
-        context = saved.context(context)
-    job = Job.read(
-        artifact, original, data, target, measure=measure, joined=joined, context=context
-    )
-    timer = ServedTimer(job)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
+            job = Job.for_search(artifact, original, goal, data, target, context)
             rewritten = _searched(job, goal)
         elif saved is not None:
+            job = saved.job(artifact, original, data, target, goal.measure, context)
             rewritten = _replayed(job, saved)
         else:
-            rewritten = _requested(job, rewrites, timer)
-        report = _report(job, rewritten, timer, file)
+            job = Job.read(
+                artifact, original, data, target,
+                measure=goal.measure, joined=target.sequence, context=context,
+            )  # fmt: skip
+            rewritten = _requested(job, rewrites)
+        report = _report(job, rewritten, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
         _write(job, rewritten.state.result, report, external=write.external_data)
-        for training in rewritten.plan.trainings if saved is not None else ():
-            training.forget(rewritten.state.key)
+        if saved is not None:
+            saved.forget_trainings(rewritten.plan)
     return report
 
 
@@ -152,12 +145,14 @@ class _Outcome:
 
     Attributes:
         state: The state after the last step.
+        timer: The timer of the served models, with those that it has made.
         search: The report of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
     """
 
     plan: Plan
     state: State
+    timer: ServedTimer
     warnings: tuple[str, ...] = ()
     search: PlanReport | None = None
     mixing: MixingChoice | None = None
@@ -175,9 +170,9 @@ class _Outcome:
 
 def _searched(job: Job, goal: Goal) -> _Outcome:
     """The model of a search."""
-    require_attention(job.report)  # errors come before the search, which takes long
+    require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
-    return _Outcome(result.report.plan, result.state, search=result.report)
+    return _Outcome(result.report.plan, result.state, ServedTimer(job), search=result.report)
 
 
 def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
@@ -187,18 +182,19 @@ def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
     as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
     state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
-    return _Outcome(plan, state)
+    return _Outcome(plan, state, ServedTimer(job))
 
 
-def _requested(job: Job, rewrites: Rewrites, timer: ServedTimer) -> _Outcome:
+def _requested(job: Job, rewrites: Rewrites) -> _Outcome:
     """The model with the requested rewrites, in the fastest mixing if none is requested."""
     planned = plan_request(rewrites, job)
+    timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
         """The rewritten model before its conversion."""
         _require_empty_caches(job, plan)
         state = start(plan, job, job.original.clone(), fit=rewrites.refit)
-        return _Outcome(plan, apply_steps(plan.float_steps, state))
+        return _Outcome(plan, apply_steps(plan.float_steps, state), timer)
 
     if planned.by_mixing:
         rewritten, mixing = choose_mixing(planned.by_mixing, build, MixingComparison(timer))
@@ -222,7 +218,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
     """
     if job.data is not None:
         names = plan.targets(Collaborate)
-        pasts = [block.k.past for block in job.report.blocks if block.name in names]
+        pasts = [block.k.past for block in job.matches.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
         require_empty([*job.data.fit, *job.data.held_out], caches)
 
@@ -230,7 +226,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _report(job: Job, rewritten: _Outcome, timer: ServedTimer, file: Path) -> OptimizeReport:
+def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
     original = job.original
     search_report = rewritten.search
@@ -239,7 +235,7 @@ def _report(job: Job, rewritten: _Outcome, timer: ServedTimer, file: Path) -> Op
     if search_report is not None and search_report.served_speed is not None:
         speed = search_report.served_speed
     else:
-        speed = timer.measure(rewritten.model, converted, plan)
+        speed = rewritten.timer.measure(rewritten.model, converted, plan)
     compare_on = partial(compare, original, converted, context=job.context)
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification

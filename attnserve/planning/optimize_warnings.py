@@ -52,7 +52,7 @@ def warnings_of(
         *_size_warnings(*costs),
         *_cost_warnings(break_even, job.counted.length, job.artifact.max_length),
         *_data_warnings(job, plan, applied),
-        *_cache_warnings(job.report.blocks, applied.steps),
+        *_cache_warnings(job.matches.blocks, applied.steps),
         *_fidelity_warnings(fidelities[0], plan),
         *(warning for fidelity in fidelities for warning in fidelity.warnings()),
         *((GPU_ONLY,) if plan.precision == "bfloat16" else ()),
@@ -126,7 +126,7 @@ def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
             f"calibrated and verified on {median_length:.0f} tokens (median), for {longest}: "
             "longer inputs may lose more; calibrate on inputs of the length to be served"
         )
-    widths = [block.input_size for block in job.report.blocks if block.name in plan.lossy_blocks]
+    widths = [block.input_size for block in job.matches.blocks if block.name in plan.lossy_blocks]
     widths += [sum(mask) for mask in plan.targets(PruneNeurons).values()]
     if widths and data.source.fit_tokens < max(widths):
         warnings.append(

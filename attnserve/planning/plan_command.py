@@ -83,12 +83,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
-    # With `measure` score, the lengths are those of the task's data, as in ``optimize``.
-    joined = None if goal.measure == "score" else target.sequence
-    job = Job.read(
-        artifact, original, data, target, measure=goal.measure, joined=joined,
-        context=run.context(progress),
-    )  # fmt: skip
+    job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
     report = search(goal, job).report
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

@@ -354,7 +354,7 @@ def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Re
     if weight_bytes(model) > MANY_VARIANTS_BYTES:
         return [passes]
     kinds: dict[Hashable, list[str]] = {}
-    for block in find_attention(model)[0]:
+    for block in find_attention(model).blocks:
         if block.name in operators:
             sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
             kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)

@@ -275,7 +275,7 @@ def nodes_of_blocks(model: ir.Model, blocks: Collection[str]) -> set[ir.Node]:
     """
     if not blocks:
         return set()
-    nodes_by_block = {block.name: block.nodes for block in find_attention(model)[0]}
+    nodes_by_block = {block.name: block.nodes for block in find_attention(model).blocks}
     nodes_by_block |= {gap.name: gap.nodes for gap in skipped(model)}
     for block in find_feed_forward(model):
         nodes_by_block.setdefault(block.name, (*block.products, block.product))

@@ -57,7 +57,7 @@ def quantize_to_int4(
         x, weight = product.x, product.weight
         if weight not in weights:
             if x not in rounders:
-                moment = None if moments is None else moments.of(x.name or "")
+                moment = None if moments is None else moments.moment(x.name or "")
                 rounders = {x: None if moment is None else Rounder(moment)}  # one at a time
             rounder = rounders[x] if len(readers[weight]) == 1 else None
             packed, scales = in_blocks(_finite(product), rounder)

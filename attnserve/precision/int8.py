@@ -439,7 +439,7 @@ class _Writer:
         """A rounder for the divided and quantized activation."""
         if self.moments is None:
             return None
-        moment = self.moments.of(x.name or "", centered=self.correct)
+        moment = self.moments.moment(x.name or "", centered=self.correct)
         if moment is None:
             return None
         noise = step**2 / 12  # of the rounding of x

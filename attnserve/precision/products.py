@@ -153,7 +153,7 @@ class InputMoments:
         self._batches = thinned(batches, MOMENT_TOKENS) if batches else []
         self._known: dict[str, tuple[Float[np.ndarray, "D D"], Float[np.ndarray, " D"]]] = {}
 
-    def of(self, name: str, *, centered: bool = False) -> Float[np.ndarray, "D D"] | None:
+    def moment(self, name: str, *, centered: bool = False) -> Float[np.ndarray, "D D"] | None:
         """E[x x^T] of the activation of this name, or its covariance; None without data.
 
         Raises:

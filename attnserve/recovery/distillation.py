@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
-from attnserve.data.datasets import HELD_OUT, thinned
+from attnserve.data.datasets import HELD_OUT, require_rows, thinned
 from attnserve.job import Job
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
@@ -60,22 +60,8 @@ def check_input(job: Job) -> str:
     data = job.data
     provider = job.context.provider
     assert data is not None
-    sources = (one.source for one in data.files or [data])
-    smallest = min(sources, key=lambda source: source.distinct_rows)
-    if smallest.distinct_rows < MIN_TEXTS:
-        raise InvalidData(
-            f"{smallest.file} has {smallest.distinct_rows} distinct rows: expected at least "
-            f"{MIN_TEXTS}, and thousands for a good result",
-            "give more unlabeled text similar to the served text",
-            code="recovery.few_rows",
-        )
-    if not (data.fit and data.choose and data.held_out):
-        raise InvalidData(
-            "the files of `data` have nearly the same rows: none are left for one of the parts to "
-            "fit, to choose and to verify",
-            "give more unlabeled text, each row in one file",
-            code="recovery.few_rows",
-        )
+    more = "give more unlabeled text similar to the served text, thousands of rows if possible"
+    require_rows(data, MIN_TEXTS, fix=more, code="recovery.few_rows")
     if provider == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "`provider` is cuda: PyTorch finds no CUDA device",

@@ -301,7 +301,7 @@ def trainable_weights(model: ir.Model) -> list[str]:
 def rotary_constants(model: ir.Model) -> set[str]:
     """The names of initializers that hold rotary angles, which are not trained."""
     names: set[str] = set()
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     pending = [
         factor.value
         for block in blocks

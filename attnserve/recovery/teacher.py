@@ -40,7 +40,7 @@ def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value
 
 
 def _blocks(model: ir.Model) -> list[AttentionBlock]:
-    return [block for block in find_attention(model)[0] if block.graph is model.graph]
+    return [block for block in find_attention(model).blocks if block.graph is model.graph]
 
 
 def _is_inside(model: ir.Model, value: ir.Value) -> bool:

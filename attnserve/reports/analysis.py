@@ -286,19 +286,19 @@ def _measurable(
     model: ir.Model, seed: int
 ) -> tuple[list[AttentionBlock], dict[str, int], tuple[NotAnalyzed, ...]]:
     """The blocks with observable attention, the index of every block, and the other blocks."""
-    report = read_attention(model, seed=seed)
-    indices = {block.name: index for index, block in enumerate(report.blocks)}
-    fused = {b.name: decomposition_refusal(b) for b in report.blocks if b.logits is None}
+    matches = read_attention(model, seed=seed)
+    indices = {block.name: index for index, block in enumerate(matches.blocks)}
+    fused = {b.name: decomposition_refusal(b) for b in matches.blocks if b.logits is None}
     if fused:
         with Analyses.of(model) as analyses:
             decompose_fused(analyses, fused)
-        report = read_attention(model, seed=seed)
+        matches = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)
-        for unmatched in report.unmatched
+        for unmatched in matches.unmatched
     ]
     blocks: list[AttentionBlock] = []
-    for block in report.blocks:
+    for block in matches.blocks:
         reason = _unobservable(block, model, fused.get(block.name))
         if reason:
             left_out.append(NotAnalyzed(block.name, reason))

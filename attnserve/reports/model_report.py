@@ -21,7 +21,7 @@ from attnserve.models.lineage import SIZES, LineageEntry
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_folder, check_output, staged
-from attnserve.options import Run
+from attnserve.options import check_seed
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.drawing import require_extra
 from attnserve.reports.model_plots import figures
@@ -90,7 +90,7 @@ def report(
     """
     require_extra("jinja2", "matplotlib")
     progress = progress or ignore_progress
-    seed = Run(seed=seed).seed
+    check_seed(seed)
     reported_models = list(_reported_models(Path(models), as_path(output)))
     for model in reported_models:
         check_output(model.page, force=force)

@@ -90,7 +90,7 @@ def requests(rank: int, rewritten: Mapping[str, Path]) -> Iterator[tuple[str, di
 def _dimensions(sparse: Path) -> int:
     """The mean number of dimensions that a head reads, without the one of the content term."""
     read: list[int] = []
-    for block in find_attention(load_model(open_artifact(sparse)))[0]:
+    for block in find_attention(load_model(open_artifact(sparse))).blocks:
         used = np.any(block.q.matrix(), axis=0)  # the columns of the content term are zero
         read += ((block.q.gain != 0) & used[block.q.columns]).sum(1).tolist()
     return max(1, round(np.mean(read)))

@@ -101,7 +101,7 @@ def fused(
     """Fuse attention, GELU and residual norms into operators of ONNX Runtime (lossless)."""
     operators = {
         block.name: operator
-        for block in find_attention(model)[0]
+        for block in find_attention(model).blocks
         if fusion_refusal(block, operator) is None
     }
     if operators:
@@ -145,7 +145,7 @@ def pruned_and_sparse(model: ir.Model, size: Size) -> ir.Model:
 
 def reused(model: ir.Model, size: Size) -> ir.Model:
     """Reuse the probabilities of one layer in the next; no fused operator supports that."""
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     ReuseAttention(
         {
             second.name: {head: (first.name, head) for head in range(size.heads)}
@@ -176,19 +176,19 @@ OURS = tuple(name for name in FORMS if name not in (ORIGINAL, *THEIRS))
 def collaborative(model: ir.Model) -> ir.Model:
     """Return a copy with all layers in collaborative form at R = H*K, which is exact."""
     new = model.clone(deep_copy=True)
-    factors = {b.name: factor(b, b.num_heads * b.head_size) for b in find_attention(new)[0]}
+    factors = {b.name: factor(b, b.num_heads * b.head_size) for b in find_attention(new).blocks}
     Collaborate.with_factors(factors)(new)
     return new
 
 
 def _prune(model: ir.Model) -> None:
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     PruneHeads({b.name: [1 - head % 2 for head in range(b.num_heads)] for b in blocks})(model)
 
 
 def _shorten(model: ir.Model) -> None:
     """Halve the head size; one dimension of each head holds the content term."""
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     factors = {
         b.name: factor(b, b.num_heads * b.head_size, head_size=b.head_size // 2 - 1) for b in blocks
     }

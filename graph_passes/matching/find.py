@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -41,7 +41,7 @@ from graph_passes.matching.reuse import (
 from graph_passes.matching.rotary_and_norms import depends_on
 from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
-__all__ = ["find_attention"]
+__all__ = ["FoundAttention", "find_attention"]
 
 PartT = TypeVar("PartT", Projection, RotaryTerm)
 
@@ -51,14 +51,23 @@ BATCH, SEQUENCE = 2, 5
 """Lengths for shape inference: small and distinct, so that axes are not confused."""
 
 
-def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatched]]:
+class FoundAttention(NamedTuple):
+    """The attention of a model.
+
+    Attributes:
+        blocks: The matched blocks, in order of execution.
+        unmatched: Candidate nodes that did not match, with reasons.
+    """
+
+    blocks: list[AttentionBlock]
+    unmatched: list[Unmatched]
+
+
+def find_attention(model: ir.Model) -> FoundAttention:
     """Find all attention blocks of a model.
 
     Bodies of If, Loop and Scan are included; functions must be inlined before.
     ``attnserve.checks.certify`` verifies a match by executing the graph.
-
-    Returns:
-        Blocks in order of execution, and candidate nodes that did not match, with reasons.
     """
     with Analyses.of(model) as analyses:
         info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
@@ -84,7 +93,8 @@ def find_attention(model: ir.Model) -> tuple[list[AttentionBlock], list[Unmatche
     reusing_blocks, reuse_failures = _find_reusing(blocks, reader)
     blocks, join_failures = _join_parts([*blocks, *reusing_blocks], reader)
     blocks = assign_names(_blocks_in_order(blocks, model), "attention", attention_name)
-    return blocks, [*softmax_failures, *source_failures, *reuse_failures, *join_failures]
+    failures = [*softmax_failures, *source_failures, *reuse_failures, *join_failures]
+    return FoundAttention(blocks, failures)
 
 
 def _match_node(node: ir.Node, reader: LayoutReader) -> AttentionBlock | None:

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pkgutil import iter_modules
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
 import onnx_ir as ir
@@ -40,7 +41,6 @@ __all__ = [
     "pin_all_names",
     "registered_passes",
     "small_shapes",
-    "targets_of",
 ]
 
 Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
@@ -73,10 +73,12 @@ class RewritePass(ir.passes.InPlacePass):
     Attributes:
         name: Identifies the pass everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
+        targets: The parameters by block; empty for a pass of the whole graph.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
+    targets: Mapping[str, Any] = MappingProxyType({})
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -376,7 +378,7 @@ class AttentionPass(BlockPass[AttentionBlock, Params]):
 
     @classmethod
     def find(cls, analyses: Analyses) -> Sequence[AttentionBlock]:
-        return analyses.get(find_attention)[0]
+        return analyses.get(find_attention).blocks
 
 
 class FeedForwardPass(BlockPass[FeedForwardBlock, Params]):
@@ -413,7 +415,7 @@ def small_shapes(analyses: Analyses, *, distinct_lengths: bool = False) -> Shape
 
 def pin_all_names(analyses: Analyses) -> None:
     """Record the names of all blocks, before a pass changes constants that names come from."""
-    pin_names(analyses.get(find_attention)[0])
+    pin_names(analyses.get(find_attention).blocks)
     pin_names(analyses.get(find_feed_forward))
 
 
@@ -440,9 +442,3 @@ def pass_named(name: str) -> type[RewritePass]:
             code="pass.unknown",
         )
     return passes[name]
-
-
-def targets_of(graph_pass: RewritePass) -> Mapping[str, Any]:
-    """The parameters of a pass by block; empty for a pass of the whole graph."""
-    is_block_pass = isinstance(graph_pass, BlockPass)
-    return cast("BlockPass[Any, Any]", graph_pass).targets if is_block_pass else {}

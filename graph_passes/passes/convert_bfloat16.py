@@ -107,7 +107,7 @@ class ToBfloat16(RewritePass):
                     half_values.add(value)
                     value.const_value = in_type(value.const_value, BFLOAT16)
                 if (node in half_nodes) != (value in half_values):
-                    node.replace_input_with(place, casts.of(value))
+                    node.replace_input_with(place, casts.cast(value))
             if node in half_nodes and node.op_type == "Cast" and node.outputs[0] in half_values:
                 node.attributes["to"] = ir.AttrInt64("to", BFLOAT16)
         for graph in model.graphs():
@@ -204,14 +204,14 @@ class _Casts:
         self.half = half
         self._casts: dict[ir.Value, ir.Value] = {}
 
-    def of(self, value: ir.Value) -> ir.Value:
+    def cast(self, value: ir.Value) -> ir.Value:
         if value not in self._casts:
             self._casts[value] = cast(value, FLOAT if value in self.half else BFLOAT16)
         return self._casts[value]
 
     def as_output(self, value: ir.Value) -> ir.Value:
         """The cast with the name of the value."""
-        output = self.of(value)
+        output = self.cast(value)
         output.name, value.name = value.name, output.name
         return output
 

@@ -53,7 +53,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> None:
     """Decompose the named blocks whose scores or probabilities are inside an operator."""
     fused = [
         block.name
-        for block in analyses.get(find_attention)[0]
+        for block in analyses.get(find_attention).blocks
         if block.name in names
         and (block.logits is None or block.probabilities is None)
         and decomposition_refusal(block) is None

@@ -255,7 +255,7 @@ class _Available:
     blocks: Mapping[str, AttentionBlock]
     values: dict[str, _Probabilities] = field(default_factory=dict[str, _Probabilities])
 
-    def of(self, name: str, before: ir.Node) -> _Probabilities:
+    def probabilities(self, name: str, before: ir.Node) -> _Probabilities:
         """Return a layer's probabilities; nodes that emit them are inserted before ``before``."""
         if name not in self.values:
             block = self.blocks[name]
@@ -280,7 +280,7 @@ def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _A
         parts.append((emit_probabilities(make, block, own_heads, available.info), own_heads))
         available.put(block, *parts[0])
     for source in dict.fromkeys(source for source, _ in edges.values()):
-        value, places = available.of(source, product)
+        value, places = available.probabilities(source, product)
         index_and_head = sorted(
             (places[source_head], head)
             for head, (layer, source_head) in edges.items()

@@ -414,7 +414,7 @@ class Repository:
         engine = Engine(
             checked_model.model,
             self.settings.for_model(name),
-            self.metrics.of(name, version),
+            self.metrics.series(name, version),
             reload,
             self.shadow,
             version=version,

@@ -206,16 +206,16 @@ def test_committed_graphs_cover_every_architecture_and_exporter():
 def test_inspect_committed_graph_agrees_with_configuration(cell: Cell, expected: dict[str, Any]):
     inspection = inspect(cell.committed, batch=2, sequence=8)
     entry = expected[str(cell)]
-    assert inspection.reading.unmatched == ()
+    assert inspection.matches.unmatched == ()
     layers = near([Layer(**layer) for layer in entry["layers"]], cell)
-    assert [layer_of(block) for block in inspection.reading.blocks] == layers
+    assert [layer_of(block) for block in inspection.matches.blocks] == layers
     assert make.rewrites_that_apply(inspection.to_json()) == entry["rewrites"]
     check_full_rank(
         cell,
         cell.committed,
         frozenset(
             block.name
-            for block, names in zip(inspection.reading.blocks, entry["rewrites"], strict=True)
+            for block, names in zip(inspection.matches.blocks, entry["rewrites"], strict=True)
             if "collaborate" in names
         ),
     )
@@ -293,9 +293,9 @@ def test_prune_heads_every_other_head_equals_masked(cell: Cell):
     masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    assert {b.name: b.num_heads for b in reading.blocks} == {n: sum(m) for n, m in masks.items()}
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    assert {b.name: b.num_heads for b in matches.blocks} == {n: sum(m) for n, m in masks.items()}
     assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, masked(load_model(path), masks))
 
@@ -306,12 +306,12 @@ def test_reuse_attention_earlier_layers_equals_grafted(cell: Cell, part: int):
     """The outputs equal those of a model whose probabilities are replaced, with fewer weights."""
     path = cell.committed
     model = decomposed(load_model(path))
-    edges = edges_of(find_attention(model)[0], part)
+    edges = edges_of(find_attention(model).blocks, part)
     assert edges
     ReuseAttention(edges)(model)
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    assert {b.name for b in reading.blocks if b.form == "reuse"} == edges.keys()
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    assert {b.name for b in matches.blocks if b.form == "reuse"} == edges.keys()
     if cell.architecture != "ALBERT":  # its other layers still use the shared weights
         assert parameters(model) < parameters(load_model(path))
     same_outputs(cell, model, grafted(decomposed(load_model(path)), edges))
@@ -334,7 +334,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
 
 def decomposed(model: ir.Model) -> ir.Model:
     """The model with decomposed fused operators."""
-    fused = frozenset(block.name for block in find_attention(model)[0] if not block.logits)
+    fused = frozenset(block.name for block in find_attention(model).blocks if not block.logits)
     return DecomposeAttention(fused)(model).model if fused else model
 
 

@@ -110,10 +110,10 @@ def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     (entry,) = open_artifact(report.output).lineage
     assert [step.cache_width for step in entry.steps] == [10 + H] * LAYERS
     assert entry.fidelity.data == "random inputs, empty caches"
-    reading = inspect(report.output).reading
-    assert [block.form for block in reading.blocks] == ["collaborative"] * LAYERS
-    assert all(block.k.past is not None for block in reading.blocks)
-    assert reading.unmatched == ()
+    matches = inspect(report.output).matches
+    assert [block.form for block in matches.blocks] == ["collaborative"] * LAYERS
+    assert all(block.k.past is not None for block in matches.blocks)
+    assert matches.unmatched == ()
 
 
 def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_path: Path):

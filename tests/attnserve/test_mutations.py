@@ -174,30 +174,30 @@ def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
 
 def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
     """Yield verdicts ("read", "missed", "refused", "rewritten", "wrong") and their details."""
-    reading = read_attention(model)
-    if not all(unmatched.reason for unmatched in reading.unmatched):
+    matches = read_attention(model)
+    if not all(unmatched.reason for unmatched in matches.unmatched):
         yield "wrong", "an unmatched block without a reason"
-    if not reading.blocks:
+    if not matches.blocks:
         yield "missed", ""
         return
-    runs = runnable(model, reading.blocks)
+    runs = runnable(model, matches.blocks)
     if runs is None:
         yield "refused", "ONNX Runtime does not run the whole mutant"
         return
     feeds, results = runs
-    for block in reading.blocks:
+    for block in matches.blocks:
         worst, where = max(largest_difference(block, run) for run in results)
         if worst > TOLERANCE:
             yield "wrong", f"{block.name}: {where} differ by {worst:.1e}"
             return
     yield "read", ""
-    shared = [block for block in reading.blocks if sharing_refusal(block) is None]
+    shared = [block for block in matches.blocks if sharing_refusal(block) is None]
     if not shared:
         return
     before = [[run[output] for output in model.graph.outputs] for run in results]
     names = {block.name for block in shared}
     DecomposeAttention(frozenset(b.name for b in shared if b.logits is None))(model)
-    blocks = [block for block in find_attention(model)[0] if block.name in names]
+    blocks = [block for block in find_attention(model).blocks if block.name in names]
     Collaborate.with_factors({b.name: factor(b, exact_rank(b)) for b in blocks})(model)
     after = captured(model, list(model.graph.outputs), feeds)
     for old, run in zip(before, after, strict=True):

@@ -76,7 +76,7 @@ def test_inspect_sorts_nodes(tmp_path: Path):
     whole.graph.node.extend(reversed(nodes))
     path = tmp_path / "reversed.onnx"
     path.write_bytes(whole.SerializeToString())
-    assert len(inspect(path).reading.blocks) == 1
+    assert len(inspect(path).matches.blocks) == 1
 
 
 def test_load_model_cycle_is_refused(tmp_path: Path):

@@ -194,10 +194,10 @@ def test_read_attention_quantized_scores_are_unmatched_with_the_reason(tmp_path:
     feed = {name: array for name, array in feed.items() if name in inputs}
     quantization.quantize_static(cell.committed, tmp_path / "q.onnx", Calibration([feed]))
     model = load_model(tmp_path / "q.onnx")
-    report = read_attention(model)
-    assert not report.blocks
-    assert all("scores are quantized" in unmatched.reason for unmatched in report.unmatched)
-    assert len(report.unmatched) == 2
+    matches = read_attention(model)
+    assert not matches.blocks
+    assert all("scores are quantized" in unmatched.reason for unmatched in matches.unmatched)
+    assert len(matches.unmatched) == 2
 
 
 def test_inspect_quantized_model_equals_the_float_model(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
 
 
 def blocks_of(path: Path) -> tuple[AttentionBlock, ...]:
-    return tuple(find_attention(load_model(open_artifact(path)))[0])
+    return tuple(find_attention(load_model(open_artifact(path))).blocks)
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -133,9 +133,9 @@ def test_optimize_all_rewrites_are_one_plan_in_one_file(optimized: Cases):
     plan = report.plan
     assert [rewrite.name for rewrite in plan.passes] == ORDER
     masks, edges = plan.targets(PruneHeads), plan.targets(ReuseAttention)
-    read = inspect(folder).reading
-    assert len(read.blocks) == 2 and not read.unmatched, "the third layer has no attention"
-    for block in read.blocks:
+    matches = inspect(folder).matches
+    assert len(matches.blocks) == 2 and not matches.unmatched, "the third layer has no attention"
+    for block in matches.blocks:
         mask = masks.get(block.name, [1, 1, 1, 1])
         assert block.num_heads == sum(mask)
         assert len(block.own_heads) == sum(mask) - len(edges.get(block.name, {}))
@@ -230,10 +230,10 @@ def test_optimize_second_call_continues_from_the_first(
     assert [entry["rewrite"] for entry in lineage] == ["prune_heads", "reuse_attention"]
     assert report.after.macs is not None and report.before.macs is not None
     assert report.after.macs < report.before.macs
-    read = inspect(tmp_path / "two").reading
-    assert [block.form for block in read.blocks] == ["standard", "reuse", "standard"]
-    heads = [block.num_heads for block in inspect(first).reading.blocks]
-    assert [block.num_heads for block in read.blocks] == heads and sum(heads) == 9
+    matches = inspect(tmp_path / "two").matches
+    assert [block.form for block in matches.blocks] == ["standard", "reuse", "standard"]
+    heads = [block.num_heads for block in inspect(first).matches.blocks]
+    assert [block.num_heads for block in matches.blocks] == heads and sum(heads) == 9
     assert verify(bert, tmp_path / "two", data=calibration).mean_cosine > 0.5
 
 
@@ -274,7 +274,7 @@ def arrays(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def forms(path: Path) -> list[str]:
-    return [block.form for block in inspect(path).reading.blocks]
+    return [block.form for block in inspect(path).matches.blocks]
 
 
 def test_optimize_mask_or_index_needs_no_data(small: Path, tmp_path: Path):
@@ -288,7 +288,7 @@ def test_optimize_mask_or_index_needs_no_data(small: Path, tmp_path: Path):
     assert report.steps[-1].macs_after == report.after.macs
     assert report.fidelity.data == "random inputs"
     assert any("not calibrated" in warning for warning in report.warnings)
-    assert [block.num_heads for block in inspect(tmp_path / "new.onnx").reading.blocks] == [3, 2]
+    assert [block.num_heads for block in inspect(tmp_path / "new.onnx").matches.blocks] == [3, 2]
 
 
 def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: Path):
@@ -388,7 +388,7 @@ def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, t
         new = tmp_path / str(number) / "model.onnx"
         report = optimize(path, new, calib=arrays, **request)
         assert report.steps[-1].macs_after == report.after.macs, request
-        assert not inspect(new).reading.unmatched, request
+        assert not inspect(new).matches.unmatched, request
         path = new
     assert forms(path) == ["sparse", "reuse"]
     assert len(record(path.parent)["lineage"]) == len(requests)

@@ -56,7 +56,7 @@ def count_sorted(path: Path) -> int:
 @pytest.mark.timing(seconds=30)
 def test_optimize_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
-    assert len(inspect(model).reading.blocks) == 6
+    assert len(inspect(model).matches.blocks) == 6
     optimize(model, tmp_path / "exact.onnx", collab_dk=4 * 64, mixing="dense")
     accuracy = [vit_accuracy(path, shared / "data" / "mnist")
                 for path in (model, tmp_path / "exact.onnx")]  # fmt: skip
@@ -65,7 +65,7 @@ def test_optimize_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: 
 
 def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
     model = shared / "models" / "gpt_nano_sort" / "gpt_nano_sort.onnx"
-    assert len(inspect(model).reading.blocks) == 3
+    assert len(inspect(model).matches.blocks) == 3
     optimize(model, tmp_path / "exact.onnx", collab_dk=3 * 16, mixing="dense")
     assert [count_sorted(path) for path in (model, tmp_path / "exact.onnx")] == [729, 729]
 

@@ -58,7 +58,7 @@ def test_random_encoder_attention_matches_and_collaborative_form_agrees(encoder:
     blocks, unmatched = find_attention(encoder)
     assert [(b.num_heads, b.head_size) for b in blocks] == [(4, 8)] * 2 and not unmatched
     new = collaborative(encoder)
-    assert [b.form for b in find_attention(new)[0]] == ["collaborative"] * 2
+    assert [b.form for b in find_attention(new).blocks] == ["collaborative"] * 2
     inputs = example_inputs(encoder, Workload.of(3, 16), padded=True)
     np.testing.assert_allclose(run(new, inputs), run(encoder, inputs), rtol=0, atol=1e-4)
 
@@ -162,7 +162,7 @@ def test_forms_have_head_sizes_of_fused_kernels():
         assert size.hidden % size.heads == 0
         assert size.hidden // size.heads // 2 % 8 == 0
     model = FORMS["sparse fp16"](SMALL.build(32), SMALL)
-    assert [block.head_size for block in find_attention(model)[0]] == [8, 8]
+    assert [block.head_size for block in find_attention(model).blocks] == [8, 8]
 
 
 # Expressions of collaborative attention
@@ -201,7 +201,7 @@ def test_collab_dk_forms_are_built_as_served(tmp_path: Path):
     names = ["fp32", "original float32", "dense 24 float32", "sparse 24 float32", "own 24 float32"]
     assert [name for name in forms if "key mask" not in name] == names
     read = [
-        find_attention(ir.load(tmp_path / name))[0][0]
+        find_attention(ir.load(tmp_path / name)).blocks[0]
         for name in ("dense 24.onnx", "sparse 24.onnx", "own 24.onnx")
     ]
     assert [block.form for block in read] == ["collaborative", "sparse", "standard"]
@@ -221,7 +221,7 @@ def test_collab_dk_without_time_gives_the_reason(tmp_path: Path):
 def test_key_mask_replaces_the_bias(encoder: ir.Model, form: Any):
     """For all rows with a token; a padded batch."""
     fused = encoder.clone(deep_copy=True)
-    FuseAttention(dict.fromkeys([b.name for b in find_attention(fused)[0]], form))(fused)
+    FuseAttention(dict.fromkeys([b.name for b in find_attention(fused).blocks], form))(fused)
     masked = fused.clone(deep_copy=True)
     assert collab_dk.with_key_mask(masked) and not collab_dk.with_key_mask(masked)
     assert not collab_dk.with_key_mask(encoder)

@@ -239,7 +239,7 @@ def if_model() -> ir.Model:
 
 def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
     """The model whose rows of W_O are zero where a mask is: those heads write nothing."""
-    for block in find_attention(model)[0]:
+    for block in find_attention(model).blocks:
         if (output := block.output) is None or block.name not in masks:
             continue
         array = constant_array(output.weight).astype(constant_type(output.weight).numpy())
@@ -254,7 +254,7 @@ def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
 
 def grafted(model: ir.Model, edges: Mapping[str, Mapping[int, tuple[str, int]]]) -> ir.Model:
     """What reuse means, with nothing taken away: probabilities replaced head by head."""
-    blocks = {block.name: block for block in find_attention(model)[0]}
+    blocks = {block.name: block for block in find_attention(model).blocks}
     facts = infer_shapes_small(model, batch=2, sequence=5)
     new: list[tuple[AttentionBlock, ir.Value]] = []
     for name, heads in edges.items():
@@ -293,17 +293,17 @@ def assert_unchanged(model: ir.Model, rewrite: ir.passes.PassBase) -> None:
 
 def only(model: ir.Model) -> AttentionBlock:
     """The one block of a model, certified by running it."""
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    assert len(reading.blocks) == 1
-    return reading.blocks[0]
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    assert len(matches.blocks) == 1
+    return matches.blocks[0]
 
 
 def reasons(model: ir.Model) -> list[str]:
     """Why nothing was read."""
-    reading = read_attention(model)
-    assert reading.blocks == ()
-    return [miss.reason for miss in reading.unmatched]
+    matches = read_attention(model)
+    assert matches.blocks == ()
+    return [miss.reason for miss in matches.unmatched]
 
 
 def feeds(

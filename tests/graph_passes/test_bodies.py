@@ -67,9 +67,9 @@ def test_body_models_run_in_onnx_runtime(build) -> None:  # type: ignore[no-unty
 
 
 def test_find_attention_in_both_branches_of_an_if() -> None:
-    reading = read_attention(if_model())
-    assert [miss.reason for miss in reading.unmatched] == []
-    yes, no = reading.blocks
+    matches = read_attention(if_model())
+    assert [miss.reason for miss in matches.unmatched] == []
+    yes, no = matches.blocks
     assert yes.graph is not no.graph
     for block in (yes, no):
         assert (block.num_heads, block.head_size, block.input_size) == (H, K, D)
@@ -239,9 +239,9 @@ def test_find_attention_in_the_decoder_of_a_search(operator: str) -> None:
         output="int32[batch, longest] out",
         constants={"table": table},
     )
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    (block,) = reading.blocks
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    (block,) = matches.blocks
     assert (block.num_heads, block.head_size) == (H, K)
 
 

@@ -189,7 +189,7 @@ def test_collaborate_cache_packed_values_get_own_product() -> None:
 
 def test_collaborate_cache_fused_operator_is_decomposed() -> None:
     model = decoder(opset=23, **FUSED_DECODER)
-    (block,) = find_attention(model)[0]
+    (block,) = find_attention(model).blocks
     assert block.logits is None
     assert difference(decoder(opset=23, **FUSED_DECODER), collaborate(model, EXACT)) <= 1e-4
 
@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_collaborate_cache_unsupported_is_refused(case: str) -> None:
     parts, code = REFUSED[case]
     model = decoder(**parts)
-    (block,) = find_attention(model)[0]
+    (block,) = find_attention(model).blocks
     refusal = sharing_refusal(block, caches=True)
     assert refusal and refusal.code == code
     with raises(CannotRewrite, f"rewrite.{code}"):
@@ -291,7 +291,7 @@ def test_collaborate_cache_of_an_outer_graph_is_refused() -> None:
         out_no = Identity(x)
         }}>"""
     model = graph(body, inputs=f"{PLAIN_INPUT}, {PAST}, bool flag")
-    (block,) = find_attention(model)[0]
+    (block,) = find_attention(model).blocks
     refusal = sharing_refusal(block, caches=True)
     assert refusal and refusal.code == "cache_scope"
 

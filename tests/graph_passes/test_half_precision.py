@@ -61,9 +61,9 @@ NORMED = {
 def test_read_attention_half_precision_is_certified(
     name: str, parts: dict[str, str], opset: int, shape: str
 ) -> None:
-    reading = read_attention(half(name, opset, shape, **parts))
-    assert [miss.reason for miss in reading.unmatched] == []
-    (certified,) = reading.certified
+    matches = read_attention(half(name, opset, shape, **parts))
+    assert [miss.reason for miss in matches.unmatched] == []
+    (certified,) = matches.certified
     assert certified.max_abs_error <= SMALL
     block = certified.block
     assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)

@@ -111,7 +111,7 @@ class BlockConfig(NamedTuple):
         shared = "" if self.rank is None else f" of {self.rank} shared ones"
         return f"queries and keys of {self.head_size} dimensions{shared}"
 
-    def of(self, kept: int) -> BlockConfig:
+    def with_heads(self, kept: int) -> BlockConfig:
         """The same configuration with fewer heads, which share proportionally fewer dimensions."""
         rank = None
         if self.rank is not None:
@@ -214,7 +214,7 @@ class LossCurve:
     loss: tuple[float, ...]
     changed: tuple[tuple[BlockConfig, float], ...] = ()
 
-    def of(self, config: BlockConfig) -> float | None:
+    def loss_of(self, config: BlockConfig) -> float | None:
         """The loss of a configuration; None if its change was not measured.
 
         Losses of removal and of other changes are added; removed heads lose nothing by a change.
@@ -224,7 +224,9 @@ class LossCurve:
         kept = self.at(len(self.order) - config.kept)
         if config == BlockConfig(config.kept):
             return kept
-        changes = {change.of(config.kept): loss for change, loss in self.changed if change.kept}
+        changes = {
+            change.with_heads(config.kept): loss for change, loss in self.changed if change.kept
+        }
         share = config.kept / len(self.order)
         return kept + share * changes[config] if config in changes else None
 

@@ -203,7 +203,7 @@ class _ChangeLosses:
         moments: dict[str, TokenMoments] = {}
         if names:
             _decompose(plain, names)
-            blocks = [block for block in find_attention(plain)[0] if block.name in names]
+            blocks = [block for block in find_attention(plain).blocks if block.name in names]
             moments = collect_moments(plain, blocks, self.batches, context=self.silent)
         losses: dict[str, list[tuple[BlockConfig, float]]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
@@ -226,7 +226,7 @@ class _ChangeLosses:
         _decompose(
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
-        blocks = {block.name: block for block in find_attention(plain)[0]}
+        blocks = {block.name: block for block in find_attention(plain).blocks}
         both = [[blocks[tied.names[0]] for tied in (pair.source, pair.reader)] for pair in pairs]
         measured = similarities(plain, both, self.batches, context=self.silent)
         for done, (pair, pair_blocks, alike) in enumerate(
@@ -279,7 +279,7 @@ class _Prefix:
         self.model, self.batches, self.context = model, batches, context
         order = [value for node in model.graph for value in node.outputs]
         places = {value: place for place, value in enumerate(order)}
-        self.inputs = {block.name: block.x for block in find_attention(model)[0]}
+        self.inputs = {block.name: block.x for block in find_attention(model).blocks}
         self.places = {name: places.get(x, -1) for name, x in self.inputs.items()}
         self._place, self._runner = -1, self._start()
 

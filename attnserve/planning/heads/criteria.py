@@ -23,7 +23,7 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
-__all__ = ["CRITERIA", "PruningInput", "observable"]
+__all__ = ["CRITERIA", "PruningInput", "observable_blocks"]
 
 WEIGHING_ROWS = 16
 """Number of texts for the comparison of layers; sums over heads need few."""
@@ -92,7 +92,9 @@ def by_leave_one_out(given: PruningInput) -> Masks:
     return given.of_groups(masks_by_score(summed, given.share))
 
 
-def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[AttentionBlock]]:
+def observable_blocks(
+    model: ir.Model, names: Collection[str]
+) -> tuple[ir.Model, list[AttentionBlock]]:
     """A copy of a model in plain operators, and the blocks whose probabilities can be observed.
 
     Args:
@@ -101,11 +103,11 @@ def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[
     plain = model.clone()
     with Analyses.of(plain) as analyses:
         decompose_fused(
-            analyses, [b.name for b in analyses.get(find_attention)[0] if b.name in names]
+            analyses, [b.name for b in analyses.get(find_attention).blocks if b.name in names]
         )
     blocks = [
         block
-        for block in find_attention(plain)[0]
+        for block in find_attention(plain).blocks
         if block.name in names and block.probability_values and block.graph is plain.graph
     ]
     return plain, blocks
@@ -113,7 +115,7 @@ def observable(model: ir.Model, names: Collection[str]) -> tuple[ir.Model, list[
 
 def by_voting(given: PruningInput) -> Masks:
     """Keep one head for each group of similar heads (Voting-to-Stay, arXiv 2305.14380)."""
-    decomposed, plain = observable(given.model, [block.name for block in given.blocks])
+    decomposed, plain = observable_blocks(given.model, [block.name for block in given.blocks])
     groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in plain}
     votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)
     masks: Masks = {}

@@ -19,7 +19,6 @@ from graph_passes.passes.base import (
     RewritePass,
     pass_named,
     registered_passes,
-    targets_of,
 )
 
 __all__ = ["HOW_TO_PLAN", "ORDER", "Plan"]
@@ -86,7 +85,7 @@ class Plan:
             if isinstance(graph_pass, BlockPass):
                 kind = type(cast("BlockPass[Any, Any]", graph_pass))
                 before = merged.get(kind)
-                targets = {**(targets_of(before) if before else {}), **targets_of(graph_pass)}
+                targets = {**(before.targets if before else {}), **graph_pass.targets}
                 if targets:
                     merged[kind] = kind(targets)
             else:
@@ -127,17 +126,14 @@ class Plan:
         targets: dict[str, Any] = {}
         for graph_pass in self.passes:
             if isinstance(graph_pass, kind):
-                targets |= targets_of(graph_pass)
+                targets |= graph_pass.targets
         return targets
 
     @property
     def lossy_blocks(self) -> list[str]:
         """Every block that a lossy pass rewrites, once, in the order of the passes."""
         names = [
-            name
-            for graph_pass in self.passes
-            if graph_pass.lossy
-            for name in targets_of(graph_pass)
+            name for graph_pass in self.passes if graph_pass.lossy for name in graph_pass.targets
         ]
         return list(dict.fromkeys(names))
 

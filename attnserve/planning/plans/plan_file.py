@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import onnx_ir as ir
 from pydantic import ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.job import Job
 from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
@@ -20,7 +22,7 @@ from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import Whole
 from attnserve.models.search_record import SearchRecord
-from attnserve.options import Lengths, Target
+from attnserve.options import Data, Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -198,6 +200,31 @@ class SavedPlan:
         asked = self.record.asked
         provider = _known(self.path, asked.provider, Provider)
         return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
+
+    def job(
+        self,
+        artifact: Artifact,
+        original: ir.Model,
+        data: Data,
+        target: Target,
+        measure: SearchMeasure,
+        context: RunContext,
+    ) -> Job:
+        """Read the data of the plan, for the device, lengths and measure of its search.
+
+        Raises:
+            InvalidArgument: Another measure is given.
+            InvalidData: A file cannot be used, or this version does not know a value of the search.
+        """
+        return Job.read(
+            artifact, original, data, self.target(target),
+            measure=self.measure(measure), joined=self.lengths, context=self.context(context),
+        )  # fmt: skip
+
+    def forget_trainings(self, plan: Plan) -> None:
+        """Delete the checkpoints of the trainings of the plan, after its model was written."""
+        for training in plan.trainings:
+            training.forget(self.key)
 
     def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
         """Return the plan after checking that it was made for this model and data.

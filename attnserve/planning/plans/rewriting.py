@@ -24,7 +24,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, FittedPass, RewritePass, targets_of
+from graph_passes.passes.base import BlockPass, FittedPass, RewritePass
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "PassRunner"]
@@ -122,7 +122,7 @@ class PassRunner:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(graph_pass, FittedPass) and targets_of(graph_pass):
+        if isinstance(graph_pass, FittedPass) and graph_pass.targets:
             graph_pass = self._fitted(graph_pass)
         if graph_pass.lossy and isinstance(graph_pass, BlockPass):
             self.steps += self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
@@ -189,11 +189,11 @@ class PassRunner:
     def _run_exact(self, graph_pass: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
         graph_pass(self.model)
-        targets = targets_of(graph_pass)
+        targets = graph_pass.targets
         if not targets:
             return []
         macs = self._macs()
-        attention = {block.name for block in self.analyses.get(find_attention)[0]}
+        attention = {block.name for block in self.analyses.get(find_attention).blocks}
         return [
             BlockChange(
                 rewrite=graph_pass.name, block=name, macs=macs, is_certified=name not in attention
@@ -264,13 +264,13 @@ class PassRunner:
         blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
             block.name: block for block in self.analyses.get(find_feed_forward)
         }
-        return blocks | {block.name: block for block in self.analyses.get(find_attention)[0]}
+        return blocks | {block.name: block for block in self.analyses.get(find_attention).blocks}
 
     def _macs_by_block(self) -> dict[str, int]:
         shapes = self.analyses.get(infer_at, self.job.counted)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
                 for b in self.analyses.get(find_feed_forward)}  # fmt: skip
-        attention = [*self.analyses.get(find_attention)[0], *skipped(self.model)]
+        attention = [*self.analyses.get(find_attention).blocks, *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:

@@ -25,7 +25,7 @@ from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.analysis.cost import count_macs
 from graph_passes.errors import Refusal
-from graph_passes.passes.base import RewritePass, targets_of
+from graph_passes.passes.base import RewritePass
 
 if TYPE_CHECKING:
     from attnserve.recovery.distillation import Distillation
@@ -101,7 +101,7 @@ class Fuse(PlanStep):
         steps = [
             StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
             for graph_pass in passes
-            for name in targets_of(graph_pass)
+            for name in graph_pass.targets
         ]
         state.applied = state.applied.then(ApplyReport(tuple(steps)))
         state.passes += passes

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.heads.criteria import observable
+from attnserve.planning.heads.criteria import observable_blocks
 from attnserve.planning.heads.files import layer_name
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
@@ -47,7 +47,7 @@ class Request:
 
     @property
     def blocks(self) -> tuple[AttentionBlock, ...]:
-        return self.job.report.blocks
+        return self.job.matches.blocks
 
     @property
     def names(self) -> list[str]:
@@ -126,4 +126,4 @@ class Request:
     @cached_property
     def observable(self) -> tuple[ir.Model, list[AttentionBlock]]:
         """The model in plain operators, and the blocks whose probabilities can be observed."""
-        return observable(self.model, self.names)
+        return observable_blocks(self.model, self.names)

@@ -61,7 +61,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
         CannotRewrite: A named layer cannot be rewritten, or no layer can.
     """
     if rewrites.are_given:
-        require_attention(job.report)
+        require_attention(job.matches)
     with Analyses.of(job.original) as analyses:
         return _plan_request(Request(rewrites, job, analyses))
 

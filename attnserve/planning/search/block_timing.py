@@ -198,7 +198,9 @@ class BlockTimer:
             own = configs.get(config._replace(rank=None))
             if own is not None and MIN_SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
                 fewer = [
-                    config.of(other.kept) for other in wanted if other.head_size and not other.rank
+                    config.with_heads(other.kept)
+                    for other in wanted
+                    if other.head_size and not other.rank
                 ]
                 configs |= self._time_configs(part, fewer, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
@@ -264,7 +266,7 @@ class BlockTimer:
         mask = [1] * kept + [0] * (source.count - kept)
         try:
             apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
-            blocks = {block.name: block for block in find_attention(new)[0]}
+            blocks = {block.name: block for block in find_attention(new).blocks}
             return self._cut_out(new, [_cut(blocks[name]) for name in names])
         except (AttnserveError, KeyError):  # grouped heads, or blocks that cannot be extracted
             return ()
@@ -362,7 +364,7 @@ def _is_to_float16(node: ir.Node) -> bool:
 def _smaller(part: Part, config: BlockConfig) -> Part | None:
     """The part with its block in a configuration; None if that is impossible."""
     small = part.model.clone()
-    blocks = [*find_attention(small)[0], *find_feed_forward(small)]
+    blocks = [*find_attention(small).blocks, *find_feed_forward(small)]
     if not blocks:
         return None
     try:
@@ -375,7 +377,7 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
 def _fused(part: Part, operator: BlockOperator) -> Part | None:
     """The part with a fused operator for its block; None if that is impossible."""
     small = part.model.clone()
-    attention, neurons = find_attention(small)[0], find_feed_forward(small)
+    attention, neurons = find_attention(small).blocks, find_feed_forward(small)
     try:
         if operator == "gelu":
             if not neurons:
@@ -387,7 +389,7 @@ def _fused(part: Part, operator: BlockOperator) -> Part | None:
         FuseAttention({attention[0].name: operator})(small)
     except AttnserveError:
         return None
-    block = next(iter(find_attention(small)[0]), None)
+    block = next(iter(find_attention(small).blocks), None)
     if block is None or block.output is None:
         return None
     # Masks are prepared once for all layers, so that they are inputs here and not timed.

@@ -159,7 +159,7 @@ class Estimates:
             elif curve is None or (ms > MAX_BLOCK_SLOWDOWN * original).any():
                 continue
             else:
-                loss = curve.of(config)
+                loss = curve.loss_of(config)
             if loss is not None:
                 options.append(UnitOption((config,), loss, self._mean(ms)))
         return options

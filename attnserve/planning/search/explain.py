@@ -84,7 +84,7 @@ def _predicted_loss(
     if curve is None or config == BlockConfig(group.count):
         return 0.0
     if config.source is None:
-        return curve.of(config) or 0.0
+        return curve.loss_of(config) or 0.0
     assert pair is not None
     return curve.at(group.count - config.kept) + pair.loss * config.kept / group.count
 
@@ -114,14 +114,14 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
     parts = ["it stays in float32"] if picked.in_float(group) else list[str]()
     removed = group.count - config.kept
     if not config.kept:
-        parts.append(f"replacing it by an affine map loses {curve.of(config) or 0:.4f}")
+        parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")
     elif removed:
         parts.append(
             f"the {removed} removed {what} hold {curve.own_loss[removed]:.1%} of its output that "
             "the others cannot reproduce"
         )
     if config.change:
-        lost = (curve.of(config) or 0.0) - (curve.of(BlockConfig(config.kept)) or 0.0)
+        lost = (curve.loss_of(config) or 0.0) - (curve.loss_of(BlockConfig(config.kept)) or 0.0)
         parts.append(f"{config.change} lose {lost:.4f}")
     if config.source is not None and picked.pair is not None:
         parts.append(

@@ -145,7 +145,7 @@ def batches() -> list[Batch]:
 
 
 def test_elimination_order_uses_the_contexts_of_the_model(model: ir.Model):
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     result = elimination_order(model, blocks, batches())
     assert list(result) == ["attention_0", "attention_1"]
     for layer, block in enumerate(blocks):
@@ -167,5 +167,5 @@ def test_elimination_order_copied_head_loses_nothing(model: ir.Model):
         array[..., 2 * size :] = array[..., :size]
         value = model.graph.initializers[f"{name}_1"]
         value.const_value = ir.tensor(array, name=value.name)
-    result = elimination_order(model, find_attention(model)[0], batches())["attention_1"]
+    result = elimination_order(model, find_attention(model).blocks, batches())["attention_1"]
     assert result.order[0] in (0, 2) and result.losses[1] < 2 * RIDGE

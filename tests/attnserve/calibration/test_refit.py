@@ -200,7 +200,7 @@ def distance(
     for name in names:
         sides: list[list[np.ndarray]] = []
         for side in (graph, original):
-            places = {block.name: block.output for block in find_attention(side)[0]}
+            places = {block.name: block.output for block in find_attention(side).blocks}
             places |= {gap.name: gap for gap in skipped(side)}
             output = places[name].output
             beside, _ = residual_of(output) or (None, None)
@@ -229,7 +229,7 @@ def constants(graph: ir.Model) -> dict[str, np.ndarray]:
 
 
 def output_weights(graph: ir.Model) -> list[np.ndarray]:
-    blocks = find_attention(graph)[0]
+    blocks = find_attention(graph).blocks
     return [block.output.matrix() for block in blocks if block.output is not None]
 
 
@@ -256,10 +256,10 @@ def test_refit_reduces_the_error_on_unseen_text(original: ir.Model, graph: ir.Mo
 
 def test_refit_graph_still_matches_and_keeps_its_interface(original: ir.Model, graph: ir.Model):
     refit(graph, original, [ONE, TWO], texts())
-    reading = read_attention(graph)
-    assert [block.name for block in reading.blocks] == [ONE, TWO]
-    assert [block.num_heads for block in reading.blocks] == [2, 2]
-    assert not reading.unmatched
+    matches = read_attention(graph)
+    assert [block.name for block in matches.blocks] == [ONE, TWO]
+    assert [block.num_heads for block in matches.blocks] == [2, 2]
+    assert not matches.unmatched
     for side in ("inputs", "outputs"):
         ours, theirs = (getattr(each.graph, side) for each in (graph, original))
         assert [(v.name, v.dtype, str(v.shape)) for v in ours] == [
@@ -423,7 +423,7 @@ def test_moments_ignore_padding_in_any_layout(layout: str, width: int):
         "x": tokens.swapaxes(0, 1).copy() if turned else tokens,
         "attention_mask": mask.astype(np.int64),
     }
-    (block,) = find_attention(graph)[0]
+    (block,) = find_attention(graph).blocks
     found = dict(last_map_moments(graph, [block], [batch]))[block.name]
     out = run(graph, batch) - batch["x"]  # B S D, or S B D
     real = (out.swapaxes(0, 1) if turned else out)[mask].astype(np.float64)
@@ -439,7 +439,10 @@ def test_refit_keeps_shared_output_projections_shared():
     original = model(3, same=("Wo", "bo"))
     names = [ONE, TWO, "attention_2"]
     graph = pruned(original, dict.fromkeys(names, (1, 0, 1)))
-    assert len({id(block.output.weight) for block in find_attention(graph)[0] if block.output}) == 1
+    assert (
+        len({id(block.output.weight) for block in find_attention(graph).blocks if block.output})
+        == 1
+    )
     before = distance(graph, original, texts(), names)
     found = refit(graph, original, names, texts())
     blocks = read_attention(graph).blocks
@@ -463,7 +466,7 @@ def test_refit_equals_refits_of_one_weight_at_a_time(shared: bool):
     """Each sees what was fitted before it: nothing that was computed before that is used."""
     original = model(3)
     if shared:
-        first, third = (block.output for block in find_attention(original)[0][::2])
+        first, third = (block.output for block in find_attention(original).blocks[::2])
         assert first is not None and third is not None
         ir.convenience.replace_all_uses_with(third.weight, first.weight)
         ir.convenience.replace_all_uses_with(
@@ -542,7 +545,7 @@ def test_a_constant_is_the_mean_output(original: ir.Model):
     assert found[ONE].relative_error == pytest.approx(1, abs=1e-6)  # all its variation is lost
     (gap,) = skipped(graph)
     assert gap.affine.weight is None
-    (block, _) = find_attention(original)[0]
+    (block, _) = find_attention(original).blocks
     moments = dict(last_map_moments(original, [block], texts()))[ONE]
     np.testing.assert_allclose(gap.affine.bias, moments.t / moments.count, atol=1e-5)
 
@@ -584,7 +587,7 @@ def test_refit_of_padding_only_is_refused(original: ir.Model):
     empty = [{**b, "attention_mask": np.zeros_like(b["attention_mask"])} for b in texts()]
     for what in (
         lambda: refit(pruned(original), original, [ONE], empty),
-        lambda: list(last_map_moments(original, find_attention(original)[0], empty)),
+        lambda: list(last_map_moments(original, find_attention(original).blocks, empty)),
     ):
         with raises(InvalidData, "calibration.no_token", "attention_0"):
             what()

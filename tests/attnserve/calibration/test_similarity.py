@@ -177,7 +177,7 @@ def test_similarities_of_padding_only_are_none():
 def reused_heads() -> tuple[ir.Model, Sequence[AttentionBlock]]:
     """Two layers, of which heads 0 and 2 of the second reuse heads 1 and 0 of the first."""
     model = two_layers()
-    first, second = (block.name for block in find_attention(model)[0])
+    first, second = (block.name for block in find_attention(model).blocks)
     ReuseAttention({second: {0: (first, 1), 2: (first, 0)}})(model)
     return matched(model)
 
@@ -215,7 +215,8 @@ def test_collect_moments_of_own_heads_are_those_before_reuse():
     """Both read the same tokens, and the reused heads do not count."""
     model, plain = reused_heads()[0], two_layers()
     before, after = (
-        collect_moments(each, find_attention(each)[0][1:], [texts(9, 4)]) for each in (plain, model)
+        collect_moments(each, find_attention(each).blocks[1:], [texts(9, 4)])
+        for each in (plain, model)
     )
     (old,), (new,) = before.values(), after.values()
     np.testing.assert_allclose(new.query_covariance, old.query_covariance, rtol=1e-5)

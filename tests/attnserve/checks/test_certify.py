@@ -62,21 +62,21 @@ def graph(tiny: Path) -> ir.Model:
 def test_read_attention_certifies_plain_and_fused_blocks(
     tiny_export: Callable[..., Path], export: tuple
 ):
-    reading = read_attention(load_model(tiny_export(*export) / "model.onnx"))
-    assert len(reading.blocks) == 2 and reading.unmatched == ()
-    assert [(b.num_heads, b.head_size, b.input_size) for b in reading.blocks] == [(4, 8, 32)] * 2
-    assert [b.scale for b in reading.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
-    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+    matches = read_attention(load_model(tiny_export(*export) / "model.onnx"))
+    assert len(matches.blocks) == 2 and matches.unmatched == ()
+    assert [(b.num_heads, b.head_size, b.input_size) for b in matches.blocks] == [(4, 8, 32)] * 2
+    assert [b.scale for b in matches.blocks] == [pytest.approx(8**-0.5, rel=1e-6)] * 2
+    assert all(certified.max_abs_error <= TOLERANCE for certified in matches.certified)
 
 
 def test_certify_correct_match_has_small_error(graph: ir.Model):
-    result = certify_block(graph, find_attention(graph)[0][0])
+    result = certify_block(graph, find_attention(graph).blocks[0])
     assert isinstance(result, Certified) and 0 <= result.max_abs_error <= TOLERANCE
 
 
 @pytest.mark.parametrize("factor", [1.001, -1.0, 8**0.5, 0.0])
 def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, scale=block.scale * factor)
     assert isinstance(result, Unmatched)
     assert "the graph computes something else" in result.reason
@@ -84,14 +84,14 @@ def test_certify_wrong_scale_is_unmatched(graph: ir.Model, factor: float):
 
 
 def test_certify_swapped_projections_are_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     # softmax(k q^T) is not softmax(q k^T): the reading must say which is which.
     assert isinstance(certify_block(graph, block, q=block.k, k=block.q), Unmatched)
     assert isinstance(certify_block(graph, block, v=block.k), Unmatched)
 
 
 def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     columns = block.q.columns[::-1].copy()
     assert isinstance(
         certify_block(graph, block, q=dataclasses.replace(block.q, columns=columns)), Unmatched
@@ -99,20 +99,20 @@ def test_certify_reordered_heads_are_unmatched(graph: ir.Model):
 
 
 def test_certify_missing_mask_is_unmatched(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     assert block.steps
     assert isinstance(certify_block(graph, block, steps=()), Unmatched)
 
 
 def test_certify_wrong_output_projection_is_unmatched(graph: ir.Model):
-    one, other = find_attention(graph)[0]
+    one, other = find_attention(graph).blocks
     assert one.output is not None and other.output is not None
     wrong = dataclasses.replace(one.output, weight=other.output.weight)
     assert isinstance(certify_block(graph, one, output=wrong), Unmatched)
 
 
 def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     # Softmax ignores what is the same for all keys: q b_K^T is.
     offset = block.q.offset + np.linspace(-3, 3, 32).reshape(4, 8)
     assert isinstance(
@@ -124,26 +124,26 @@ def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph:
 
 
 def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
-    weight = find_attention(graph)[0][0].q.weight
+    weight = find_attention(graph).blocks[0].q.weight
     assert weight.const_value is not None
     array = weight.const_value.numpy().copy()
     array[0, 0] = np.nan
     weight.const_value = ir.tensor(array, name=weight.name)
-    reading = read_attention(graph)
-    assert len(reading.blocks) == 1 and len(reading.unmatched) == 1
+    matches = read_attention(graph)
+    assert len(matches.blocks) == 1 and len(matches.unmatched) == 1
 
 
 def test_read_attention_falls_back_to_reference_evaluator(graph: ir.Model):
     graph.opset_imports[""] = 9999
     with raises(InvalidModel, "session.graph_refused"):
         open_session(graph)
-    reading = read_attention(graph)
-    assert len(reading.blocks) == 2 and reading.unmatched == ()
-    assert all(certified.max_abs_error <= TOLERANCE for certified in reading.certified)
+    matches = read_attention(graph)
+    assert len(matches.blocks) == 2 and matches.unmatched == ()
+    assert all(certified.max_abs_error <= TOLERANCE for certified in matches.certified)
 
 
 def test_certify_reference_evaluator_detects_wrong_scale(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     (result, wrong) = (
         certify_block(graph, block, runs=[onnx_reference], scale=block.scale * factor)
         for factor in (1, 2)
@@ -157,7 +157,7 @@ def refuses(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray
 
 
 def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[refuses, onnx_runtime])
     assert isinstance(result, Certified)
     wrong = certify_block(graph, block, runs=[refuses, onnx_runtime], scale=2 * block.scale)
@@ -165,7 +165,7 @@ def test_certify_first_evaluator_that_runs_decides(graph: ir.Model):
 
 
 def test_certify_without_working_evaluator_reports_first_reason(graph: ir.Model):
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[refuses, refuses])
     assert isinstance(result, Unmatched)
     assert re.fullmatch(
@@ -178,7 +178,7 @@ def test_certify_error_of_the_project_is_reported_as_it_is(graph: ir.Model):
     def own(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         raise InvalidModel("no such operator")
 
-    block = find_attention(graph)[0][0]
+    block = find_attention(graph).blocks[0]
     result = certify_block(graph, block, runs=[own])
     assert isinstance(result, Unmatched)
     assert result.reason == f"read as attention {block.name!r}, not certified: no such operator"
@@ -210,7 +210,7 @@ def test_certify_nan_result_is_unmatched(graph: ir.Model):
     def nothing(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
         return [np.full_like(array, np.nan) for array in onnx_runtime(model, feeds)]
 
-    result = certify_block(graph, find_attention(graph)[0][0], runs=[nothing])
+    result = certify_block(graph, find_attention(graph).blocks[0], runs=[nothing])
     assert isinstance(result, Unmatched) and "difference inf" in result.reason
 
 
@@ -229,9 +229,9 @@ def test_certify_graph_limited_to_batch_one_uses_single_shapes():
 def test_read_attention_names_operator_without_kernel():
     softmax = "\n p = com.microsoft.BiasSoftmax <axis = 3, is_inner_broadcast = 0> (s, mask)"
     inputs = "float[batch, sequence, 12] x, float[batch, 3, sequence, sequence] mask"
-    reading = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
-    assert reading.blocks == ()
-    assert "BiasSoftmax" in reading.unmatched[0].reason
+    matches = read_attention(attention(mask="", softmax=softmax, inputs=inputs))
+    assert matches.blocks == ()
+    assert "BiasSoftmax" in matches.unmatched[0].reason
 
 
 def test_read_attention_is_reproducible_by_seed(graph: ir.Model):
@@ -250,5 +250,5 @@ def test_read_attention_without_attention_is_empty():
     model = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )
-    reading = read_attention(model)
-    assert (reading.certified, reading.unmatched) == ((), ())
+    matches = read_attention(model)
+    assert (matches.certified, matches.unmatched) == ((), ())

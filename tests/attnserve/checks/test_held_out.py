@@ -31,10 +31,6 @@ def test_batches_and_records_of_each_part() -> None:
     assert [part for part in HeldOut if part.is_unused] == [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
 
 
-def test_batches_of_a_short_file_verify_the_same_rows_again() -> None:
-    assert HeldOut.VERIFY_AGAIN.batches(data([FIRST], [])) == [FIRST]
-
-
 def test_share_kept_measures_half_of_the_rows_to_choose_and_the_others_to_verify() -> None:
     cosines = np.random.default_rng(0).normal(size=240)
     score = StsScore.of(cosines, cosines, 0)

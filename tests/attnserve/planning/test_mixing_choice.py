@@ -128,7 +128,7 @@ def forms(tiny: Path, sentences: Path, tmp_path: Path) -> Any:
 
     def made(**options: Any) -> list[tuple[str, int]]:
         optimize(tiny, tmp_path / "new", calib=sentences, force=True, **options)
-        blocks = inspect(tmp_path / "new").reading.blocks
+        blocks = inspect(tmp_path / "new").matches.blocks
         return [(block.form, block.head_size) for block in blocks]
 
     return made
@@ -199,7 +199,7 @@ def test_optimize_auto_mixing_is_decided_by_time(
     dense, *others = report.mixing.forms
     assert dense.error is not None
     assert all(form.error is None or form.error <= 1.02 * dense.error for form in others)
-    blocks = inspect(tmp_path / "new").reading.blocks
+    blocks = inspect(tmp_path / "new").matches.blocks
     if forms is not None:
         assert [block.form for block in blocks] == [forms] * 2
     told = report.to_json()["mixing"]
@@ -212,7 +212,7 @@ def test_optimize_auto_mixing_of_full_rank_is_dense(tiny: Path, tmp_path: Path):
     """It is exact; nothing else is built or timed."""
     report = optimize(tiny, tmp_path / "new", collab_dk=32)
     assert report.mixing is None and report.fidelity.mean_cosine > 1 - 1e-6
-    blocks = inspect(tmp_path / "new").reading.blocks
+    blocks = inspect(tmp_path / "new").matches.blocks
     assert [(block.form, block.head_size) for block in blocks] == [("collaborative", 32)] * 2
 
 
@@ -260,7 +260,7 @@ def test_optimize_head_dk_counts_remaining_heads(tiny: Path, sentences: Path, tm
     )
     ranks = [step.rank for step in report.steps if step.rewrite == "collaborate"]
     assert ranks == [12, 16]
-    blocks = inspect(tmp_path / "new").reading.blocks
+    blocks = inspect(tmp_path / "new").matches.blocks
     assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]
 
 

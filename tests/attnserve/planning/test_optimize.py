@@ -183,7 +183,7 @@ def test_optimize_minilm_keeps_its_score(
 
 
 def forms(path: Path) -> list[tuple[str, int]]:
-    return [(block.form, block.head_size) for block in inspect(path).reading.blocks]
+    return [(block.form, block.head_size) for block in inspect(path).matches.blocks]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_optimize_rank_per_layer(tiny: Path, tmp_path: Path, ranks: Any, expecte
 
 
 def test_optimize_layers_by_index_or_name(tiny: Path, tmp_path: Path):
-    name = inspect(tiny).reading.blocks[1].name
+    name = inspect(tiny).matches.blocks[1].name
     report = optimize(tiny, tmp_path / "new", collab_dk=16, layers=["1", name], mixing="dense")
     assert [step.block for step in report.steps] == [name]
     assert forms(tmp_path / "new") == [("standard", 8), ("collaborative", 16)]
@@ -381,7 +381,7 @@ def test_optimize_external_data_is_read_and_written(tiny: Path, sentences: Path,
     shutil.rmtree(one)  # no copy reads it
     assert verify(two, three).outputs[0].max_abs_error == 0
     assert verify(tiny, two, data=sentences).min_cosine > 0.5
-    assert len(inspect(two).reading.blocks) == 2
+    assert len(inspect(two).matches.blocks) == 2
     open_session(two / "model.onnx")
 
 
@@ -491,7 +491,7 @@ def test_optimize_weights_not_finite_are_refused(
 ):
     path = tmp_path / "model.onnx"
     proto = onnx.load(tiny / "model.onnx")
-    weight = inspect(tiny).reading.blocks[0].k.weight.name
+    weight = inspect(tiny).matches.blocks[0].k.weight.name
     name = weight if where == "attention" else "word_embeddings.weight"
     tensor = next(t for t in proto.graph.initializer if str(name) in t.name)
     array = numpy_helper.to_array(tensor).copy()

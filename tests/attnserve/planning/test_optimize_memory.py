@@ -33,7 +33,7 @@ print(next(int(line.split()[1]) * 1024 for line in status if line.startswith("Vm
 def test_optimize_memory_is_at_most_two_models(external: bool, tmp_path: Path):
     path, masks = tmp_path / "model.onnx", tmp_path / "masks.json"
     model = random_encoder(layers=5, positions=32)
-    masks.write_text(json.dumps({b.name: [0] * 3 + [1] * 9 for b in find_attention(model)[0]}))
+    masks.write_text(json.dumps({b.name: [0] * 3 + [1] * 9 for b in find_attention(model).blocks}))
     save_model(model, path, external=external)
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, path, masks, tmp_path / "new.onnx"],

@@ -58,7 +58,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: 
     """Original 12 ms, fused 10, in the precision with removal 4, without 5."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
-    PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
+    PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
     timed += [12, 10, 4, 5]
     speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
@@ -71,7 +71,7 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: li
     """A fused original that is slower is not served; nor is the slower form of the result."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
-    PruneHeads({find_attention(pruned)[0][0].name: [1, 0, 1, 1]})(pruned)
+    PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
     timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
     speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned, lossy("float32"))
     assert values(speed) == [1.0, None, 2.0, 2.0]
@@ -90,7 +90,7 @@ def test_served_timer_leaves_the_same_blocks_in_float(
 
     monkeypatch.setattr(served_speed, "convert", converted)
     timed += [12, 10, 4, 5]
-    name = find_attention(original)[0][0].name
+    name = find_attention(original).blocks[0].name
     plan = Plan.merged([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
     assert ServedTimer(job_of(original, target=AT)).measure(
         original.clone(), original.clone(), plan

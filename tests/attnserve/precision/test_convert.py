@@ -828,7 +828,7 @@ def test_weights_beyond_64_can_saturate():
 
 
 def blocks_of(model: ir.Model) -> list[str]:
-    names = [block.name for block in find_attention(model)[0]]
+    names = [block.name for block in find_attention(model).blocks]
     return [*names, *(block.name for block in find_feed_forward(model))]
 
 

@@ -167,16 +167,16 @@ def test_moments_leave_out_padding_and_need_no_more_memory_than_allowed(
 ):
     model, data = network(), rows(0, 3)
     names = list(collect_ranges(model, data))
-    together = [known(InputMoments(model, data).of(name)) for name in names]
+    together = [known(InputMoments(model, data).moment(name)) for name in names]
     monkeypatch.setattr(products_module, "MOMENT_BYTES", 1)
     alone = InputMoments(model, data)
     for name, expected in zip(names, together, strict=True):
-        np.testing.assert_array_equal(known(alone.of(name)), expected)
+        np.testing.assert_array_equal(known(alone.moment(name)), expected)
     x = np.concatenate([batch["x"][batch["attention_mask"] > 0] for batch in data])
-    np.testing.assert_allclose(known(alone.of("x")), x.T @ x / len(x), rtol=1e-3, atol=1e-3)
-    covariance = known(alone.of("x", centered=True))
+    np.testing.assert_allclose(known(alone.moment("x")), x.T @ x / len(x), rtol=1e-3, atol=1e-3)
+    covariance = known(alone.moment("x", centered=True))
     np.testing.assert_allclose(covariance, np.cov(x.T, ddof=0), rtol=1e-3, atol=1e-3)
-    assert alone.of("no activation") is None and InputMoments(model, []).of("x") is None
+    assert alone.moment("no activation") is None and InputMoments(model, []).moment("x") is None
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

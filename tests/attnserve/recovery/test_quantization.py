@@ -75,7 +75,7 @@ def plain(folder: Path) -> ir.Model:
 def with_attention(folder: Path) -> ir.Model:
     """com.microsoft Attention, which is served as QAttention."""
     model = plain(folder)
-    FuseAttention({block.name: "attention" for block in find_attention(model)[0]})(model)
+    FuseAttention({block.name: "attention" for block in find_attention(model).blocks})(model)
     assert any(n.op_type == "Attention" and n.domain for n in model.graph)
     return model
 
@@ -121,7 +121,7 @@ def test_fake_quantization_equals_int8_model_in_onnx_runtime(
 
 def test_blocks_that_stay_float_are_not_rounded(tiny: Path, rows: list[Batch]):
     model = plain(tiny)
-    blocks = [block.name for block in find_attention(model)[0]][:1]
+    blocks = [block.name for block in find_attention(model).blocks][:1]
     kept = quantized(model, rows, float_blocks=blocks)
     served = open_session(convert(model, "int8", rows, float_blocks=blocks, to_nearest=True))
     whole = quantized(model, rows)

@@ -176,7 +176,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs([texts], model, artifact)
-    blocks = (find_attention(model)[0][0].name,) * (precision != "float32")
+    blocks = (find_attention(model).blocks[0].name,) * (precision != "float32")
     plan = Plan(precision=precision, float_blocks=blocks)
     state = start(plan, Job(artifact, model, data), model.clone())
     distillation = Distill()._distillation(state)
@@ -188,7 +188,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
         {n.op_type for n in m.graph} for m in (distillation.student, distillation.module.model)
     ]
     assert "Erf" in kinds[0] and "Erf" not in kinds[1]  # GELU is trained as one operator
-    first, second = find_attention(distillation.module.model)[0]
+    first, second = find_attention(distillation.module.model).blocks
     assert rounded and not {*first.nodes} & rounded.keys()
     assert {*second.nodes} & rounded.keys()
 

@@ -41,7 +41,7 @@ def feeds(bert: ir.Model) -> list[dict[str, np.ndarray]]:
 
 
 def cuts(model: ir.Model) -> list[Cut]:
-    attention = [Cut(b.output.output, (b.x,)) for b in find_attention(model)[0] if b.output]
+    attention = [Cut(b.output.output, (b.x,)) for b in find_attention(model).blocks if b.output]
     return [*attention, *(Cut(b.output, (b.x,)) for b in find_feed_forward(model))]
 
 
@@ -159,7 +159,7 @@ def test_cut_out_names_axes_of_batch_and_length(
     tokens, mask = dims(part)
     assert tokens == [batch, length, 32]
     assert mask == [batch, 1, length, length]
-    name = find_attention(part.model)[0][0].name
+    name = find_attention(part.model).blocks[0].name
     fused = part.model.clone()
     FuseAttention({name: "multi_head"})(fused)  # binds the axes to new names
     for fed in part.feeds:
@@ -188,7 +188,7 @@ def test_cut_out_part_has_one_block_and_its_mask_as_input(bert: ir.Model, feeds:
 
 def pruned(part: Part, mask: list[int]) -> Part:
     small = part.model.clone()
-    PruneHeads({find_attention(small)[0][0].name: mask})(small)
+    PruneHeads({find_attention(small).blocks[0].name: mask})(small)
     return Part(small, part.feeds)
 
 

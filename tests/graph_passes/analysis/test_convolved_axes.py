@@ -153,8 +153,8 @@ def test_models_with_all_axes_dynamic_are_read_and_run(cell: Cell, tmp_path: Pat
     del model.graph.value_info[:]
     onnx.save(model, path := tmp_path / "model.onnx")
     expected, found = inspect(cell.committed), inspect(path)
-    assert not found.reading.unmatched
-    assert len(found.reading.certified) == len(expected.reading.certified) > 0
+    assert not found.matches.unmatched
+    assert len(found.matches.certified) == len(expected.matches.certified) > 0
     assert found.total_macs == expected.total_macs
     inputs = example_inputs(ir.from_proto(model), Workload.of(2, 128))
     assert inputs["pixel_values"].shape == (2, 3, 20, 20)

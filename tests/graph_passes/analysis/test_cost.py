@@ -237,7 +237,7 @@ def collaborative(size: int, heads: int, rank: int, *, content: bool = False) ->
         0,
     )
     model = layer(size, heads)
-    rewrite = Collaborate.with_factors({find_attention(model)[0][0].name: factors})
+    rewrite = Collaborate.with_factors({find_attention(model).blocks[0].name: factors})
     return model_cost(rewrite(model).model)
 
 

@@ -153,7 +153,7 @@ def test_emission_keeps_the_output_or_is_refused_with_its_code(source: str, emis
     mask = tuple(EMISSIONS[emission].kept(block.num_heads))
     atol = SOURCES[source].atol * (10 if isinstance(rewrite, Collaborate) else 1)
     rewrite(model)
-    after = only(model) if block.k.past is None else find_attention(model)[0][0]
+    after = only(model) if block.k.past is None else find_attention(model).blocks[0]
     assert (after.name, after.kind, after.num_heads) == (block.name, block.kind, sum(mask))
     assert after.v_head_size == block.v_head_size
     assert_form(after, block, emission)

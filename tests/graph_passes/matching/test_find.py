@@ -374,10 +374,10 @@ def test_read_attention_mutant_matches_within_tolerance(subject: str) -> None:
         model = build()
         _, change = mutants(model)[index]
         change()
-        result = read_attention(model)
-        assert len(result.blocks) + len(result.unmatched) == 1
-        matched += len(result.blocks)
-        for certified in result.certified:
+        matches = read_attention(model)
+        assert len(matches.blocks) + len(matches.unmatched) == 1
+        matched += len(matches.blocks)
+        for certified in matches.certified:
             assert certified.max_abs_error <= 1e-4
     assert matched >= at_least  # among them: scales, weights, operands of Add and Mul swapped
 
@@ -423,5 +423,5 @@ def test_find_attention_trained_graph_matches(shared: Path, name: str, layers: i
     path = next((shared / "models" / name).glob("*.onnx"), None)
     if path is None:
         pytest.skip(f"{name} is not here")
-    result = read_attention(ir.load(path))
-    assert (len(result.blocks), result.unmatched) == (layers, ())
+    matches = read_attention(ir.load(path))
+    assert (len(matches.blocks), matches.unmatched) == (layers, ())

@@ -223,7 +223,7 @@ def test_find_attention_factor_by_length_is_no_constant() -> None:
     )
     values: dict[str, Any] = {"by_head": np.ones((H, 1, 1), np.float32)}
     model = attention(scores=f"{text}{SCORES}", constants=CONSTANTS | values)
-    for block in find_attention(model)[0]:
+    for block in find_attention(model).blocks:
         assert not (block.q.gain == np.log(5)).any(), "log of the length that was tried"
 
 

@@ -135,7 +135,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
         (NAME, "attention_0"), (NAME, "attention_1"),
     ]  # fmt: skip
     assert "per_head" not in model.graph.initializers
-    assert [(b.name, b.num_heads, len(b.steps)) for b in find_attention(model)[0]] == [
+    assert [(b.name, b.num_heads, len(b.steps)) for b in find_attention(model).blocks] == [
         ("attention_0", H, 1), ("attention_1", H, 1),
     ]  # fmt: skip
     arrays = feeds(original)

@@ -184,10 +184,10 @@ def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     pruned, collaborative = PruneHeads({FIRST: (1, 0, 1)}), Collaborate({FIRST: {"rank": 5}})
     with Analyses.of(model) as analyses:
         pruned(model)
-        assert pruned.sizes(FIRST, analyses.get(find_attention)[0][0]) == {"heads": 2}
+        assert pruned.sizes(FIRST, analyses.get(find_attention).blocks[0]) == {"heads": 2}
         factored = collaborative.fitted(analyses, {})
         factored(model)
-        block = analyses.get(find_attention)[0][0]
+        block = analyses.get(find_attention).blocks[0]
         expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
         assert factored.sizes(FIRST, block) == expected
         assert (factored.approximation_error(FIRST) or 0) > 0
@@ -414,7 +414,7 @@ def test_pass_rewrites_one_branch_of_an_if_and_leaves_the_other(case: str) -> No
     np.testing.assert_allclose(run(model, arrays), run(expected, arrays) - shift, atol=EXACT)
     arrays["flag"] = np.array(False)
     np.testing.assert_array_equal(run(model, arrays), run(if_model(), arrays))
-    names = [block.name for block in find_attention(model)[0]]
+    names = [block.name for block in find_attention(model).blocks]
     assert names == ([SECOND] if case == "skip_attention" else [FIRST, SECOND])
 
 

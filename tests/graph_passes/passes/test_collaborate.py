@@ -146,16 +146,16 @@ def test_collaborate_ranks_differ_by_layer() -> None:
     blocks, _ = find_attention(model)
     ranks = {block.name: rank for block, rank in zip(blocks, (4, EXACT), strict=True)}
     Collaborate({name: SharedDimensions(rank=rank) for name, rank in ranks.items()})(model)
-    read = read_attention(model)
-    assert {block.name: block.head_size for block in read.blocks} == ranks
-    assert read.unmatched == ()
+    matches = read_attention(model)
+    assert {block.name: block.head_size for block in matches.blocks} == ranks
+    assert matches.unmatched == ()
 
 
 def test_collaborate_of_one_layer_leaves_the_other() -> None:
     model, original = two_layers(), two_layers()
-    first = find_attention(model)[0][0]
+    first = find_attention(model).blocks[0]
     Collaborate.with_factors({first.name: factor(first, EXACT)})(model)
-    assert [block.form for block in find_attention(model)[0]] == ["collaborative", "standard"]
+    assert [block.form for block in find_attention(model).blocks] == ["collaborative", "standard"]
     arrays = feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
@@ -322,7 +322,7 @@ def test_collaborate_sparse_heads_are_found(layout: str, rank: int, form: str) -
     assert (after.form, after.num_heads, after.input_size) == (form, H, D)
     assert after.head_size == (3 if layout == "no query bias" else 4)
     assert after.content is None and after.scale == pytest.approx(before.scale, rel=1e-6)
-    blocks, misses = (reading := read_attention(model)).blocks, reading.unmatched
+    blocks, misses = (matches := read_attention(model)).blocks, matches.unmatched
     assert len(blocks) == 1 and not misses
     gathers = [node for node in model.graph if node.op_type == "Gather" and "/coll" in node.name]
     assert len(gathers) == (2 if form == "sparse" else 0)

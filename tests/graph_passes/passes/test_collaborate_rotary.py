@@ -55,16 +55,16 @@ def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
     shared = SharedDimensions(rank=rank, head_size=head_size)
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = [block.name for block in analyses.get(find_attention)[0]]
+        names = [block.name for block in analyses.get(find_attention).blocks]
         Collaborate(dict.fromkeys(names, shared))(model)
     return model
 
 
 def sizes(model: ir.Model) -> set[tuple[int, int, int]]:
     """Query heads, key heads and head size of each certified block."""
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    return {(b.num_heads, b.k.num_distinct_heads, b.head_size) for b in reading.blocks}
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    return {(b.num_heads, b.k.num_distinct_heads, b.head_size) for b in matches.blocks}
 
 
 @each_cell
@@ -90,8 +90,8 @@ def test_collaborate_rotary_makes_queries_and_keys_smaller(cell: Cell) -> None:
 def test_collaborate_rotary_pruned_model_is_exact_at_full_size() -> None:
     """The scale lies in the factors of the rotation after pruning."""
     model = load_model(LLAMA.committed)
-    PruneHeads({block.name: [1, 1, 1, 1, 0, 0] for block in find_attention(model)[0]})(model)
-    assert {exact_rank(block) for block in find_attention(model)[0]} == {2 * K}
+    PruneHeads({block.name: [1, 1, 1, 1, 0, 0] for block in find_attention(model).blocks})(model)
+    assert {exact_rank(block) for block in find_attention(model).blocks} == {2 * K}
     assert_same_outputs(rewrite(model.clone(), 2 * K), model, LLAMA)
     assert_same_outputs(rewrite(model.clone(), 2 * K, K), model, LLAMA)
 
@@ -102,7 +102,7 @@ def test_collaborate_rotary_result_is_fused(head_size: int | None) -> None:
     model = load_model(LLAMA.committed)
     raise_opset(model, 23)
     rewrite(model, 18, head_size)
-    fused, names = model.clone(), [block.name for block in find_attention(model)[0]]
+    fused, names = model.clone(), [block.name for block in find_attention(model).blocks]
     FuseAttention(dict.fromkeys(names, "onnx"))(fused)
     assert {block.idiom for block in read_attention(fused).blocks} == {"attention_operator"}
     assert_same_outputs(fused, model, LLAMA)
@@ -118,7 +118,7 @@ REFUSED = {
 def test_collaborate_rotary_unsupported_block_raises(cell: Cell) -> None:
     model = load_model(cell.committed)
     with Analyses.of(model) as analyses:
-        block = find_attention(model)[0][0]
+        block = find_attention(model).blocks[0]
         refusal = Collaborate.refusal(block, None, analyses)
     assert refusal is not None
     assert refusal.code == REFUSED[cell]

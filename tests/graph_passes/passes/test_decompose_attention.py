@@ -32,7 +32,7 @@ def fused(operator: str, inputs: str = PLAIN_INPUT, **parts: str) -> ir.Model:
 
 def decompose(original: ir.Model) -> ir.Model:
     model = original.clone()
-    names = frozenset(block.name for block in find_attention(model)[0])
+    names = frozenset(block.name for block in find_attention(model).blocks)
     return DecomposeAttention(names)(model).model
 
 
@@ -65,7 +65,7 @@ def test_decompose_attention_rows_without_keys_keep_the_output(case: str) -> Non
     np.testing.assert_allclose(got, run(original, arrays), atol=1e-5, rtol=0)
     bias = np.asarray(plain.graph.initializers["bo"].const_value)
     np.testing.assert_allclose(got[0, 2], bias, atol=1e-6, rtol=0)
-    assert find_attention(plain)[0][0].probabilities is not None
+    assert find_attention(plain).blocks[0].probabilities is not None
 
 
 def test_decompose_attention_keeps_name_and_scale() -> None:
@@ -98,7 +98,7 @@ def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
 DECOMPOSED = [
     name
     for name, case in OPERATORS.items()
-    if case.runs and not decomposition_refusal(find_attention(case.model())[0][0])
+    if case.runs and not decomposition_refusal(find_attention(case.model()).blocks[0])
 ]
 
 

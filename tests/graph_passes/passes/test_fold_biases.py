@@ -155,7 +155,7 @@ def test_fold_biases_keeps_the_names_of_blocks(name: str):
     model = ir.load(Path(__file__).parents[2] / "fixtures" / "onnx" / f"{name}.onnx")
 
     def names() -> list[str]:
-        blocks = [*find_attention(model)[0], *find_feed_forward(model)]
+        blocks = [*find_attention(model).blocks, *find_feed_forward(model)]
         return [block.name for block in blocks]
 
     before = names()

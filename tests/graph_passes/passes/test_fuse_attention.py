@@ -92,7 +92,7 @@ def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
     """Fuse all blocks, or those with these names."""
     raised(model, form)
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = names or tuple(block.name for block in analyses.get(find_attention)[0])
+        names = names or tuple(block.name for block in analyses.get(find_attention).blocks)
         result = FuseAttention(dict.fromkeys(names, form))(model)
     assert result.modified
     return result.model
@@ -111,7 +111,7 @@ def biases(model: ir.Model) -> list[ir.Value | None]:
 
 def codes(model: ir.Model, form: FusedOperator) -> list[str]:
     """Why each block of a model cannot be fused; empty if it can."""
-    blocks, info = find_attention(model)[0], infer_shapes_small(model, batch=2, sequence=5)
+    blocks, info = find_attention(model).blocks, infer_shapes_small(model, batch=2, sequence=5)
     refusals = [fusion_refusal(block, form, info) for block in blocks]
     return [refusal.code if refusal else "" for refusal in refusals]
 
@@ -230,9 +230,9 @@ def test_fuse_attention_sparse_layers_become_standard_heads(
 
     model = fuse(build(), form)
     assert_same_output(model, build())
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    assert [(b.idiom, b.head_size, b.v_head_size) for b in reading.blocks] == [
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    assert [(b.idiom, b.head_size, b.v_head_size) for b in matches.blocks] == [
         (IDIOMS[form], 3, V)
     ] * 2
 
@@ -253,8 +253,8 @@ def test_fuse_attention_bfloat16_is_certified(form: FusedOperator) -> None:
     )
     (node,) = operators(model)
     assert {v.dtype for v in node.inputs if v and v.dtype} == {ir.DataType.BFLOAT16}
-    reading = read_attention(model)
-    assert [block.idiom for block in reading.blocks] == [IDIOMS[form]] and not reading.unmatched
+    matches = read_attention(model)
+    assert [block.idiom for block in matches.blocks] == [IDIOMS[form]] and not matches.unmatched
 
 
 def test_fuse_attention_of_consecutive_blocks_keeps_the_output() -> None:
@@ -376,9 +376,9 @@ def test_fuse_attention_mask_with_its_own_length_name_is_shared() -> None:
 def test_fuse_attention_of_one_layer_leaves_the_others() -> None:
     model = fuse(layers(3), "attention", "attention_1")
     assert_same_output(model, layers(3))
-    reading = read_attention(model)
-    assert [block.idiom for block in reading.blocks] == ["softmax", IDIOMS["attention"], "softmax"]
-    assert [block.name for block in reading.blocks] == [f"attention_{index}" for index in range(3)]
+    matches = read_attention(model)
+    assert [block.idiom for block in matches.blocks] == ["softmax", IDIOMS["attention"], "softmax"]
+    assert [block.name for block in matches.blocks] == [f"attention_{index}" for index in range(3)]
 
 
 def test_fuse_attention_layers_of_two_forms_share_one_bias() -> None:
@@ -677,7 +677,7 @@ def test_fuse_attention_exported_model_keeps_the_output(
     path, reason = exported(cell)
     assert not reason
     model = load_model(path)
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     names = [b.name for b, code in zip(blocks, codes(model, form), strict=True) if not code]
     count, crossed = EXPORTED[cell]
     refused = crossed if form in ("attention", "merged") else 0
@@ -685,14 +685,14 @@ def test_fuse_attention_exported_model_keeps_the_output(
     fuse(model, form, *names)
     assert len(set(biases(model)) - {None}) == count - refused
     assert_same_outputs(model, path, cell)
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    assert [block.name for block in reading.blocks] == [block.name for block in blocks]
-    for before, after in zip(blocks, reading.blocks, strict=True):
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    assert [block.name for block in matches.blocks] == [block.name for block in blocks]
+    for before, after in zip(blocks, matches.blocks, strict=True):
         if before.name in names:
             assert_same_block(after, before, form)
     if cell.architecture == "ALBERT":
-        assert len({id(block.v.weight) for block in reading.blocks}) == 1
+        assert len({id(block.v.weight) for block in matches.blocks}) == 1
 
 
 @each_form
@@ -732,7 +732,7 @@ def test_fuse_attention_pruned_rotary_model_keeps_the_output(
     heads, groups = ROTARY_EXPORTS[cell]
     model = load_model(cell.committed)
     raise_opset(model, 23)
-    blocks = find_attention(model)[0]
+    blocks = find_attention(model).blocks
     assert {(block.num_heads, block.num_kv_heads) for block in blocks} == {(heads, groups)}
     share = heads // groups
     PruneHeads({b.name: [1] * (heads - share) + [0] * share for b in blocks})(model)
@@ -740,9 +740,9 @@ def test_fuse_attention_pruned_rotary_model_keeps_the_output(
     assert codes(model, form) == [""] * len(names)
     FuseAttention(dict.fromkeys(names, form))(model)
     assert_same_outputs(model, pruned, cell)
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    for block in reading.blocks:
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    for block in matches.blocks:
         assert (block.idiom, block.position) == (IDIOMS[form], "rope")
         assert (block.num_heads, block.num_kv_heads) == (heads - share, groups - 1)
     gathers = [n for n in model.graph if n.op_type == "Gather" and "spread" in (n.name or "")]
@@ -755,7 +755,7 @@ def test_fuse_attention_groups_of_unequal_size_are_repeated(form: FusedOperator)
     cell = next(iter(ROTARY_EXPORTS))
     model = load_model(cell.committed)
     raise_opset(model, 23)
-    names = [block.name for block in find_attention(model)[0]]
+    names = [block.name for block in find_attention(model).blocks]
     PruneHeads({name: [1, 1, 1, 1, 1, 0] for name in names})(model)
     pruned = model.clone()
     FuseAttention(dict.fromkeys(names, form))(model)

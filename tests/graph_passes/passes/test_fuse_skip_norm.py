@@ -160,7 +160,7 @@ def test_fuse_skip_norm_a_read_bias_stays():
 def test_fuse_skip_norm_of_an_encoder(half: bool, folded: bool):
     """Blocks keep their names, and can still be found."""
     model = random_encoder(layers=2, hidden=32, heads=4, positions=32)
-    names = [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))]
+    names = [b.name for b in (*find_attention(model).blocks, *find_feed_forward(model))]
     if half:
         to_half(model)
     arrays = example_inputs(model, Workload.of(2, 9), padded=True)
@@ -169,6 +169,6 @@ def test_fuse_skip_norm_of_an_encoder(half: bool, folded: bool):
         FoldBiases()(model)
     FuseSkipNorm()(model)
     assert operators(model)["SkipLayerNormalization"] == 4
-    assert [b.name for b in (*find_attention(model)[0], *find_feed_forward(model))] == names
+    assert [b.name for b in (*find_attention(model).blocks, *find_feed_forward(model))] == names
     (after,) = open_session(model, ONE_THREAD).run(None, arrays)
     np.testing.assert_allclose(after, before, rtol=0, atol=2e-2 if half else 1e-5)

@@ -138,8 +138,8 @@ def test_prune_heads_removes_weights_of_removed_heads() -> None:
     removed = {f"{name}_0" for name in ("Wq", "bq", "Wk", "bk", "Wv", "bv", "Wo")}
     assert removed.isdisjoint(model.graph.initializers)
     assert {"bo_0", "Wq_1", "bq_1", "Wo_1"} <= set(model.graph.initializers)
-    block = find_attention(model)[0][0]
-    original = find_attention(layers(2))[0][0]
+    block = find_attention(model).blocks[0]
+    original = find_attention(layers(2)).blocks[0]
     for part, whole in ((block.q, original.q), (block.k, original.k), (block.v, original.v)):
         expected = whole.heads()[1:2] * (original.scale if part is block.q else 1)
         np.testing.assert_allclose(part.heads(), expected, atol=1e-6)
@@ -214,9 +214,9 @@ def test_prune_heads_of_several_layers_keeps_names() -> None:
     masks = {"attention_0": (1, 0, 0), "attention_2": (0, 1, 1)}
     arrays = feeds(layers(3))
     model = PruneHeads(masks)(layers(3)).model
-    reading = read_attention(model)
-    assert reading.unmatched == ()
-    assert [(block.name, block.num_heads) for block in reading.blocks] == [
+    matches = read_attention(model)
+    assert matches.unmatched == ()
+    assert [(block.name, block.num_heads) for block in matches.blocks] == [
         ("attention_0", 1), ("attention_1", 3), ("attention_2", 2),
     ]  # fmt: skip
     expected = run(masked(layers(3), masks), arrays)
@@ -348,8 +348,8 @@ def test_prune_heads_any_mask_equals_masking(masks: list[list[int]]) -> None:
     assert model.opset_imports[""] == 11
     names = [value.name for node in model.graph for value in node.outputs]
     assert len(set(names)) == len(names)
-    reading = read_attention(model)
-    assert reading.unmatched == ()
+    matches = read_attention(model)
+    assert matches.unmatched == ()
     if all(map(any, masks)):
-        heads = {block.name: block.num_heads for block in reading.blocks}
+        heads = {block.name: block.num_heads for block in matches.blocks}
         assert heads == {name: sum(mask) for name, mask in chosen.items()}

@@ -106,15 +106,15 @@ def assert_is_forwarding(
     arrays = feeds(model)
     expected = run(grafted(model.clone(), edges), arrays)
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = [block.name for block in analyses.get(find_attention)[0]]
+        names = [block.name for block in analyses.get(find_attention).blocks]
         reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
-    reading = read_attention(model)
-    assert [miss.reason for miss in reading.unmatched] == []
-    assert [block.name for block in reading.blocks] == names
-    for block in reading.blocks:
+    matches = read_attention(model)
+    assert [miss.reason for miss in matches.unmatched] == []
+    assert [block.name for block in matches.blocks] == names
+    for block in matches.blocks:
         assert block.form == ("reuse" if edges.get(block.name) else "standard")
         taken = {int(head) for reused in block.reused for head in reused.heads}
         assert len(taken) == len(edges.get(block.name, ()))
@@ -589,9 +589,9 @@ def reusing_block(
     text: str, heads: Sequence[Sequence[int]], sources: Sequence[Sequence[int]]
 ) -> AttentionBlock:
     """The second layer, after a check of the heads that it takes from the first."""
-    reading = read_attention(reading_graph(text))
-    assert [miss.reason for miss in reading.unmatched] == []
-    first, second = reading.blocks
+    matches = read_attention(reading_graph(text))
+    assert [miss.reason for miss in matches.unmatched] == []
+    first, second = matches.blocks
     assert (first.form, second.form, second.num_heads) == ("standard", "reuse", H)
     assert [reused.heads.tolist() for reused in second.reused] == heads
     assert [reused.sources.tolist() for reused in second.reused] == sources
@@ -634,9 +634,9 @@ NOT_JOINED = {
 
 @pytest.mark.parametrize("case", NOT_JOINED)
 def test_find_attention_parts_of_different_values_are_unmatched(case: str) -> None:
-    reading = read_attention(reading_graph(NOT_JOINED[case]))
-    assert [block.form for block in reading.blocks] == ["standard"]
-    assert len(reading.unmatched) == 1
+    matches = read_attention(reading_graph(NOT_JOINED[case]))
+    assert [block.form for block in matches.blocks] == ["standard"]
+    assert len(matches.unmatched) == 1
 
 
 @pytest.mark.parametrize(
@@ -734,9 +734,9 @@ def test_find_attention_own_heads_out_of_order_is_unmatched() -> None:
     second = read_attention(model).blocks[1]
     assert (second.num_heads, second.own_heads.tolist()) == (4, [0, 1, 2])
     wrong = reading_graph(text.replace("(own, one_of)", "(turned, one_of)"), constants=constants)
-    reading = read_attention(wrong)
-    assert [block.form for block in reading.blocks] == ["standard"]
-    assert len(reading.unmatched) >= 1
+    matches = read_attention(wrong)
+    assert [block.form for block in matches.blocks] == ["standard"]
+    assert len(matches.unmatched) >= 1
 
 
 def test_find_attention_reuse_of_unmatched_layer_is_unmatched() -> None:
@@ -775,7 +775,7 @@ def test_reuse_attention_invalid_edge_is_refused(case: str) -> None:
 def test_reuse_attention_reused_source_is_refused() -> None:
     model = reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
     with raises(InvalidArgument, "reuse_attention.chain"):
-        second = next(b for b in find_attention(model)[0] if b.name == SECOND)
+        second = next(b for b in find_attention(model).blocks if b.name == SECOND)
         (taken,) = second.reused
         reuse(model, {THIRD: {0: (SECOND, int(taken.heads[0]))}})
 
@@ -785,7 +785,7 @@ def test_reuse_attention_own_head_of_reusing_layer_is_a_source() -> None:
         return reuse(layers(3), {SECOND: {1: (FIRST, 0)}})
 
     model = build()
-    second = next(b for b in find_attention(model)[0] if b.name == SECOND)
+    second = next(b for b in find_attention(model).blocks if b.name == SECOND)
     head = int(second.own_heads[0])
     arrays = feeds(model)
     edges = {THIRD: {0: (SECOND, head), 2: (SECOND, head)}}
@@ -802,7 +802,7 @@ def test_reuse_attention_second_time_is_refused() -> None:
 
 
 def test_reuse_refusal_first_layer_has_no_earlier() -> None:
-    assert code_of(find_attention(layers(2))[0][:1]) == "no_earlier"
+    assert code_of(find_attention(layers(2)).blocks[:1]) == "no_earlier"
 
 
 def code_of(blocks: Sequence[AttentionBlock]) -> str | None:

@@ -200,7 +200,7 @@ def test_skip_attention_without_output_projection_is_refused() -> None:
 
 
 def test_skip_attention_flattened_tokens_are_refused() -> None:
-    refusal = skip_refusal(find_attention(flattened())[0][0])
+    refusal = skip_refusal(find_attention(flattened()).blocks[0])
     assert refusal and refusal.code == "token_layout"
 
 

@@ -40,7 +40,7 @@ def test_strip_cache_equals_original_with_an_empty_past(cell: Cell, sequence: in
     for name, array in got.items():
         np.testing.assert_array_equal(array, expected[name])
     blocks, unmatched = find_attention(model)
-    assert len(blocks) == len(find_attention(load_model(cell.committed))[0]) and not unmatched
+    assert len(blocks) == len(find_attention(load_model(cell.committed)).blocks) and not unmatched
 
 
 def test_strip_cache_without_a_cache_is_refused() -> None:

@@ -23,7 +23,7 @@ def open_engine(path: Path, **settings: Any) -> Engine:
     model.warm_up()
     chosen, metrics = Settings.model_validate({"model": path, **settings}), Metrics()
     shadow = Shadow(chosen, metrics, list)
-    return Engine(model, chosen, metrics.of(model.name, "1"), lambda: model, shadow)
+    return Engine(model, chosen, metrics.series(model.name, "1"), lambda: model, shadow)
 
 
 def tokens(*rows: list[int], mask: list[list[int]] | None = None) -> dict[str, np.ndarray]:

@@ -363,21 +363,21 @@ def test_loss_curves_of_other_changes(
             0 < losses[BlockConfig(4, 4)] < losses[BlockConfig(4, 4, 8)] < 0.5
         )  # sharing costs more
         assert 0 < losses[BlockConfig(0)] < 1.5
-        assert curve.of(BlockConfig(4, 4)) == losses[BlockConfig(4, 4)]
-        assert curve.of(BlockConfig(2, 4)) == pytest.approx(
+        assert curve.loss_of(BlockConfig(4, 4)) == losses[BlockConfig(4, 4)]
+        assert curve.loss_of(BlockConfig(2, 4)) == pytest.approx(
             curve.at(2) + losses[BlockConfig(4, 4)] / 2
         )
-        assert curve.of(BlockConfig(4, 4, 8).of(2)) == pytest.approx(
+        assert curve.loss_of(BlockConfig(4, 4, 8).with_heads(2)) == pytest.approx(
             curve.at(2) + losses[BlockConfig(4, 4, 8)] / 2
         )
-        assert curve.of(BlockConfig(2)) == curve.at(2)
-        assert curve.of(BlockConfig(0)) == losses[BlockConfig(0)]
+        assert curve.loss_of(BlockConfig(2)) == curve.at(2)
+        assert curve.loss_of(BlockConfig(0)) == losses[BlockConfig(0)]
 
 
 def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
-        assert curve.of(BlockConfig(2, 4)) is None and curve.of(BlockConfig(0)) is None
+        assert curve.loss_of(BlockConfig(2, 4)) is None and curve.loss_of(BlockConfig(0)) is None
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
@@ -409,10 +409,10 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
 
 def test_block_config_of_fewer_heads_shares_fewer_dimensions():
     """In proportion, in multiples of 8, and never none."""
-    assert BlockConfig(12, 16, 120).of(6) == BlockConfig(6, 16, 56)
-    assert BlockConfig(12, 16, 120).of(12) == BlockConfig(12, 16, 120)
-    assert BlockConfig(4, 4, 8).of(1) == BlockConfig(1, 4, 8)
-    assert BlockConfig(12, 16).of(3) == BlockConfig(3, 16)
+    assert BlockConfig(12, 16, 120).with_heads(6) == BlockConfig(6, 16, 56)
+    assert BlockConfig(12, 16, 120).with_heads(12) == BlockConfig(12, 16, 120)
+    assert BlockConfig(4, 4, 8).with_heads(1) == BlockConfig(1, 4, 8)
+    assert BlockConfig(12, 16).with_heads(3) == BlockConfig(3, 16)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def new_meter(bert: ir.Model, tiny: Path) -> Callable[[], QualityMeter]:
 def estimator(
     bert: ir.Model, data: list[Batch], new_meter: Callable[[], QualityMeter]
 ) -> LossEstimator:
-    names = [block.name for block in (*find_attention(bert)[0], *find_feed_forward(bert))]
+    names = [block.name for block in (*find_attention(bert).blocks, *find_feed_forward(bert))]
     return LossEstimator(bert, names, data, new_meter, RunContext(threads=1))
 
 
@@ -56,7 +56,7 @@ def test_loss_without_changes_is_zero(estimator: LossEstimator):
 def test_rows_of_zeros_are_heads_that_are_gone(
     estimator: LossEstimator, bert: ir.Model, data: list[Batch]
 ):
-    block = find_attention(bert)[0][1]
+    block = find_attention(bert).blocks[1]
     assert block.output is not None
     weight, bias = (array.copy() for array in estimator.maps[block.name])
     weight[block.output.rows[[0, 2]].reshape(-1)] = 0
@@ -86,7 +86,7 @@ def test_loss_of_changed_maps_equals_rewritten_model(
     """Both at once, with what others take over: a full map of an attention and of a feed-forward,
     each with its constant."""
     random = np.random.default_rng(0)
-    names = [find_attention(bert)[0][0].name, find_feed_forward(bert)[1].name]
+    names = [find_attention(bert).blocks[0].name, find_feed_forward(bert)[1].name]
     maps: dict[str, Any] = {}
     for name in names:
         weight, bias = estimator.maps[name]
@@ -104,7 +104,7 @@ def test_loss_of_changed_maps_equals_rewritten_model(
 
 
 def test_loss_of_a_model_from_its_first_changed_block_on(estimator: LossEstimator, bert: ir.Model):
-    names = [block.name for block in find_attention(bert)[0]]
+    names = [block.name for block in find_attention(bert).blocks]
     for name in (*names, names[0]):
         pruned = bert.clone()
         PruneHeads({name: [0, 1, 0, 1]})(pruned)

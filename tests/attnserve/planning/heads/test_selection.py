@@ -40,7 +40,7 @@ NAMES = [f"attention_{layer}" for layer in range(L)]
 @cache
 def blocks(count: int = L) -> tuple[AttentionBlock, ...]:
     """Layers of H heads each, all with the same masks."""
-    return tuple(find_attention(layers(count))[0])
+    return tuple(find_attention(layers(count)).blocks)
 
 
 def alike(count: int = L, seed: int = 0) -> HeadSimilarity:
@@ -277,7 +277,7 @@ def test_edges_of_nan_similarity_is_no_source():
 def test_edges_of_head_reused_in_the_model_is_no_source():
     model = layers(3)
     ReuseAttention({NAMES[1]: {0: (NAMES[0], 2)}})(model)
-    found = find_attention(model)[0]
+    found = find_attention(model).blocks
     (reused,) = found[1].reused
     similarity = alike(3)
     similarity.matrix[:] = 0.1

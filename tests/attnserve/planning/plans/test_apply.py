@@ -40,7 +40,7 @@ def test_apply_plan_gives_a_training_the_refitted_model(tiny: Path, tmp_path: Pa
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     job = Job(artifact, model, load_inputs(texts, model, artifact))
-    block = job.report.blocks[0]
+    block = job.matches.blocks[0]
     mask = [0, *[1] * (block.num_heads - 1)]
     training = Watching()
     plan = Plan((PruneHeads({block.name: mask}),), (training,))

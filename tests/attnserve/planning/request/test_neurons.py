@@ -250,7 +250,7 @@ def with_external_weights(model: ir.Model) -> None:
 
 
 def with_name_of_attention(model: ir.Model) -> None:
-    pin_name(find_feed_forward(model)[0].product, find_attention(model)[0][0].name)
+    pin_name(find_feed_forward(model)[0].product, find_attention(model).blocks[0].name)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_optimize_ffn_removes_neurons_and_their_cost(
     assert report.before.macs is not None and report.after.macs is not None
     assert report.before.macs - report.after.macs == removed * 2 * 32 * report.sequence
     assert report.steps[-1].macs_after == report.after.macs
-    assert len(inspect(tmp_path / "new").reading.blocks) == 2
+    assert len(inspect(tmp_path / "new").matches.blocks) == 2
 
 
 def test_optimize_ffn_refit_improves_the_cosine(tiny: Path, sentences: Path, tmp_path: Path):

@@ -169,8 +169,8 @@ def only(plan: Plan, name: str) -> None:
 def test_plan_request_prune_by_energy_follows_elimination_order():
     plan = planned(prune=0.25)
     only(plan, "prune_heads")
-    model, reading = stack()
-    orders = elimination_order(model, reading.blocks, data().fit)
+    model, matches = stack()
+    orders = elimination_order(model, matches.blocks, data().fit)
     assert sum(mask.count(0) for mask in masks_of(plan).values()) == 3  # of 12
     for name, mask in masks_of(plan).items():
         removed = [head for head, stays in enumerate(mask) if not stays]
@@ -179,8 +179,8 @@ def test_plan_request_prune_by_energy_follows_elimination_order():
 
 def test_plan_request_prune_by_loo_removes_least_loss():
     plan = planned(prune=0.25, importance="loo")
-    model, reading = stack()
-    loss = leave_one_out(model, reading.blocks, data().fit)
+    model, matches = stack()
+    loss = leave_one_out(model, matches.blocks, data().fit)
     ranked = sorted((float(loss[name][h]), name, h) for name in NAMES for h in range(H))
     removed = {(name, h) for name, mask in masks_of(plan).items() for h in range(H) if not mask[h]}
     assert removed == {(name, h) for _, name, h in ranked[:3]}  # no layer loses all here
@@ -189,8 +189,8 @@ def test_plan_request_prune_by_loo_removes_least_loss():
 def test_plan_request_prune_by_voting_removes_equal_numbers_per_layer():
     plan = planned(prune=1 / 3, importance="voting")
     assert [mask.count(0) for mask in masks_of(plan).values()] == [1] * L
-    model, reading = stack()
-    votes = voting_to_stay(model, reading.blocks, data().fit, groups=dict.fromkeys(NAMES, 2))
+    model, matches = stack()
+    votes = voting_to_stay(model, matches.blocks, data().fit, groups=dict.fromkeys(NAMES, 2))
     assert masks_of(plan) == {name: [int(x) for x in votes[name].mask] for name in NAMES}
 
 
@@ -234,8 +234,8 @@ def test_plan_request_prune_heads_applies_masks():
 def test_plan_request_reuse_takes_most_similar_head():
     plan = planned(reuse="partial:1")
     only(plan, "reuse_attention")
-    model, reading = stack()
-    similarity = measure_similarity(model, reading.blocks, data().fit)
+    model, matches = stack()
+    similarity = measure_similarity(model, matches.blocks, data().fit)
     (head, source), *more = edges_of(plan)[NAMES[1]].items()
     between = similarity.between(NAMES[1], NAMES[0])
     assert not more and between[head, source[1]] == between.max()
@@ -283,8 +283,8 @@ def test_plan_request_layer_without_comparable_source_is_left_with_warning(
     monkeypatch: pytest.MonkeyPatch,
 ):
     def incomparable(*_: Any, **__: Any) -> Any:
-        model, reading = stack()
-        result = measure_similarity(model, reading.blocks, data().fit)
+        model, matches = stack()
+        result = measure_similarity(model, matches.blocks, data().fit)
         result.matrix[: 2 * H, 2 * H :] = result.matrix[2 * H :, : 2 * H] = np.nan
         return result
 

@@ -110,7 +110,7 @@ def test_block_timer_forms_and_configs_use_precision(
 
     monkeypatch.setattr(LatencyTable, "measure", measured)
     model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
-    groups = group_blocks(model, find_attention(model)[0], ffn=True)
+    groups = group_blocks(model, find_attention(model).blocks, ffn=True)
     feeds = [example_inputs(model, Workload.of(1, 8))]
     BlockTimer(model, feeds, LatencyTable(None), 1, precision).time_blocks(groups)
     assert len(seen) > 8

@@ -58,7 +58,7 @@ def test_search_truncates_queries_and_keys(
     assert report.fidelity.mean_cosine >= 0.9
     assert replays()
     again = {row.block.name: row.block.head_size
-             for row in attnserve.inspect(tmp_path / "a.onnx").reading.certified}  # fmt: skip
+             for row in attnserve.inspect(tmp_path / "a.onnx").matches.certified}  # fmt: skip
     assert again == {d.block: d.head_size or 8 for d in report.layers if d.kind == "attention"}
 
 
@@ -97,7 +97,7 @@ def test_search_removes_unimportant_attention(
 ):
     """An affine map replaces it."""
     graph = load_model(open_artifact(model))
-    last = attnserve.inspect(model).reading.blocks[-1]
+    last = attnserve.inspect(model).matches.blocks[-1]
     weight = graph.graph.initializers[last.output.weight.name]
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
@@ -108,7 +108,7 @@ def test_search_removes_unimportant_attention(
     assert "affine map" in decision.why
     assert report.gain and report.fidelity.mean_cosine >= 0.999
     assert replays()
-    left = attnserve.inspect(tmp_path / "a.onnx").reading
+    left = attnserve.inspect(tmp_path / "a.onnx").matches
     assert last.name not in {row.block.name for row in left.certified}
 
 
@@ -118,7 +118,7 @@ def test_search_reuses_probabilities_without_fused_operators(
 ):
     """Keys of almost zero make the probabilities of all layers alike."""
     graph = load_model(open_artifact(model))
-    for block in attnserve.inspect(model).reading.blocks:
+    for block in attnserve.inspect(model).matches.blocks:
         weight = graph.graph.initializers[block.k.weight.name]
         weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-2))
     ir.save(graph, model / "model.onnx")
