@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 endif
 INSTALLED := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
+# Tests with the mark `export` only: each test process needs some seconds to import torch.
+TORCH_TESTS := tests/attnserve/nn tests/attnserve/recovery tests/benchmarks/test_training.py
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-all support lint types docs bench clean
@@ -22,7 +24,7 @@ demo: $(INSTALLED) ## Export, optimize, verify, measure and serve a real encoder
 	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run the default tests; ARGS="tests/attnserve -k prune" runs some of them
-	$(PYTEST) -m "not (export or process or timing or fuzz or gpu)" $(ARGS)
+	$(PYTEST) $(addprefix --ignore=,$(TORCH_TESTS)) -m "not (export or process or timing or fuzz or gpu)" $(ARGS)
 
 test-all: $(INSTALLED) ## Run all tests; ARGS="-m export" runs those with one mark
 	$(PYTEST) $(ARGS)

@@ -40,6 +40,7 @@ __all__ = [
     "Options",
     "Switch",
     "expected_values",
+    "field_docstrings",
     "is_group",
     "option_name",
     "option_type",
@@ -126,7 +127,7 @@ class Options(BaseModel):
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
-        for name, text in _docstrings(cls.__module__).get(cls.__qualname__, {}).items():
+        for name, text in field_docstrings(cls.__module__).get(cls.__qualname__, {}).items():
             if name in cls.model_fields and cls.model_fields[name].description is None:
                 cls.model_fields[name].description = text
 
@@ -179,7 +180,7 @@ class Options(BaseModel):
 
 
 @cache
-def _docstrings(module: str) -> dict[str, dict[str, str]]:
+def field_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Read the docstrings of the fields of each class of a module.
 
     ``use_attribute_docstrings`` of pydantic reads the module once for each class, which takes a

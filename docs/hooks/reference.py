@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import tempfile
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,7 @@ import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
+from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
 from service.settings import EnvironmentOptions, RaySettings, Settings
@@ -180,8 +182,10 @@ def model_folders() -> str:
 
 def _settings_file(kind: type[SettingsFile]) -> str:
     about = _paragraphs(kind.__doc__ or "")
+    docstrings = field_docstrings(kind.__module__)
+    texts = ChainMap(*(docstrings.get(base.__name__, {}) for base in kind.__mro__))
     rows = [
-        f"| `{name}` | {_cell(field.description or '')} |"
+        f"| `{name}` | {_cell(texts.get(name, ''))} |"
         for name, field in kind.model_fields.items()
         if not field.exclude
     ]

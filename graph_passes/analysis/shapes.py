@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnx
@@ -505,9 +506,17 @@ BODIES = {"If": _infer_if, "Loop": _infer_loop, "Scan": _infer_scan}
 
 def _of_tensor(tensor: ir.TensorProtocol) -> TensorInfo:
     """The information of a weight; its elements if it is small."""
-    shape = tuple(tensor.shape.numpy())
-    small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
-    return TensorInfo(tensor.dtype, shape, tensor.numpy() if small else None)
+    info = _WEIGHTS.get(tensor)
+    if info is None:
+        shape = tuple(tensor.shape.numpy())
+        small = math.prod(shape) <= SMALL and tensor.dtype != ir.DataType.STRING
+        constant = tensor.numpy() if small else None
+        info = _WEIGHTS[tensor] = TensorInfo(tensor.dtype, shape, constant)
+    return info
+
+
+_WEIGHTS = WeakKeyDictionary[ir.TensorProtocol, TensorInfo]()
+"""Results by weight: clones of a model share their weights, and inference runs at many lengths."""
 
 
 def _infer_node(node: ir.Node, inference: _Inference) -> Outcome:

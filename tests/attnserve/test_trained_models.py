@@ -30,12 +30,11 @@ def mnist(data: Path) -> tuple[np.ndarray, np.ndarray]:
     return ((images / 255 - 0.1307) / 0.3081).astype(np.float32), labels
 
 
-def vit_accuracy(path: Path, data: Path) -> float:
-    """Return the accuracy on the 10,000 MNIST test images, in percent."""
-    scaled, labels = mnist(data)
+def predict(path: Path, images: np.ndarray) -> np.ndarray:
+    """Return the digit that a vision transformer sees in each image."""
     session = open_session(path)
-    logits = [session.run(None, {"image": part})[0] for part in np.array_split(scaled, 20)]
-    return float(np.mean(np.concatenate(logits).argmax(-1) == labels)) * 100
+    logits = [session.run(None, {"image": part})[0] for part in np.array_split(images, 5)]
+    return np.concatenate(logits).argmax(-1)
 
 
 def count_sorted(path: Path) -> int:
@@ -58,9 +57,10 @@ def test_optimize_vision_transformer_keeps_its_accuracy(shared: Path, tmp_path: 
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
     assert len(inspect(model).matches.blocks) == 6
     optimize(model, tmp_path / "exact.onnx", collab_dk=4 * 64, mixing="dense")
-    accuracy = [vit_accuracy(path, shared / "data" / "mnist")
-                for path in (model, tmp_path / "exact.onnx")]  # fmt: skip
-    assert accuracy == pytest.approx([97.21, 97.21], abs=0.1)
+    images, labels = (array[:2500] for array in mnist(shared / "data" / "mnist"))
+    before, after = (predict(path, images) for path in (model, tmp_path / "exact.onnx"))
+    assert np.mean(before == labels) > 0.95
+    assert np.mean(before == after) > 0.999
 
 
 def test_optimize_sorting_decoder_keeps_sorting(shared: Path, tmp_path: Path):
@@ -86,6 +86,7 @@ def test_optimize_language_model_has_a_high_cosine_although_tokens_change(
     assert quality.value < 0.95 and quality.constant < 0.2
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.timing(seconds=60)
 def test_search_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
@@ -102,6 +103,7 @@ def test_search_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Pat
     assert found.ci95[1] >= 0.95
 
 
+@pytest.mark.usefixtures("counted")
 @pytest.mark.timing(seconds=120)
 def test_search_language_model_keeps_its_promise(shared: Path, tmp_path: Path):
     folder = shared / "models" / "stories260K"

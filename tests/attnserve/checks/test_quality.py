@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, Scores, new_meter
@@ -391,6 +391,7 @@ def test_few_texts_have_no_interval():
     assert found.ci95 is None and found.lower == found.value
 
 
+@settings(max_examples=30)
 @given(rows=st.integers(4, 40), noise=st.floats(0, 2), seed=st.integers(0, 99))
 def test_batches_do_not_matter(rows: int, noise: float, seed: int):
     random = np.random.default_rng(seed)
@@ -420,11 +421,11 @@ LOSSES: dict[str, tuple[Callable[[np.random.Generator, int], np.ndarray], float]
 @pytest.mark.parametrize("rows", [30, 100, 1000])
 @pytest.mark.parametrize("name", LOSSES)
 def test_lower_bound_covers_the_mean_of_skewed_losses(name: str, rows: int):
-    """In 2,000 draws a coverage of 93 % has a standard error of 0.6 %."""
+    """In 1,000 draws a coverage of 93 % has a standard error of 0.8 %."""
     draw, mean = LOSSES[name]
     random = np.random.default_rng(rows)
     limit = 1 - 0.01 * mean
-    covered = [mean_lower_bound(1 - 0.01 * draw(random, rows)) <= limit for _ in range(2000)]
+    covered = [mean_lower_bound(1 - 0.01 * draw(random, rows)) <= limit for _ in range(1000)]
     assert np.mean(covered) >= 0.93
 
 
@@ -436,7 +437,7 @@ def test_interval_of_similarity_covers_the_value_of_many_texts(text_folder: Path
     truth = measured(meter("float[b, d] y", tokenizer=text_folder), a, b).value
     found: list[Quality] = [
         measured(meter("float[b, d] y", tokenizer=text_folder), a[rows], b[rows])
-        for rows in (random.choice(1200, 60, replace=False) for _ in range(300))
+        for rows in (random.choice(1200, 60, replace=False) for _ in range(150))
     ]
     assert np.mean([quality.lower <= truth for quality in found]) >= 0.92
     assert np.mean([quality.ci95[0] <= truth <= quality.ci95[1] for quality in found]) >= 0.91  # type: ignore[index]

@@ -416,7 +416,7 @@ def test_truncation_takes_time_in_proportion_to_the_text(
     encoder = TextEncoder(
         tokenizer, pad_id=PAD, max_length=512, template=template, truncation_side=side
     )
-    long = "a " * 100_000
+    long = "a " * 30_000
     for text in (long, ("a", long), (long, long)):
         start = time.process_time()
         (found,) = encoder.encode([text])

@@ -10,7 +10,6 @@ import pytest
 
 import attnserve
 from attnserve.planning.search.report import PlanReport
-from tests.attnserve.costs import count_instead_of_timing
 from tests.fixtures.checked_child import bert, child
 
 __all__ = ["bert", "child"]
@@ -24,12 +23,6 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("ATTNSERVE_CACHE", str(folder))
     return folder
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count operations instead of measuring times, so that results are the same everywhere."""
-    count_instead_of_timing(monkeypatch)
 
 
 @pytest.fixture

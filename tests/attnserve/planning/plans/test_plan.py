@@ -211,7 +211,7 @@ PLANS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(PLANS)
 def test_plan_from_json_any_content_is_read_or_refused(content: Any):
     try:
