@@ -1,7 +1,7 @@
 """Search for a plan: results, lengths and refusals.
 
 Times are counted, not measured (``costs``), so that results are the same everywhere.
-``test_demo`` has a real clock, and a real encoder.
+``test_real_encoder`` has a real clock.
 """
 
 from __future__ import annotations
