@@ -89,8 +89,11 @@ def test_base_dependencies_are_without_torch_and_onnxruntime(project: dict[str, 
 
 def test_extras_bring_runtime_torch_demo_and_tools(project: dict[str, Any]):
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
-    assert extras.keys() == {"cpu", "gpu", "ray", "torch", "report", "demo", "docs", "dev"}
+    assert extras.keys() == {
+        "cpu", "gpu", "openvino", "ray", "torch", "report", "demo", "docs", "dev",
+    }  # fmt: skip
     assert extras["cpu"].keys() == {"onnxruntime"}
+    assert extras["openvino"].keys() == {"openvino"}
     assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
@@ -108,7 +111,7 @@ def test_requirements_are_pinned_within_their_bounds(
     for pin in pins.values():
         assert re.fullmatch(r"==[0-9][0-9a-z.]*", str(pin.specifier)) and pin.url is None, pin
     wanted = [*project["dependencies"]]
-    for extra in ("cpu", "torch", "demo", "docs", "dev"):
+    for extra in ("cpu", "openvino", "torch", "demo", "docs", "dev"):
         wanted += project["optional-dependencies"][extra]
     for name, requirement in requirements(wanted).items():
         if name != "attnserve":

@@ -120,7 +120,7 @@ def test_verify_of_few_rows_measures_all_of_them(few: Few, tmp_path: Path, kind:
 @pytest.mark.parametrize(("rows", "is_refused"), [(1, True), (2, True), (3, True), (28, False)])
 def test_recover_of_few_rows_is_refused(few: Few, kind: str, rows: int, is_refused: bool):
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-    from attnserve.recovery.recovery import MIN_TEXTS, check_input
+    from attnserve.recovery.distillation import MIN_TEXTS, check_input
 
     assert MIN_TEXTS == 28
     model, path = few(kind, rows)
