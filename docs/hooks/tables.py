@@ -267,6 +267,21 @@ def nncf() -> str:
     return table(["model", "128 tokens", "512 tokens", "score kept", "similarity", "R^2"], rows)
 
 
+def peers() -> str:
+    """The encoder in both CPU runtimes beside its peers."""
+    lengths = ("16", "32", "128", "512")
+    rows = [
+        [
+            row["model"],
+            *(times(row["speedups"][length][0]) for length in lengths),
+            *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
+        ]
+        for row in load("peers")["rows"]
+    ]
+    headings = [f"{length} tokens" for length in lengths]
+    return table(["model", *headings, "sentences", "paragraphs"], rows)
+
+
 def _mixture_rows() -> list[dict[str, Any]]:
     """Rows of other tools first, then searches sorted by goal."""
     order = list(MIXTURE_MODELS)
