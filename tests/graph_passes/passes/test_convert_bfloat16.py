@@ -288,6 +288,6 @@ def test_round_in_float32_of_float32_graph_changes_nothing():
 def test_to_bfloat16_changing_an_output_breaks_the_invariant(monkeypatch: pytest.MonkeyPatch):
     from graph_passes.passes import convert_bfloat16 as bfloat16
 
-    monkeypatch.setattr(bfloat16._Casts, "as_output", bfloat16._Casts.of)
+    monkeypatch.setattr(bfloat16._Casts, "as_output", bfloat16._Casts.cast)
     with raises(InvariantBroken, "internal.invariant", "ToBfloat16"):
         converted(graph("y = MatMul(x, w)", w=W))
