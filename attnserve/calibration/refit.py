@@ -96,7 +96,7 @@ def refit(
     )
     site_names = [name for name in names if name in original_targets.sequence_first]
     with Analyses.of(model) as analyses:
-        pin_names(analyses.get(find_attention)[0])
+        pin_names(analyses.get(find_attention).blocks)
         shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
         sites = find_sites(model, site_names)
     groups = _names_by_weight(sites, site_names)
