@@ -25,12 +25,12 @@ __all__ = [
 
 MIN_GAIN = 1.01
 """The lowest speed-up that counts as a gain. Of models whose speeds differ by less, the one with
-less loss is taken, so that the noise of a timing decides nothing. Of two fused forms, the lower end
-of a 95 % interval must reach it."""
+less loss is taken, so that the noise of a timing decides nothing. Of two fused models, the lower
+end of a 95 % interval must reach it."""
 
 MIN_LOSSLESS_GAIN = 1.02
-"""The lowest mean speed-up for which the service replaces a model by its fused form. It is above
-``MIN_GAIN``, because the fused form needs a file and a check of its own."""
+"""The lowest mean speed-up for which the service replaces a model by a fused one. It is above
+``MIN_GAIN``, because the fused model needs a file and a check of its own."""
 
 MIN_REMOVAL_GAIN = 1.03
 """The lowest speed-up of a removal over the fused original in the same precision, at the lower end
@@ -46,9 +46,9 @@ MIN_SPEEDUP = 0.97
 noise at a single length refuses no model."""
 
 MIN_MIXING_SPEEDUP = 0.98
-"""The lowest accepted speed-up of a form of shared dimensions over the fused original at any shape,
-at the upper end of its 95 % interval. It is stricter than ``MIN_SPEEDUP``, because it refuses no
-model: another form is preferred."""
+"""The lowest accepted speed-up of a mixing over the fused original at any shape, at the upper end
+of its 95 % interval. It is stricter than ``MIN_SPEEDUP``, because it refuses no model: another
+mixing is preferred."""
 
 MAX_BLOCK_SLOWDOWN = 1.03
 """The highest accepted time of a block at any length, relative to the exported block. It keeps the
@@ -74,8 +74,7 @@ held-out data: a higher confidence would cost speed, a lower one would make more
 fail."""
 
 SAME_ERROR = 1.02
-"""The highest error of a form of shared dimensions, relative to the dense form, that counts as
-equal."""
+"""The highest error of a mixing, relative to dense mixing, that counts as equal."""
 
 LOW_QUALITY = 0.9
 """The quality below which a warning is given; constant predictors are below it."""

@@ -151,5 +151,5 @@ def int8_warning(model: ir.Model) -> str | None:
     return (
         "int8 weights outside -64..64 saturate on this CPU, which has no VNNI, AMX or ARM dot "
         "product: results are inaccurate; quantize the float32 model with 7-bit weights "
-        "(attnserve precision int8, or reduce_range=True in onnxruntime.quantization)"
+        "(attnserve optimize --int8, or reduce_range=True in onnxruntime.quantization)"
     )

@@ -43,7 +43,7 @@ class MixedModel(Protocol):
     def applied(self) -> ApplyReport: ...
 
 
-Built = TypeVar("Built", bound=MixedModel)
+Mixed = TypeVar("Mixed", bound=MixedModel)
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a rewritten model must not be slower either, if the model takes them."""
@@ -139,9 +139,9 @@ def _speedups(times: np.ndarray) -> list[Speedup]:
 
 def choose_mixing(
     plans: Mapping[SizedMixing, Plan],
-    build: Callable[[Plan], Built],
+    build: Callable[[Plan], Mixed],
     comparison: MixingComparison,
-) -> tuple[Built, MixingChoice | None]:
+) -> tuple[Mixed, MixingChoice | None]:
     """Build the model with each mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be

@@ -158,7 +158,7 @@ def convert_alone(
 
 @contextmanager
 def _conversion(precision: Precision) -> Generator[None]:
-    """Suppress the tools' warnings, and turn their exceptions, of many types, into ours."""
+    """Suppress the warnings of a conversion, and turn its exceptions, of many types, into ours."""
     try:
         with silenced():
             yield
@@ -195,7 +195,7 @@ def _check(model: ir.Model, scheme: Scheme) -> None:
 def _prepare_copy(
     model: ir.Model, scheme: Scheme, blocks: Collection[str]
 ) -> tuple[ir.Model, set[ir.Node]]:
-    """A copy as the tools need it, and its nodes of these blocks.
+    """A copy as conversions need it, and its nodes of these blocks.
 
     Its names are unique, and all constants are initializers. Outputs that no node computes are
     removed, and so are repetitions; ``_finish`` restores them.
@@ -216,7 +216,7 @@ def _prepare_copy(
             value.name = f"{value.name}/weights"  # its name is that of the output
             copy.graph.register_initializer(value)
     common.NameFixPass()(copy)
-    for index, node in enumerate(copy.graph.all_nodes()):  # the tools identify nodes by name
+    for index, node in enumerate(copy.graph.all_nodes()):  # conversions identify nodes by name
         node.name = f"{node.name or node.op_type}/{index}"
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(copy)
     opset = copy.opset_imports.get("", 1)
@@ -231,7 +231,7 @@ def _prepare_copy(
 
 
 def _finish(model: ir.Model, result: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
-    """Restore what the tools overwrite, and check that the result is converted and runs.
+    """Restore what the conversion overwrites, and check that the result is converted and runs.
 
     Args:
         model: The model before the conversion.
@@ -337,7 +337,7 @@ def is_bfloat16(model: ir.Model) -> bool:
     return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in _tensors(model))
 
 
-def precision_of(model: ir.Model) -> Precision | str:
+def precision_of(model: ir.Model) -> str:
     """The data type of a model's weights, for reports.
 
     Data types with at least a tenth of the elements are joined, most elements first:
@@ -464,7 +464,7 @@ def _restore_outputs(model: ir.Model, result: ir.Model) -> None:
 
 
 def _restore(model: ir.Model, result: ir.Model, precision: Precision) -> None:
-    """Restore shapes of inputs and outputs and the metadata, which the tools overwrite."""
+    """Restore what conversions overwrite: shapes of inputs and outputs, and the metadata."""
     for values, new_values in (
         (model.graph.inputs, result.graph.inputs),
         (model.graph.outputs, result.graph.outputs),
@@ -474,7 +474,7 @@ def _restore(model: ir.Model, result: ir.Model, precision: Precision) -> None:
         new_signature = [(v.name, v.dtype) for v in new_values]
         if signature != new_signature or len(values) != len(new_values):
             raise CannotRewrite(
-                f"{precision}: ONNX Runtime's tool changes inputs or outputs: {signature} to "
+                f"{precision}: the conversion changes inputs or outputs: {signature} to "
                 f"{new_signature}",
                 FLOAT32,
                 code="precision.signature",

@@ -74,7 +74,7 @@ def check_input(job: Job) -> str:
 class Distillation:
     """A rewritten model (the student) that learns the outputs of its original (the teacher).
 
-    To construct it checks that the models and the data can be trained, and raises an error
+    Its construction checks that the models and the data can be trained, and raises an error
     otherwise. ``training.train`` trains it.
 
     Attributes:

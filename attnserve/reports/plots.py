@@ -26,7 +26,7 @@ from attnserve.reports.drawing import (
     svg_file,
 )
 
-__all__ = ["FIGURES", "Figure", "pareto_front"]
+__all__ = ["FIGURES", "Figure", "plot_front"]
 
 MOST_NUMBERS = 16
 """Heatmaps with at most this many rows have labels in their cells."""
@@ -366,7 +366,7 @@ def _sparse(count: int) -> list[str]:
     return [str(i) if i % step == 0 else "" for i in range(count)]
 
 
-def pareto_front(
+def plot_front(
     predicted: Sequence[tuple[float, float]],
     built: Sequence[tuple[float, float]],
     plan: tuple[float, float] | None,

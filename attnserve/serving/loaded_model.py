@@ -210,8 +210,7 @@ class Model:
                     raise InvalidModel(
                         f"{self.artifact.model}: the axis {axis!r} counts {first_meaning} in "
                         f"{first_tensor!r} and {meaning} in {tensor.name!r}: expected a name of "
-                        "its own "
-                        "for each",
+                        "its own for each",
                         "export the model again with dynamic axes of different names, for example"
                         " batch and sequence",
                         code="model.axis_name",

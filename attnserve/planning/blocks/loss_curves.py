@@ -52,7 +52,7 @@ from graph_passes.passes.decompose_attention import decompose_fused
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-__all__ = ["Losses", "conversion_losses", "loss_curves"]
+__all__ = ["BlockLosses", "conversion_losses", "loss_curves"]
 
 MEASURED_SHARES = (0.25, 0.5, 0.75)
 """Shares of a block whose removal is measured."""
@@ -67,8 +67,8 @@ FIT_TOKENS = 4096
 """The approximate number of tokens to which a replaced attention is refitted."""
 
 
-class Losses(NamedTuple):
-    """Losses at the output of the model.
+class BlockLosses(NamedTuple):
+    """What configurations of the blocks lose at the output of the model.
 
     Attributes:
         curves: Loss curves by the key of each group that can be reduced.
@@ -90,7 +90,7 @@ def loss_curves(
     *,
     new_meter: Callable[[], QualityMeter],
     context: RunContext,
-) -> Losses:
+) -> BlockLosses:
     """Measure the loss of removal, of other changes, and of reuse.
 
     Args:
@@ -103,7 +103,7 @@ def loss_curves(
     """
     able = [group for group in groups if not group.refusal]
     if not able:
-        return Losses({}, (), {})
+        return BlockLosses({}, (), {})
     blocks = [block for group in able for block in group.blocks]
     measured, rest = _split(batches)
     estimator = LossEstimator(model, [block.name for block in blocks], measured, new_meter, context)
@@ -138,7 +138,7 @@ def loss_curves(
     for key, changed in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(changed))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
-    return Losses(curves, tuple(others.pairs(faster)), {})
+    return BlockLosses(curves, tuple(others.pairs(faster)), {})
 
 
 def conversion_losses(

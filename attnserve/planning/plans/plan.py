@@ -211,5 +211,5 @@ class _PlanContent(BaseModel):
         if self.precision not in SCHEMES:
             raise ValueError(f"precision {self.precision!r} is unknown")
         if self.float_blocks and not SCHEMES[self.precision].allows_float_blocks:
-            raise ValueError("float_blocks apply to int8 and int4")
+            raise ValueError(f"precision {self.precision!r} has no float_blocks")
         return self

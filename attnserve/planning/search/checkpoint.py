@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from attnserve.planning.blocks.configurations import LossCurve, ReusePair
-from attnserve.planning.blocks.loss_curves import Losses
+from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.runtime.checkpoint import Checkpoint
 
 __all__ = ["SearchCheckpoint"]
@@ -37,7 +37,7 @@ class SearchCheckpoint:
         with suppress(ValidationError):
             self._content = _Content.model_validate_json(self._file.read() or b"{}")
 
-    def losses(self, pairs: Sequence[ReusePair]) -> Losses | None:
+    def losses(self, pairs: Sequence[ReusePair]) -> BlockLosses | None:
         """The stored losses; None if there are none.
 
         Args:
@@ -47,9 +47,9 @@ class SearchCheckpoint:
             return None
         stored = {pair: self._content.pairs.get(pair.reader.key) for pair in pairs}
         measured_pairs = (replace(pair, heads=v[0], loss=v[1]) for pair, v in stored.items() if v)
-        return Losses(self._content.curves, tuple(measured_pairs), self._content.conversion)
+        return BlockLosses(self._content.curves, tuple(measured_pairs), self._content.conversion)
 
-    def put_losses(self, losses: Losses) -> None:
+    def put_losses(self, losses: BlockLosses) -> None:
         """Store losses."""
         self._content.curves = losses.curves
         self._content.pairs = {p.reader.key: (p.heads, p.loss) for p in losses.pairs}

@@ -14,7 +14,7 @@ from attnserve.planning.blocks.configurations import (
     TiedBlocks,
     passes_of,
 )
-from attnserve.planning.blocks.loss_curves import Losses
+from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import ChoiceUnit, Estimates, UnitOption, units_of
@@ -85,7 +85,7 @@ class ChoiceSet:
     nothing_removed: Sequence[Choice] = ()
 
     @classmethod
-    def of(cls, timing: ModelTiming, losses: Losses, precision: Precision) -> ChoiceSet:
+    def of(cls, timing: ModelTiming, losses: BlockLosses, precision: Precision) -> ChoiceSet:
         """Build the set from latencies and losses."""
         units = units_of(timing.groups, losses.pairs)
         estimates = Estimates(

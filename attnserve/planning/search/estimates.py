@@ -103,7 +103,7 @@ class Estimates:
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[UnitOption]:
-        """The options of a unit that are at no shape slower than the unit now, by increasing loss.
+        """The options of a unit by increasing loss, without those that are slower at some shape.
 
         Options without removal are included even if another option is faster and loses less.
         """

@@ -47,8 +47,8 @@ class Built:
 
     Attributes:
         state: The model after the steps of the plan.
-        fidelity, share, loss: On the data that the search looks at; ``loss`` is the largest of the
-            losses that the goal limits, at their bounds.
+        fidelity, share, loss: On the rows to choose; ``loss`` is the largest of the losses that the
+            goal limits, at their bounds.
     """
 
     choice: Choice

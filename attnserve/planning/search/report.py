@@ -15,7 +15,7 @@ from attnserve.models.recorded import present
 from attnserve.models.search_record import Asked, TrainingRounds, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
-from attnserve.reports.plots import pareto_front
+from attnserve.reports.plots import plot_front
 
 __all__ = [
     "PlanReport",
@@ -140,7 +140,7 @@ def draw_front(report: PlanReport) -> str:
         MissingExtra: Matplotlib is not installed.
     """
     built = [point for point in report.front if point.measured_loss is not None]
-    return pareto_front(
+    return plot_front(
         [(1 - point.predicted_loss, point.speedup) for point in report.front],
         [(1 - (point.measured_loss or 0.0), point.speedup) for point in built],
         (1 - report.proofs[-1].loss, report.speedup) if report.gain and report.proofs else None,

@@ -28,7 +28,7 @@ from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.configurations import group_blocks
-from attnserve.planning.blocks.loss_curves import Losses, conversion_losses, loss_curves
+from attnserve.planning.blocks.loss_curves import BlockLosses, conversion_losses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.checkpoint import SearchCheckpoint
@@ -113,7 +113,7 @@ def _train_faster(recovery: RecoverySearch, plain: Built | None) -> SearchResult
 
 def _estimate_losses(
     search_input: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
-) -> Losses:
+) -> BlockLosses:
     """The losses of all choices, from the checkpoint if it has them."""
     stored = checkpoint.losses(timing.pairs)
     if stored is not None:

@@ -34,7 +34,7 @@ class SearchInput:
     """Immutable input of a search.
 
     Attributes:
-        checked: Where the whole model is timed.
+        checked: The workloads at which the whole model is timed.
         asked: The request as plan.json records it.
     """
 
@@ -59,8 +59,8 @@ class SearchInput:
         precision = job.target.precision
         if job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             raise InvalidArgument(
-                "bfloat16 cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
-                "give `provider` cuda, or `precision` float16",
+                f"{precision} cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
+                "give `provider` cuda, or another `precision`",
                 code="search.bfloat16",
             )
         return cls(job, job.data, _workloads_to_check(job), _asked(goal, job))
