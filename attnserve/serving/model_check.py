@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -28,7 +29,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from attnserve.context import Device
+from attnserve.context import AUTO, Device
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_validation import external_file
@@ -59,6 +60,8 @@ __all__ = ["CheckResult", "LoadChecker", "identify"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """Files beside the model that change its results."""
+
+log = logging.getLogger(__name__)
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 """Errors that keep their type when the child raises them; others become ``InvalidModel``."""
@@ -350,17 +353,9 @@ class LoadChecker:
             if file is None or reason is not None:
                 return result.unfused(reason or "there is no folder for it")
             try:
-                operators, costs = run_isolated(
-                    _fuse_in_child, artifact, file, self._device,
-                    timeout_s=timeout_s,
-                    environment=allowed_environment(),
-                    prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
-                    on_start=self._on_start,
-                    silent=True,
-                )  # fmt: skip
+                operators, costs = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
-                is_stopped = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
-                if self._is_closed or is_stopped:
+                if self._is_stopped(error):
                     return result.unfused(f"the fusion was stopped: {error.what}")
                 fused_result = result.unfused(error.what)
                 is_final = isinstance(error, CannotRewrite)
@@ -374,6 +369,42 @@ class LoadChecker:
                 fused_result = replace(fused_result, rewritten=self._cache.keep(file))
         self._write(content, fused_result, is_final=is_final)
         return fused_result
+
+    def _run_fusion(
+        self, artifact: Artifact, file: Path, timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run ``_fuse_in_child`` in a child process.
+
+        If it fails while it compares runtimes, for example because one ends the process, it runs
+        once more with the first runtime alone.
+
+        Raises:
+            AttnserveError: It fails.
+        """
+        run = partial(
+            run_isolated,
+            timeout_s=timeout_s,
+            environment=allowed_environment(),
+            prepare=partial(limit_process, *self._limits(artifact, timeout_s), nice=NICE),
+            on_start=self._on_start,
+            silent=True,
+        )
+        try:
+            return run(_fuse_in_child, artifact, file, self._device)
+        except AttnserveError as error:
+            is_final = isinstance(error, CannotRewrite) or self._is_stopped(error)
+            if self._device.runtime != AUTO or is_final:
+                raise
+            reason = error.what
+        log.warning("%s: the runtimes could not be compared: %s", artifact.model, reason)
+        first = replace(self._device, runtime=self._device.runtime_name)
+        operators, costs = run(_fuse_in_child, artifact, file, first)
+        return {**operators, "refused": {AUTO: reason}}, costs
+
+    def _is_stopped(self, error: AttnserveError) -> bool:
+        """Whether a child ended because the server or a user ended it."""
+        is_signal = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
+        return self._is_closed or is_signal
 
 
 def _size(artifact: Artifact) -> int:

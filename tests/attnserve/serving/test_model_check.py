@@ -123,6 +123,26 @@ def test_check_fusion_fails_original_is_served(
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
+def test_check_crash_of_another_runtime_leaves_the_first(
+    bert: Path, child: Child, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The child that compares the runtimes crashes; a second one has ONNX Runtime alone."""
+    child(
+        "fuse_lossless = serving_form.fuse_lossless\n"
+        "def crash(artifact, new, device):\n"
+        "    if device.runtime == 'auto':\n"
+        "        os.abort()\n"
+        "    return fuse_lossless(artifact, new, device)\n"
+        "serving_form.fuse_lossless = crash"
+    )
+    auto = replace(ONE_THREAD, runtime="auto")
+    found = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
+    assert found.operators["rewritten"] is True
+    assert found.operators.get("runtime") == "onnxruntime"
+    assert "SIGABRT" in found.operators.get("refused", {})["auto"]
+    assert "the runtimes could not be compared" in caplog.text
+
+
 def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_path: Path) -> None:
     folder = tmp_path / "rewritten"
     one, worker = checker(folder), checker(folder)
