@@ -95,7 +95,7 @@ class Distillation:
         precision: Precision of the served model. With "int8" and "int8-full", fake quantization is
             trained and conversions are measured; another one is trained and measured in float.
         float_blocks: Blocks that stay float32 in int8.
-        labels: LabeledBatch rows to learn too.
+        labels: Labeled rows to learn too.
 
     Raises:
         InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.

@@ -139,13 +139,13 @@ def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[Label
 
 
 class Labels:
-    """LabeledBatch rows in the parts of a dataset, with their loss and their score.
+    """Labeled rows in the parts of a dataset, with their loss and their score.
 
     A row belongs to the last part that holds one of its texts, so that no text of a row to fit is
     held out.
 
     Args:
-        rows: LabeledBatch rows, whose distinct texts are in ``data``.
+        rows: Labeled rows, whose distinct texts are in ``data``.
         teacher: The original, whose inputs take the texts.
         artifact: Provides the tokenizer, the pooling and the name of the output.
 
