@@ -223,6 +223,7 @@ def test_layer_replaced_in_an_encoder_reads_padding(places: tuple[int, ...]):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused_with_the_option_to_set():
+    torch.backends.mha.set_fastpath_enabled(True)  # exports in the same process disable it
     layer = torch.nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
     encoder = torch.nn.TransformerEncoder(layer, 2).eval()
     old = encoder.layers[1].self_attn
