@@ -30,7 +30,7 @@ from attnserve.planning.blocks.configurations import (
     configs_of,
     group_blocks,
 )
-from attnserve.planning.blocks.loss_curves import Losses, loss_curves
+from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
@@ -219,7 +219,7 @@ def test_checkpoint_losses_round_trip(
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
     assert SearchCheckpoint("x").losses([timed]) is None
-    SearchCheckpoint("x").put_losses(Losses(written, (pair,), {"a": 0.5}))
+    SearchCheckpoint("x").put_losses(BlockLosses(written, (pair,), {"a": 0.5}))
     SearchCheckpoint("x").add_build("a", 0.1, 0.9)
     again = SearchCheckpoint("x")
     losses = again.losses([timed, other])
