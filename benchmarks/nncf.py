@@ -15,7 +15,7 @@ import argparse
 import logging
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +33,6 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_encoder, model_inputs
-from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import open_session
 from benchmarks._common import (
@@ -45,6 +44,7 @@ from benchmarks._common import (
     write_lines,
     write_result,
 )
+from benchmarks.peers import Run, native, nncf_int8
 from benchmarks.planner import unseen_pairs
 from graph_passes.analysis.workload import Workload
 
@@ -61,9 +61,6 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "attnserve, keep 0.99 of the score": {"keep": 0.99, "measure": "score", "allow": ["ffn"]},
 }
 """Arguments of ``optimize`` besides the precision int8-full."""
-
-Run = Callable[[Batch], np.ndarray]
-"""Inputs to token outputs (B, T, D)."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,33 +100,11 @@ def _session(folder: Path) -> Run:
 
 def _openvino(original: Path, calibration: Path) -> dict[str, Run]:
     """The original and its NNCF int8 form, in OpenVINO."""
-    import nncf
-    import openvino
-
     artifact = open_artifact(original)
-    data = load_inputs(calibration, load_model(artifact), artifact)
-    source = openvino.Core().read_model(artifact.model)
-    texts = [
-        {name: array[row : row + 1] for name, array in batch.items()}
-        for batch in data.fit
-        for row in range(len(next(iter(batch.values()))))
-    ]
-    quantized = nncf.quantize(
-        openvino.Core().read_model(artifact.model),
-        nncf.Dataset(texts),
-        model_type=nncf.ModelType.TRANSFORMER,
-        subset_size=len(texts),
-    )
-    return {"OpenVINO": _compiled(source), "OpenVINO, NNCF int8": _compiled(quantized)}
-
-
-def _compiled(model: Any) -> Run:
-    import openvino
-
-    one_thread = {"INFERENCE_NUM_THREADS": 1, "PERFORMANCE_HINT": "LATENCY", "NUM_STREAMS": 1}
-    compiled = openvino.Core().compile_model(model, "CPU", one_thread)
-    request = compiled.create_infer_request()
-    return lambda feed: np.array(request.infer(feed)[0])
+    return {
+        "OpenVINO": native(artifact.model),
+        "OpenVINO, NNCF int8": nncf_int8(artifact, [calibration]),
+    }
 
 
 def _rows(

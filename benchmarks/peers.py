@@ -117,10 +117,10 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     add = peers.add
     add(EXPORT, lambda: _opened(artifact.model, ONE_THREAD))
     add("as exported, OpenVINO float32", lambda: _opened(artifact.model, OPENVINO))
-    add("as exported, OpenVINO as it is", lambda: _native(artifact.model, {}))
+    add("as exported, OpenVINO as it is", lambda: native(artifact.model))
     add("ONNX Runtime's dynamic int8", lambda: _opened(_dynamic_int8(original, folder), ONE_THREAD))
     for rest in ("bfloat16", "float32"):
-        add(f"NNCF int8, rest {rest}", partial(_nncf, artifact, calibration, rest))
+        add(f"NNCF int8, rest {rest}", partial(nncf_int8, artifact, calibration, rest))
     add("fused, ONNX Runtime float32", lambda: _opened(fused(original, folder), ONE_THREAD))
     add("fused, OpenVINO float32", lambda: _opened(fused(original, folder), OPENVINO))
     add("fused, OpenVINO bfloat16", lambda: optimized("bfloat16-cpu", OPENVINO))
@@ -140,7 +140,7 @@ def _dynamic_int8(original: Path, folder: Path) -> Path:
     return other_tools(original, folder)["ONNX Runtime's int8"]
 
 
-def _native(model: Path | Any, options: Mapping[str, Any]) -> Run:
+def native(model: Path | Any, options: Mapping[str, Any] = {}) -> Run:
     """OpenVINO's own interface, without what attnserve adds to it."""
     import openvino
 
@@ -150,8 +150,12 @@ def _native(model: Path | Any, options: Mapping[str, Any]) -> Run:
     return lambda feed: np.array(request.infer(feed)[0])
 
 
-def _nncf(artifact: Artifact, calibration: Sequence[Path], rest: str) -> Run:
-    """NNCF's quantization after training, for transformers."""
+def nncf_int8(artifact: Artifact, calibration: Sequence[Path], rest: str | None = None) -> Run:
+    """NNCF's quantization after training, for transformers.
+
+    Args:
+        rest: The precision of what is not int8; None leaves it to OpenVINO.
+    """
     import openvino
 
     nncf: Any = import_module("nncf")
@@ -169,7 +173,7 @@ def _nncf(artifact: Artifact, calibration: Sequence[Path], rest: str) -> Run:
         subset_size=len(rows),
     )
     types = {"bfloat16": openvino.Type.bf16, "float32": openvino.Type.f32}
-    return _native(quantized, {"INFERENCE_PRECISION_HINT": types[rest]})
+    return native(quantized, {} if rest is None else {"INFERENCE_PRECISION_HINT": types[rest]})
 
 
 def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:

@@ -256,6 +256,8 @@ class Goal(Options):
                 "give `keep` or `target_speedup` too, or run `attnserve recover` on the result",
                 "optimize.conflict",
             )
+        if self.recover is None and self.training != "distill":
+            fail("`training` applies to `recover`", "give `recover` too", "optimize.conflict")
         if (self.task is None) != (self.eval_data is None):
             fail(
                 "`eval_data` and `task` belong together: the file, and the score to compute on it",

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("cache", "counted")
         ({"keep": 0.9, "refit": False}, "optimize.conflict", "`refit`"),
         ({"keep": 0.9, "calib": None}, "optimize.no_data", "`calib`"),
         ({"task": "sts"}, "optimize.conflict", "`task`"),
+        ({"keep": 0.9, "training": "other"}, "optimize.conflict", "`training`"),
         ({"allow": ["ffn"], "prune": 0.5}, "optimize.conflict", "`allow`"),
         ({"keep": 0.9, "plan": Path("p.json")}, "optimize.conflict", "`plan`"),
     ],
