@@ -14,7 +14,7 @@ from attnserve.context import ONE_THREAD, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
-from attnserve.planning import serving_form
+from attnserve.planning.serving_form.lossless import fuse_lossless
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda
@@ -72,7 +72,7 @@ def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | No
     if half is not None:
         to_half(encoder, half)
     save_model(encoder, tmp_path / "model.onnx")
-    report = serving_form.fuse_lossless(
+    report = fuse_lossless(
         open_artifact(tmp_path / "model.onnx"), tmp_path / "fused.onnx", Device("cuda")
     )
     assert (report.attention, report.gelu) == (2, 2)

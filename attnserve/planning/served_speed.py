@@ -1,8 +1,8 @@
 """Measure the speed-up of a rewritten model as served, over the fused original.
 
 Serving fuses the operators of every model. The reference is therefore the fused original: the
-speed-up of fusion is not a gain of a rewrite. Runs of all models are interleaved, at the served
-lengths.
+speed-up of fusion is not a gain of a rewrite. Runs of all models are interleaved, and
+each has another length than the one before, as requests have.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -31,9 +31,13 @@ from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.interleaved_timer import InterleavedTimer, Speedup, paired_speedup
+from attnserve.runtime.interleaved_timer import (
+    InterleavedTimer,
+    Speedup,
+    paired_speedup,
+    shape_sampler,
+)
 from attnserve.runtime.isolation import Worker
-from attnserve.runtime.part_latency import time_sessions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -210,43 +214,59 @@ def time_models(
     """
     total = SECONDS_PER_MODEL * len(models) if seconds is None else seconds
     progress = context.stage("time what is served")
-    with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+    with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
-            timed = _Sessions(models, context.device)
-            return _time(timed.time, feeds, total, progress)
-        files = [Path(folder) / str(index) / "model.onnx" for index in range(len(models))]
-        for model, file in zip(models, files, strict=True):
-            file.parent.mkdir()
-            save_model(model, file)
-        with Worker(_Sessions, files, context.device) as child:
-            return _time(partial(child.call, "time"), feeds, total, progress)
+            call = _Sessions(models, context.device).call
+        else:
+            files = _written(models, stack)
+            call = stack.enter_context(Worker(_Sessions, files, context.device)).call
+        accepted: list[int] = call("accept", list(feeds.values()))
+        if not accepted:
+            return None
+        samplers = [partial(call, "sample", index) for index in range(len(models))]
+        times = TIMER.measure(samplers, total, progress=progress)
+    workloads = list(feeds)
+    return [workloads[index] for index in accepted], list(times.transpose(2, 0, 1))
 
 
-def _time(
-    sample: Callable[[Batch, float], Sequence[Sequence[float]]],
-    feeds: Mapping[Workload, Batch],
-    seconds: float,
-    progress: Callable[[int, int], None],
-) -> tuple[list[Workload], list[np.ndarray]] | None:
-    able: list[Workload] = []
-    times: list[np.ndarray] = []
-    for done, (workload, feed) in enumerate(feeds.items(), start=1):
-        with suppress(AttnserveError):  # more tokens than the model has positions
-            times.append(np.array(sample(feed, seconds / len(feeds))))
-            able.append(workload)
-        progress(done, len(feeds))
-    return (able, times) if able else None
+def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
+    """Files of the models, in a folder that the stack removes."""
+    folder = tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True)
+    path = Path(stack.enter_context(folder))
+    files = [path / str(index) / "model.onnx" for index in range(len(models))]
+    for model, file in zip(models, files, strict=True):
+        file.parent.mkdir()
+        save_model(model, file)
+    return files
 
 
 class _Sessions:
-    """Sessions of several models, for interleaved timing."""
+    """Sessions of several models, for interleaved timing; ``call`` is that of ``Worker``."""
 
     def __init__(self, models: Sequence[ir.Model | Path], device: Device) -> None:
         self.sessions = [open_session(model, device) for model in models]
+        self.samplers: list[Callable[[int], np.ndarray]] = []
 
-    def time(self, feed: Batch, seconds: float) -> list[list[float]]:
-        """Milliseconds of each model in each round."""
-        for session in self.sessions:
-            session.run(None, feed)
-        feeds = [feed] * len(self.sessions)
-        return time_sessions(self.sessions, feeds, seconds=seconds, timer=TIMER).tolist()
+    def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
+    def accept(self, feeds: Sequence[Batch]) -> list[int]:
+        """Keep the inputs that all models run, and return their indices."""
+        accepted = [index for index, feed in enumerate(feeds) if self._runs(feed)]
+        self.samplers = [
+            shape_sampler([session.bind(feeds[index]) for index in accepted])
+            for session in self.sessions
+        ]
+        return accepted
+
+    def sample(self, index: int, repeats: int) -> list[float]:
+        """See ``shape_sampler``."""
+        return self.samplers[index](repeats).tolist()
+
+    def _runs(self, feed: Batch) -> bool:
+        try:
+            for session in self.sessions:
+                session.run(None, feed)
+        except AttnserveError:  # more tokens than the model has positions
+            return False
+        return True

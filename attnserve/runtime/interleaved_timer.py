@@ -3,6 +3,10 @@
 Every round takes one sample of each function, and rounds alternate the order (A B, B A, ...). Drift
 of the clock and load from other processes thus affect all functions equally, and the ratio of two
 samples of one round cancels it.
+
+A server runs rows of different lengths one after the other. Some runtimes prepare the graph again
+for each other shape: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, as long as a short row.
+What is served is therefore timed with a change of the shape before each run (``time_shapes``).
 """
 
 from __future__ import annotations
@@ -13,15 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from attnserve.intervals import bootstrap_interval
 
-__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "Speedup",
-           "paired_speedup", "sampler", "time_functions"]  # fmt: skip
+__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "Speedup", "paired_speedup",
+           "sampler", "shape_sampler", "time_functions", "time_shapes"]  # fmt: skip
 
-Sampler = Callable[[int], float]
-"""Runs a function a number of times and returns the mean seconds per run."""
+Sampler = Callable[[int], ArrayLike]
+"""Runs a function a number of times and returns the mean seconds per run: one number, or one for
+each of its shapes, (shapes,)."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class InterleavedTimer:
         rounds: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> np.ndarray:
-        """Milliseconds per run: float64 (functions, rounds).
+        """Milliseconds per run: float64 (functions, rounds), or (functions, rounds, shapes).
 
         Args:
             samplers: One for each function.
@@ -56,17 +62,18 @@ class InterleavedTimer:
         """
         repeats: list[int] = []
         round_seconds = 0.0
+        first = np.zeros(())
         for sample in samplers:
-            sample(1)  # allocates memory and selects kernels
-            call_seconds = min(sample(1), sample(1))
+            first = np.asarray(sample(1))  # allocates memory and selects kernels
+            call_seconds = min(float(np.sum(sample(1))) for _ in range(2))
             repeats.append(max(1, math.ceil(self.sample_seconds / call_seconds)))
             round_seconds += repeats[-1] * call_seconds
         count = rounds or self.rounds_within(seconds, round_seconds)
-        times = np.empty((len(samplers), count))
+        times = np.empty((len(samplers), count, *first.shape))
         order = range(len(samplers))
         for index in range(count):
             for i in reversed(order) if index % 2 else order:
-                times[i, index] = 1e3 * samplers[i](repeats[i])
+                times[i, index] = np.multiply(1e3, samplers[i](repeats[i]))
             if progress is not None:
                 progress(index + 1, count)
         return times
@@ -84,7 +91,7 @@ QUICK = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
 """Timer for many small comparisons, as in the search."""
 
 
-def sampler(function: Callable[[], object]) -> Sampler:
+def sampler(function: Callable[[], object]) -> Callable[[int], float]:
     """Sample a function in this process."""
 
     def sample(repeats: int) -> float:
@@ -101,6 +108,40 @@ def time_functions(
 ) -> np.ndarray:
     """Milliseconds per run of functions in this process: float64 (functions, rounds)."""
     return timer.measure([sampler(function) for function in functions], seconds)
+
+
+def shape_sampler(functions: Sequence[Callable[[], object]]) -> Callable[[int], np.ndarray]:
+    """Sample a model at several shapes in turn: seconds (shapes,).
+
+    Args:
+        functions: Runs the model once, at each shape.
+    """
+
+    def sample(repeats: int) -> np.ndarray:
+        seconds = np.zeros(len(functions))
+        for _ in range(repeats):
+            for shape, function in enumerate(functions):
+                start = time.perf_counter()
+                function()
+                seconds[shape] += time.perf_counter() - start
+        return seconds / repeats
+
+    return sample
+
+
+def time_shapes(
+    models: Sequence[Sequence[Callable[[], object]]],
+    seconds: float,
+    timer: InterleavedTimer = QUICK,
+) -> np.ndarray:
+    """Milliseconds per run of models whose shape changes at each run: (shapes, models, rounds).
+
+    Args:
+        models: Functions that run a model once at each shape, of each model.
+        seconds: Approximate time of all runs.
+    """
+    times = timer.measure([shape_sampler(functions) for functions in models], seconds)
+    return times.transpose(2, 0, 1)
 
 
 RESAMPLES = 2000

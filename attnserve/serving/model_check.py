@@ -493,7 +493,7 @@ def _fuse_in_child(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write the fused model and return its report and ``GraphFacts.cost_json``."""
     # Imported here: only this process needs the modules that rewrite graphs.
-    from attnserve.planning.serving_form import fuse_lossless
+    from attnserve.planning.serving_form.lossless import fuse_lossless
 
     fused = fuse_lossless(artifact, new, device)
     costs = GraphFacts.read(replace(artifact, model=new)).cost_json()

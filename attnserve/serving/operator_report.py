@@ -9,7 +9,7 @@ __all__ = ["NOT_REWRITTEN", "PENDING", "Fused", "OperatorReport", "Unfused", "un
 
 
 class Fused(TypedDict):
-    """A model with fused operators; see ``planning.serving_form.FusionReport``."""
+    """A model with fused operators; see ``planning.serving_form.lossless.FusionReport``."""
 
     rewritten: Literal[True]
     attention: int

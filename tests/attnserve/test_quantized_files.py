@@ -27,7 +27,9 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning import serving_form
+from attnserve.planning.serving_form import variants
+from attnserve.planning.serving_form.equality import Reference, distance
+from attnserve.planning.serving_form.lossless import fuse_lossless
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session
@@ -177,7 +179,7 @@ def test_fuse_quantized_model_keeps_its_integers_and_outputs(
             assert after[kind] == before[kind]
         assert parameter_bytes(new) <= parameter_bytes(model) + 1024
     for one, other in zip(outputs(model, feed), outputs(new, feed), strict=True):
-        cosine, error = serving_form._distance(one, other)
+        cosine, error = distance(one, other)
         assert cosine >= 1 - 1e-6 and error < 1e-5
 
 
@@ -235,7 +237,7 @@ def test_optimize_quantized_model_is_refused(folder: Path, sentences: Path) -> N
 
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_quantized_model_is_fused(folder: Path) -> None:
-    found = serving_form.fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (2, 2)
     model = load_model(folder / "model.onnx")
     assert rounds_activations(model) and not rounds_activations(load_model(CELLS["BERT"].committed))
@@ -250,7 +252,6 @@ def test_fuse_lossless_quantized_model_without_its_mask_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tolerance is no wider than the differences that the original has to itself."""
-    fuse = serving_form.fuse
 
     def unmasked(model: ir.Model, passes: Any) -> None:
         fuse(model, passes)
@@ -258,9 +259,9 @@ def test_fuse_lossless_quantized_model_without_its_mask_is_refused(
             if node.op_type in MASKS:
                 node.replace_input_with(MASKS[node.op_type], None)
 
-    monkeypatch.setattr(serving_form, "fuse", unmasked)
+    monkeypatch.setattr(variants, "fuse", unmasked)
     with raises(CannotRewrite, "fusion.differs"):
-        serving_form.fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
+        fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.process
@@ -295,11 +296,6 @@ def test_fuse_quantized_minilm_is_within_the_tolerance(
     after = kinds(new)
     assert (after["Attention"], after["Gelu"], after["LayerNormalization"]) == (6, 6, 13)
     assert after["Softmax"] == after["Erf"] == after["Transpose"] == 0
-    original, fused = (open_session(one, ONE_THREAD) for one in (model, new))
-    unoptimized = open_session(model, ONE_THREAD, optimize=False)
-    compared = list(serving_form._runnable(model, serving_form.COMPARED, original, padded=True))
-    accepted = serving_form._widened(
-        serving_form.TOLERANCES[ir.DataType.FLOAT], compared, unoptimized
-    )
-    least, largest = serving_form._compare(original, fused, compared, accepted)
+    reference = Reference.of(tmp_path / "q.onnx", model, ONE_THREAD)
+    least, largest = reference.compare(open_session(new, ONE_THREAD))
     assert least >= 0.9 and largest <= 0.2

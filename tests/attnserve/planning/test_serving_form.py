@@ -18,9 +18,10 @@ from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.planning import serving_form
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.serving_form import equality, lossless, timing, variants
+from attnserve.planning.serving_form.lossless import fuse_lossless
 from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
@@ -68,13 +69,17 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
     def set_gains(gains: Gains, noise: float = 0.0, seed: int = 0) -> list[int]:
         random = np.random.default_rng(seed)
 
-        def time(functions: Sequence[Any], seconds: float, timer: object) -> np.ndarray:
-            length = functions[0].args[1]["input_ids"].shape[1]
-            lengths.append(length)
-            means = 1 / np.array([1, *gains(length)][: len(functions)])
-            return means[:, None] * np.exp(noise * random.standard_normal((len(means), 16)))
+        def time(models: Sequence[Any], seconds: float, timer: object) -> np.ndarray:
+            shapes: list[np.ndarray] = []
+            for run in models[0]:
+                length = run.args[1]["input_ids"].shape[1]
+                lengths.append(length)
+                means = 1 / np.array([1, *gains(length)][: len(models)])
+                noises = np.exp(noise * random.standard_normal((len(means), 16)))
+                shapes.append(means[:, None] * noises)
+            return np.array(shapes)
 
-        monkeypatch.setattr(serving_form, "time_functions", time)
+        monkeypatch.setattr(timing, "time_shapes", time)
         return lengths
 
     return set_gains
@@ -109,7 +114,7 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -130,9 +135,9 @@ def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path
     """Half precision rounds more, so that its outputs may differ by more."""
     save_model(convert(load_model(bert), "float16"), tmp_path / "half.onnx")
     half = open_artifact(tmp_path / "half.onnx")
-    found = serving_form.fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu) == (LAYERS, LAYERS)
-    assert 1e-5 < found.max_error < serving_form.TOLERANCES[ir.DataType.FLOAT16].error
+    assert 1e-5 < found.max_error < equality.TOLERANCES[ir.DataType.FLOAT16].error
 
 
 PLANNED = {
@@ -172,16 +177,16 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
 def test_computed_type_is_that_of_the_products(cell: architectures.Cell) -> None:
     """Weights may be stored in another type."""
     model = load_model(cell.committed)
-    assert serving_form._computed_type(model) == ir.DataType.FLOAT
+    assert equality._computed_type(model) == ir.DataType.FLOAT
     half = model.clone(deep_copy=True)
     to_half(half)
-    assert serving_form._computed_type(half) == ir.DataType.FLOAT16
+    assert equality._computed_type(half) == ir.DataType.FLOAT16
     for name, value in list(model.graph.initializers.items()):
         if value.dtype == ir.DataType.FLOAT:
             make = Inserter(model.graph, model.graph[0], f"stored/{name}")
             stored = make.constant(value.const_value.numpy(), "half", ir.DataType.FLOAT16)
             ir.convenience.replace_all_uses_with(value, make.op("Cast", [stored], "single", to=1))
-    assert serving_form._computed_type(model) == ir.DataType.FLOAT
+    assert equality._computed_type(model) == ir.DataType.FLOAT
 
 
 def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -193,10 +198,10 @@ def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarra
 @pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    serving_form.fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
+    fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
     again = open_artifact(tmp_path / "one")
     with raises(CannotRewrite, "fusion.nothing"):
-        serving_form.fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
+        fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
     assert not (tmp_path / "two.onnx").exists()
 
 
@@ -219,9 +224,9 @@ def test_fuse_lossless_different_result_is_refused(
         fuse(model, passes)
         change(model)
 
-    monkeypatch.setattr(serving_form, "fuse", fuse_and_change)
+    monkeypatch.setattr(variants, "fuse", fuse_and_change)
     with raises(CannotRewrite, f"fusion.{code}", *values):
-        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -234,8 +239,8 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
             raise InvalidModel(f"{source}: no kernel", "none")
         return open_session(source, device, **how)
 
-    monkeypatch.setattr(serving_form, "open_session", lacks)
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    monkeypatch.setattr(lossless, "open_session", lacks)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -296,12 +301,10 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     runtime: str,
 ) -> None:
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
-    monkeypatch.setattr(serving_form, "RUNTIMES", both)
+    monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
     timed(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
-    found = serving_form.fuse_lossless(
-        bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto")
-    )
+    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
     assert (found.runtime, found.attention) == (runtime, LAYERS)
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
@@ -315,12 +318,10 @@ def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(
     timed: Callable[..., object],
 ) -> None:
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
-    monkeypatch.setattr(serving_form, "RUNTIMES", both)
+    monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
     timed(lambda length: [1.5, 1.4, 1.6, 1.7, 2.0])
-    found = serving_form.fuse_lossless(
-        bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto")
-    )
+    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
     assert (found.runtime, found.attention, found.gelu) == ("other", 0, 0)
     assert found.speedup == pytest.approx(2.0)
     assert found.kept == [block.name for block in read_attention(load_model(bert)).blocks]
@@ -342,12 +343,12 @@ def test_fuse_lossless_slow_result_is_refused(
     gains: dict[int, float],
     why: str | None,
 ) -> None:
-    timed(lambda length: [gains[length]] * serving_form.MAX_VARIANTS)
+    timed(lambda length: [gains[length]] * variants.MAX_VARIANTS)
     if why is None:
-        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
         return
     with raises(CannotRewrite, "fusion.slow", why):
-        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 @pytest.mark.parametrize(
@@ -369,7 +370,7 @@ def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
 ) -> None:
     """All blocks fused, and all but attention, which has one kind here."""
     timed(lambda length: [gain[length] for gain in gains])
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, found.gelu, len(found.kept)) == (attention, LAYERS, LAYERS - attention)
     kinds = Counter(node.op_type for node in load_model(tmp_path / "new.onnx").graph)
     assert (kinds["Attention"], kinds["Gelu"]) == (attention, LAYERS)
@@ -382,7 +383,7 @@ def test_fuse_lossless_noisy_times_fuse_all_blocks(
 ) -> None:
     """The standard deviation of a time is a quarter of it, as on a busy machine."""
     timed(lambda length: [1.15, 1.15], noise=0.25, seed=seed)
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (LAYERS, 0)
 
 
@@ -393,9 +394,9 @@ def test_fuse_lossless_noisy_times_refuse_slow_lengths_and_take_faster_forms(
     """The standard deviation of a time is 5 %, and 16 rounds give intervals of about +-4 %."""
     timed(lambda length: [{16: 1.5, 64: 0.85}[length]] * 2, noise=0.05, seed=seed)
     with raises(CannotRewrite, "fusion.slow", "at 1 x 64"):
-        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     timed(lambda length: [1.1, 1.4], noise=0.05, seed=seed)
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert (found.attention, len(found.kept)) == (0, LAYERS)
 
 
@@ -409,7 +410,7 @@ def test_fuse_lossless_slow_form_is_timed_twice(
         return [0.9 if form == slow and len(lengths) <= 3 else 1.9 for form in range(2)]
 
     lengths = timed(gains)
-    found = serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
     assert found.attention == LAYERS and lengths == [16, 16, 64] * 2
 
 
@@ -422,7 +423,7 @@ plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
 def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
     ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
-        serving_form.fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
+        fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
 @pytest.mark.usefixtures("any_speed")
@@ -430,20 +431,20 @@ def test_fuse_lossless_without_runnable_inputs_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long = Workload.of(1, 100_000)  # it has fewer positions
-    monkeypatch.setattr(serving_form, "COMPARED", (too_long,))
+    monkeypatch.setattr(equality, "COMPARED", (too_long,))
     with raises(CannotRewrite, "fusion.no_inputs"):
-        serving_form.fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
 def test_distance_cosine_and_error() -> None:
     a = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
-    assert serving_form._distance(a, a) == (1.0, 0.0)
-    assert serving_form._distance(a, a[:1]) == (0.0, np.inf)
-    cosine, error = serving_form._distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
+    assert equality.distance(a, a) == (1.0, 0.0)
+    assert equality.distance(a, a[:1]) == (0.0, np.inf)
+    cosine, error = equality.distance(a, np.array([[3.0, 4.0], [0.0, 1.0]], np.float32))
     assert (cosine, error) == (0.0, 0.25)  # nothing became something
-    cosine, error = serving_form._distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
+    cosine, error = equality.distance(a, np.array([[4.0, 3.0], [0.0, 0.0]], np.float32))
     assert (cosine, error) == (pytest.approx(0.96), 0.25)
-    assert serving_form._distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
+    assert equality.distance(0 * a, a) == (0.0, np.inf)  # something where nothing was
     flags = np.array([True, False])
-    assert serving_form._distance(flags, ~flags)[1] > 1e-2
-    assert serving_form._distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)
+    assert equality.distance(flags, ~flags)[1] > 1e-2
+    assert equality.distance(np.array(2.0), np.array(2.0)) == (1.0, 0.0)

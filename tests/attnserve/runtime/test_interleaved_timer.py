@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from attnserve.runtime.interleaved_timer import (
     Sampler,
     paired_speedup,
     time_functions,
+    time_shapes,
 )
 
 
@@ -46,6 +49,20 @@ def test_rounds_within_time_is_even_and_limited(round_seconds: float, rounds: in
 
 def test_time_functions_slower_function_takes_longer():
     fast, slow = time_functions([lambda: None, lambda: sum(range(20_000))], 0.02)
+    assert np.median(slow) > 10 * np.median(fast) > 0
+
+
+def test_time_shapes_changes_the_shape_before_each_run_of_a_model():
+    runs: dict[str, list[int]] = {"a": [], "b": []}
+    models = [[partial(runs[name].append, shape) for shape in (1, 2, 3)] for name in runs]
+    times = time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))
+    assert times.shape == (3, 2, 4) and (times > 0).all()
+    for shapes in runs.values():
+        assert len(shapes) % 3 == 0 and shapes == [1, 2, 3] * (len(shapes) // 3)
+
+
+def test_time_shapes_tells_times_of_shapes_apart():
+    slow, fast = time_shapes([[lambda: sum(range(20_000)), lambda: None]], 0.02)
     assert np.median(slow) > 10 * np.median(fast) > 0
 
 

@@ -44,7 +44,7 @@ def checker(folder: Path | None = None, **given: Any) -> LoadChecker:
 
 
 def test_check_rewrite_off_tries_no_fusion(bert: Path, child: Child, tmp_path: Path) -> None:
-    child("serving_form.fuse_lossless = None")
+    child("lossless.fuse_lossless = None")
     one = checker(tmp_path / "rewritten", rewrite=False)
     assert one.check(open_artifact(bert)) == replace(
         identify(open_artifact(bert)), operators=model_check.NOT_REWRITTEN
@@ -95,16 +95,16 @@ def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
 
 
 BREAKS: Mapping[str, tuple[str, str]] = {
-    "crashes": ("serving_form.fuse_lossless = lambda *a, **k: os.abort()", "signal SIGABRT"),
-    "hangs": ("import time; serving_form.fuse_lossless = lambda *a, **k: time.sleep(60)",
+    "crashes": ("lossless.fuse_lossless = lambda *a, **k: os.abort()", "signal SIGABRT"),
+    "hangs": ("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)",
               "did not finish within 1 s"),
-    "is wrong": ("never = serving_form.Tolerance(2, 0)\n"
-                 "kinds = serving_form.TOLERANCES\n"
-                 "serving_form.TOLERANCES = dict.fromkeys(kinds, never)", "differs at 1 x 1"),
-    "is slower": ("serving_form.MIN_LOSSLESS_GAIN = 1e9",
+    "is wrong": ("never = equality.Tolerance(2, 0)\n"
+                 "kinds = equality.TOLERANCES\n"
+                 "equality.TOLERANCES = dict.fromkeys(kinds, never)", "differs at 1 x 1"),
+    "is slower": ("timing.MIN_LOSSLESS_GAIN = 1e9",
                   "x as fast, expected at least 1000000000.0x"),
-    "has a defect": ("serving_form.fusion_passes = None", "TypeError: 'NoneType' object is not"),
-    "babbles": ("serving_form.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
+    "has a defect": ("lossless.fusion_passes = None", "TypeError: 'NoneType' object is not"),
+    "babbles": ("lossless.fuse_lossless = lambda *a, **k: print('{') or sys.exit(0)\n"
                 "import sys", "exit status 0: {"),
 }  # fmt: skip
 
@@ -128,12 +128,12 @@ def test_check_crash_of_another_runtime_leaves_the_first(
 ) -> None:
     """The child that compares the runtimes crashes; a second one has ONNX Runtime alone."""
     child(
-        "fuse_lossless = serving_form.fuse_lossless\n"
+        "fuse_lossless = lossless.fuse_lossless\n"
         "def crash(artifact, new, device):\n"
         "    if device.runtime == 'auto':\n"
         "        os.abort()\n"
         "    return fuse_lossless(artifact, new, device)\n"
-        "serving_form.fuse_lossless = crash"
+        "lossless.fuse_lossless = crash"
     )
     auto = replace(ONE_THREAD, runtime="auto")
     found = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
@@ -471,7 +471,7 @@ def test_check_timeout_of_fusion_is_tried_again_later(
 ) -> None:
     """A busy machine must not turn off fusion for good."""
     monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
-    child("import time; serving_form.fuse_lossless = lambda *a, **k: time.sleep(60)")
+    child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
     first = checker(cached=True).check(open_artifact(bert))
     assert first.rewritten is None
     child("raise SystemExit(5)")

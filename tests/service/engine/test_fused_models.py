@@ -85,8 +85,8 @@ def test_repository_runtime_auto_names_the_fastest(
     """Whichever runtime is faster here, both give the vectors of the model as it is."""
     pytest.importorskip("openvino")
     caplog.set_level("INFO", "attnserve")
-    row = "1" if chosen == "onnxruntime" else "max(serving_form._variants_timed(times))"
-    child(f"serving_form._fastest = lambda times: {row}")
+    index = "0" if chosen == "onnxruntime" else "len(times) - 1"
+    child(f"lossless.fastest = lambda original, times: {index}")
     fast = served(bert, runtime="auto")
     assert (fast["rewritten"], fast["runtime"], fast["refused"]) == (True, chosen, {})
     assert f"bert runs with fused operators in {chosen}: " in caplog.text
@@ -107,8 +107,8 @@ def test_repository_bfloat16_is_what_the_runtime_computes(
     if not has_bfloat16_product():
         pytest.skip("this CPU has no products in bfloat16")
     child(
-        "serving_form._fastest = lambda times: max(serving_form._variants_timed(times))\n"
-        f"serving_form.MIN_LOSSLESS_GAIN = {0 if runtime == 'openvino' else 1e9}"
+        "lossless.fastest = lambda original, times: len(times) - 1\n"
+        f"timing.MIN_LOSSLESS_GAIN = {0 if runtime == 'openvino' else 1e9}"
     )
     report = attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
     plain = served(bert, rewrite=False)
@@ -261,7 +261,7 @@ def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> No
 def test_repository_fusion_that_fails_is_reported(
     bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    child("serving_form.fuse_lossless = lambda *a, **k: os.abort()")
+    child("lossless.fuse_lossless = lambda *a, **k: os.abort()")
     monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
 
     async def script(repository: Repository) -> None:

@@ -1,0 +1,210 @@
+"""Whether a fused model gives the outputs of the original, up to rounding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.context import Device
+from attnserve.fusion import DEFECT
+from attnserve.models.example_inputs import example_inputs
+from attnserve.models.quantized import rounds_activations
+from attnserve.runtime.inference_precision import computes_in_bfloat16
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.session import open_session
+from graph_passes.analysis.shapes import infer_shapes_small
+from graph_passes.analysis.workload import Workload
+from graph_passes.errors import AttnserveError, CannotRewrite
+
+__all__ = ["TOLERANCES", "Reference", "Tolerance", "distance", "runnable", "shape_name"]
+
+PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "MultiHeadAttention"})
+"""Operators whose output has the type in which the model computes."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Maximum difference between the outputs of a fused model and of the original.
+
+    Attributes:
+        cosine: The lowest cosine of an output vector to the original's.
+        error: The highest error of a number, relative to the largest one of its output.
+    """
+
+    cosine: float
+    error: float
+
+
+TOLERANCES: Mapping[ir.DataType, Tolerance] = {
+    ir.DataType.FLOAT: Tolerance(1 - 1e-6, 1e-5),
+    ir.DataType.FLOAT16: Tolerance(1 - 3e-5, 1e-2),
+    ir.DataType.BFLOAT16: Tolerance(1 - 2e-3, 6e-2),
+}
+"""Tolerances by the element type of most products. For all-MiniLM-L6-v2 with fused attention and
+norms on an H100, rounding gives 1 - cosine of 1e-12, 4e-6 and 4e-4, and errors of 6e-7, 1e-3 and
+8e-3."""
+
+LEAST_EXACT = Tolerance(0.9, 0.2)
+"""Limit of the tolerance for models whose activations are rounded to integers.
+
+Rounding in floating point moves few activations to the next integer, which changes an output by
+much or not at all. The tolerance is therefore ``MARGIN`` times the difference of the original to
+itself without the graph optimization of ONNX Runtime. For all-MiniLM-L6-v2 in integers of ONNX
+Runtime (dynamic; static with QDQ; int4) on a CPU, at 15 inputs, that is a least cosine of 0.993,
+0.938 and 0.999, and an error of 0.05, 0.10 and 0.02. Fused operators differ by as much or less, and
+float32 by at least three times as much."""
+
+MARGIN = 2.0
+
+COMPARED = tuple(Workload.of(*shape) for shape in ((1, 1), (1, 7), (3, 16), (4, 33), (2, 128)))
+"""(batch, sequence) of the compared inputs; in each, all rows but the first are padded. Shapes that
+the model refuses are left out, but at least one must run."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The original, with its outputs.
+
+    Attributes:
+        session: The model as it is.
+        runs: Inputs, each with its outputs.
+        accepted: The accepted difference of a fused model.
+    """
+
+    session: Session
+    runs: Sequence[tuple[Batch, Sequence[np.ndarray]]]
+    accepted: Tolerance
+
+    @classmethod
+    def of(cls, path: Path, model: ir.Model, device: Device) -> Reference:
+        """Open a model on a device, and run it on padded inputs.
+
+        Raises:
+            CannotRewrite: It runs on no example inputs.
+        """
+        session = open_session(path, device)
+        runs = list(runnable(model, COMPARED, session, padded=True))
+        accepted = TOLERANCES[_computed_type(model)]
+        if rounds_activations(model):
+            plain = open_session(path, device, optimize=False)
+            accepted = _widened(accepted, runs, plain)
+        return cls(session, runs, accepted)
+
+    def compare(self, session: Session) -> tuple[float, float]:
+        """(least cosine, largest error) of a session to the original.
+
+        Raises:
+            CannotRewrite: They differ.
+        """
+        for side in ("get_inputs", "get_outputs"):
+            expected, found = (
+                [(value.name, value.type, value.shape) for value in getattr(each, side)()]
+                for each in (self.session, session)
+            )
+            if expected != found:
+                raise CannotRewrite(
+                    f"the fused model has {found}, expected {expected}",
+                    DEFECT,
+                    code="fusion.interface",
+                )
+        outputs = [output.name for output in self.session.get_outputs()]
+        accepted = self.accepted
+        differences: list[tuple[float, float]] = []
+        for feed, expected in self.runs:
+            for name, before, after in zip(outputs, expected, session.run(None, feed), strict=True):
+                cosine, error = distance(before, after)
+                if not (cosine >= accepted.cosine and error <= accepted.error):  # also if NaN
+                    raise CannotRewrite(
+                        f"output {name!r} of the fused model differs at {shape_name(feed)}: cosine "
+                        f"{cosine:.7f}, error {error:.1e} of its largest number",
+                        "use the model as it is",
+                        code="fusion.differs",
+                    )
+                differences.append((cosine, error))
+        cosines, errors = zip(*differences, strict=True)
+        return min(cosines), max(errors)
+
+
+def _widened(
+    accepted: Tolerance, runs: Sequence[tuple[Batch, Sequence[np.ndarray]]], plain: Session
+) -> Tolerance:
+    """The tolerance of a model that rounds activations.
+
+    Args:
+        plain: The original without graph optimization.
+    """
+    found = [
+        distance(before, after)
+        for feed, expected in runs
+        for before, after in zip(expected, plain.run(None, feed), strict=True)
+    ]
+    cosine = 1 - MARGIN * (1 - min(cosine for cosine, _ in found))
+    error = MARGIN * max(error for _, error in found)
+    return Tolerance(
+        max(min(accepted.cosine, cosine), LEAST_EXACT.cosine),
+        min(max(accepted.error, error), LEAST_EXACT.error),
+    )
+
+
+def _computed_type(model: ir.Model) -> ir.DataType:
+    """The floating-point type of most products, of the runtime that computes least exactly."""
+    if computes_in_bfloat16(model):
+        return ir.DataType.BFLOAT16
+    known = infer_shapes_small(model, batch=2, sequence=5).known
+    types = Counter(
+        known[node.outputs[0]].dtype
+        for node in model.graph.all_nodes()
+        if node.op_type in PRODUCTS and node.outputs[0] in known
+    )
+    return max(TOLERANCES, key=lambda dtype: types[dtype])
+
+
+def distance(before: np.ndarray, after: np.ndarray) -> tuple[float, float]:
+    """(least cosine over the last axis, largest difference over the largest number)."""
+    if before.shape != after.shape:
+        return 0.0, np.inf
+    if np.array_equal(before, after):
+        return 1.0, 0.0
+    width = before.shape[-1] if before.ndim else 1
+    a, b = (array.astype(np.float64).reshape(-1, width) for array in (before, after))
+    with np.errstate(all="ignore"):  # infinity and NaN fail the check
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        cosines = np.where(norms > 0, (a * b).sum(axis=1) / norms, (a == b).all(axis=1))
+        return float(cosines.min()), float(np.abs(a - b).max() / np.abs(a).max())
+
+
+def runnable(
+    model: ir.Model, workloads: Sequence[Workload], session: Any, *, padded: bool = False
+) -> Iterator[tuple[Batch, list[np.ndarray]]]:
+    """Example inputs and the session's outputs, at the workloads that the model accepts.
+
+    Raises:
+        CannotRewrite: It accepts none.
+    """
+    taken, why = 0, ""
+    for seed, workload in enumerate(workloads):
+        try:
+            feed = example_inputs(model, workload, seed, padded=padded)
+            outputs = session.run(None, feed)
+        except AttnserveError as error:  # fixed axes, fewer positions, inputs without examples
+            why = why or error.what
+            continue
+        taken += 1
+        yield feed, outputs
+    if not taken:
+        raise CannotRewrite(
+            f"the model runs on no example inputs: {why}",
+            "use the model as it is",
+            code="fusion.no_inputs",
+        )
+
+
+def shape_name(feed: Batch) -> str:
+    """The shape of the first input."""
+    return " x ".join(map(str, next(iter(feed.values())).shape))

@@ -1,0 +1,200 @@
+"""Choose the graph that serving runs: the original, or one with fused operators.
+
+``fusion`` rewrites the graph. Its speed depends on the machine, and sums are computed in another
+order. The new model is therefore compared with the original and timed before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from attnserve.context import CPU, Device
+from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
+from attnserve.models.artifact import Artifact
+from attnserve.models.onnx_files import load_model
+from attnserve.planning.serving_form.equality import Reference, runnable
+from attnserve.planning.serving_form.timing import (
+    by_shape,
+    fastest,
+    speedup,
+    time_variants,
+    timed_workloads,
+    too_slow,
+)
+from attnserve.planning.serving_form.variants import (
+    Variant,
+    compared_runtimes,
+    fused_operators,
+    list_variants,
+)
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.session import open_session
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
+from graph_passes.errors import AttnserveError, CannotRewrite
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.fuse_gelu import FuseGelu
+
+__all__ = ["FusionReport", "fuse_lossless"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusionReport:
+    """A fused model in comparison with the original.
+
+    Attributes:
+        attention, gelu: The numbers of fused blocks.
+        min_cosine: The lowest cosine of all compared vectors.
+        max_error: The largest error, relative to the largest number of the output.
+        speedup: The geometric mean over the timed shapes.
+        speedups: Speed-up at each shape.
+        kept: Attention blocks that could be fused but are faster unfused.
+        runtime: The name of the runtime that runs it.
+        refused: Why another runtime does not run it, by its name.
+    """
+
+    attention: int
+    gelu: int
+    min_cosine: float
+    max_error: float
+    speedup: float
+    speedups: Mapping[str, float] = field(default_factory=dict[str, float])
+    kept: Sequence[str] = ()
+    runtime: str = "onnxruntime"
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
+    """Write the fused variant of a model to ``path``, if it is equal and faster.
+
+    For rows with at least one token that is not masked, every output must equal the original's
+    within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
+    ``timing.TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its
+    interval must be at least ``MIN_SPEEDUP``. If a variant seems too slow, all are timed once more,
+    and both runs decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN``
+    outside the interval. The written file is what is compared and timed.
+
+    Args:
+        source: The model; it is not changed.
+        path: An .onnx file to write or replace; its content is undefined if an error is raised.
+            Weights over 2 GB are stored beside it.
+        device: Device of the timed sessions.
+
+    Raises:
+        CannotRewrite: Nothing can be fused, or the result differs or is not faster.
+        AttnserveError: The model cannot be read, or does not run.
+    """
+    model = load_model(source, in_place=True)
+    try:
+        passes = fusion_passes(model, device.provider)
+    except CannotRewrite:
+        if len(compared_runtimes(device)) == 1:
+            raise
+        passes = ()  # another runtime may be faster
+    try:
+        return _fuse_and_check(source, model, passes, path, device)
+    except AttnserveError:
+        operators: list[FusedOperator] = [
+            name for name in ATTENTION_OPERATORS[device.provider] if name not in OPSETS
+        ]
+        older = fusion_passes(model, device.provider, operators) if passes else ()
+        if fused_operators(older) == fused_operators(passes):
+            raise
+    # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
+    # its exception keeps the sessions of the first attempt.
+    return _fuse_and_check(source, model, older, path, device)
+
+
+def _fuse_and_check(
+    source: Artifact,
+    model: ir.Model,
+    passes: Sequence[RewritePass],
+    path: Path,
+    device: Device,
+) -> FusionReport:
+    """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
+    variants = list_variants(model, passes, path, device)
+    files = {variant.file: variant for variant in variants}
+    first = replace(device, runtime=device.runtime_name)
+    try:
+        for variant in files.values():
+            variant.write(model)
+        reference = Reference.of(source.model, model, first)
+        workloads = timed_workloads(source.max_length)
+        inputs = [feed for feed, _ in runnable(model, workloads, reference.session)]
+        equal, refused = _open_equal(variants, reference, inputs, first)
+        original, times = time_variants(reference.session, [each.session for each in equal], inputs)
+        index = fastest(original, times)
+        if (slow := too_slow(original, times[index])) is not None:
+            raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
+        chosen = equal[index]
+        if chosen.variant.file != path:  # not renamed: it names the file of its external data
+            replace(chosen.variant, file=path).write(model)
+    finally:
+        for file, variant in files.items():
+            if file != path:
+                variant.remove()
+    fused = fused_operators(chosen.variant.passes)
+    gelu = [one for one in chosen.variant.passes if isinstance(one, FuseGelu)]
+    speedups = by_shape(original, times[index])
+    return FusionReport(
+        attention=len(fused),
+        gelu=sum(len(one.targets) for one in gelu),
+        min_cosine=chosen.min_cosine,
+        max_error=chosen.max_error,
+        speedup=speedup(original, times[index]).value,
+        speedups={shape: found.value for shape, found in speedups.items()},
+        kept=sorted(fused_operators(passes).keys() - fused.keys()),
+        runtime=chosen.variant.runtime,
+        refused=refused,
+    )
+
+
+@dataclass(frozen=True)
+class _EqualVariant:
+    """A variant whose outputs equal the original's, with the largest differences."""
+
+    variant: Variant
+    session: Session
+    min_cosine: float
+    max_error: float
+
+
+def _open_equal(
+    variants: Sequence[Variant], reference: Reference, inputs: Sequence[Batch], first: Device
+) -> tuple[list[_EqualVariant], dict[str, str]]:
+    """Open, run and compare all variants: those that are equal, and why a runtime runs not all.
+
+    Args:
+        inputs: The inputs that are timed.
+        first: The device, in the runtime of the original.
+
+    Raises:
+        CannotRewrite: A variant of the first runtime differs, or no runtime runs any.
+        AttnserveError: The first runtime refuses or fails to run one.
+    """
+    equal: list[_EqualVariant] = []
+    refused: dict[str, str] = {}
+    for variant in variants:
+        try:
+            session = open_session(variant.file, replace(first, runtime=variant.runtime))
+            differences = reference.compare(session)
+            for feed in inputs:
+                session.run(None, feed)  # allocates, and picks kernels
+        except AttnserveError as error:
+            if variant.runtime == first.runtime:
+                raise
+            refused[variant.runtime] = error.what
+            log.info("%s: %s", variant.runtime, error.what)
+        else:
+            equal.append(_EqualVariant(variant, session, *differences))
+    if not equal:
+        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+        raise CannotRewrite(why, "use the model as it is", code="fusion.refused")
+    return equal, refused

@@ -1,0 +1,115 @@
+"""Time variants beside the original, and choose the fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
+from attnserve.planning.serving_form.equality import shape_name
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.interleaved_timer import (
+    InterleavedTimer,
+    Speedup,
+    paired_speedup,
+    time_shapes,
+)
+from graph_passes.analysis.workload import Workload
+
+__all__ = [
+    "Times",
+    "by_shape",
+    "fastest",
+    "speedup",
+    "time_variants",
+    "timed_workloads",
+    "too_slow",
+]
+
+TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
+"""(batch, sequence) at which the variants are timed, if the model accepts them; no length is above
+the longest that is served. Fused attention gains most at the longest."""
+
+TIMED_S = 1.6
+"""Approximate time of all measurements of two variants."""
+
+TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
+"""Large models run for seconds at the longest shape."""
+
+Times = Mapping[str, np.ndarray]
+"""Milliseconds of a model by shape, (rounds,); the rounds of all models are the same."""
+
+
+def timed_workloads(longest: int | None) -> list[Workload]:
+    """The shapes of ``TIMED``, with lengths up to ``longest``."""
+    shapes = [(batch, min(length, longest or length)) for batch, length in TIMED]
+    return [Workload.of(*shape) for shape in dict.fromkeys(shapes)]
+
+
+def time_variants(
+    original: Session, variants: Sequence[Session], inputs: Sequence[Batch]
+) -> tuple[Times, Sequence[Times]]:
+    """Times of the original and of each variant.
+
+    If a variant seems too slow, all are timed once more, and both runs count.
+    """
+    first, *others = _time([original, *variants], inputs)
+    if any(_seems_slow(first, times) for times in others):
+        again = _time([original, *variants], inputs)
+        first, *others = (
+            {shape: np.hstack([times[shape], more[shape]]) for shape in times}
+            for times, more in zip([first, *others], again, strict=True)
+        )
+    return first, others
+
+
+def _time(sessions: Sequence[Session], inputs: Sequence[Batch]) -> list[Times]:
+    runs = [[partial(session.run, None, feed) for feed in inputs] for session in sessions]
+    times = time_shapes(runs, TIMED_S * len(sessions) / 2, TIMER)
+    names = [shape_name(feed) for feed in inputs]
+    return [dict(zip(names, rows, strict=True)) for rows in times.swapaxes(0, 1)]
+
+
+def speedup(before: Times, after: Times) -> Speedup:
+    """The speed-up over all shapes."""
+    return paired_speedup(list(before.values()), list(after.values()))
+
+
+def by_shape(before: Times, after: Times) -> dict[str, Speedup]:
+    """The speed-up at each shape."""
+    return {shape: paired_speedup([before[shape]], [after[shape]]) for shape in before}
+
+
+def fastest(original: Times, variants: Sequence[Times]) -> int:
+    """The index of the variant to run: the first, unless another is faster by ``MIN_GAIN``.
+
+    Variants that are too slow are taken only if all are.
+    """
+    indices = range(len(variants))
+    best, *others = [i for i in indices if too_slow(original, variants[i]) is None] or indices
+    for index in others:
+        if speedup(variants[best], variants[index]).low >= MIN_GAIN:
+            best = index
+    return best
+
+
+def _seems_slow(original: Times, times: Times) -> bool:
+    """Whether a variant is below a limit, inside or outside of its interval."""
+    least = min(found.value for found in by_shape(original, times).values())
+    return speedup(original, times).value < MIN_LOSSLESS_GAIN or least < MIN_SPEEDUP
+
+
+def too_slow(original: Times, times: Times) -> str | None:
+    """Why a variant is not faster than the original; None if it is."""
+    mean = speedup(original, times).value
+    if mean < MIN_LOSSLESS_GAIN:
+        return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
+    for shape, found in by_shape(original, times).items():
+        if found.high < MIN_SPEEDUP:
+            return (
+                f"the fused model runs {found.value:.2f}x as fast at {shape}, expected at least "
+                f"{MIN_SPEEDUP}x"
+            )
+    return None
