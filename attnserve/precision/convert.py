@@ -319,11 +319,13 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
 
     Raises:
         InvalidArgument: The context names another one.
+        MissingExtra: It is not installed.
     """
     needed = SCHEMES[precision].runtime
-    if not needed or context.runtime == needed:
+    if not needed:
         return context
-    if context.runtime != AUTO or context.provider != "cpu":
+    RUNTIMES[needed].version()  # raises before long work
+    if context.runtime not in (AUTO, needed) or context.provider != "cpu":
         raise InvalidArgument(
             f"{precision}: {context.runtime} on {context.provider} does not compute it",
             f"set `runtime` to {needed} and `provider` to cpu",

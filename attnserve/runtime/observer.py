@@ -105,12 +105,25 @@ def extract(
         if not value.is_graph_input():  # its declared type may be missing
             array = known[value]
             graph_input.type = ir.TensorType(ir.DataType.from_numpy(array.dtype))
-            graph_input.shape = ir.Shape([None] * array.ndim)
+            graph_input.shape = ir.Shape(_fixed_axes(value, array))
             graph_input.const_value = None
     functions = [function.clone() for function in model.functions.values()]
     part = ir.Model(graph, ir_version=model.ir_version, functions=functions)
     names = zip(start, graph.inputs, strict=True)
     return part, {value: graph_input.name or "" for value, graph_input in names}
+
+
+def _fixed_axes(value: ir.Value, array: np.ndarray) -> list[int | None]:
+    """The sizes of axes that are equal for all inputs of the model, as far as known.
+
+    A runtime may need the number of sizes that Reshape reads.
+    """
+    if value.shape is not None and len(value.shape) == array.ndim:
+        return [axis if isinstance(axis, int) else None for axis in value.shape]
+    is_sizes = any(
+        use.node.op_type in ("Reshape", "Expand") and use.idx == 1 for use in value.uses()
+    )
+    return [*array.shape] if is_sizes else [None] * array.ndim
 
 
 def behind(

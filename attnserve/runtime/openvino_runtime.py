@@ -186,7 +186,8 @@ class OpenVinoSession:
         canceled cannot be used again.
         """
         self._runs += 1
-        given = {name: array for name, array in feed.items() if name in self._read}
+        # A view: some arrays have another type object of the same numbers ("q" and "l" of int64).
+        given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
         given[RUN] = np.array(self._runs)
         request = self._request
         try:

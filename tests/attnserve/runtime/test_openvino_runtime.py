@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.context import ONE_THREAD, Device
+from attnserve.context import ONE_THREAD, Device, RunContext
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.onnx_files import load_model, save_model
+from attnserve.precision.convert import context_for
 from attnserve.runtime import openvino_runtime
 from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import RunFailed, Session
 from attnserve.runtime.machine import has_bfloat16_product
+from attnserve.runtime.observer import Observer, state_of
 from attnserve.runtime.session import open_session
 from attnserve.runtime.stop import STOP, Stop
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
@@ -238,9 +240,33 @@ def test_graph_that_openvino_refuses_is_an_error_with_the_next_step():
         open_session(table(), Device("cuda", runtime="openvino"))
 
 
+def test_observer_of_a_part_states_the_number_of_sizes_that_reshape_reads():
+    """OpenVINO needs the rank of every value; the sizes are computed outside of the part."""
+    text = """
+    <ir_version: 10, opset_import: ["" : 18]>
+    g (float[batch, tokens, 8] x) => (float[batch, tokens, h, d] y) {
+        start = Shape <end = 2> (x)
+        heads = Constant <value_ints = [2, -1]> ()
+        sizes = Concat <axis = 0> (start, heads)
+        before = Relu (x)
+        y = Reshape (before, sizes)
+    }
+    """
+    model = ir.from_onnx_text(text)
+    values = {value.name: value for node in model.graph for value in node.outputs}
+    for rows, tokens in ((2, 3), (1, 5)):
+        feed = {"x": np.ones((rows, tokens, 8), np.float32)}
+        state = state_of(model.graph.inputs, feed)
+        state |= Observer(model, [values["sizes"]], state)(state)
+        found = Observer(model, [values["y"]], state, OPENVINO)(state)[values["y"]]
+        np.testing.assert_array_equal(found, np.ones((rows, tokens, 2, 4)))
+
+
 @pytest.mark.parametrize("version", ["2025.4.1", "2026.1.0"])
 def test_old_openvino_is_refused_with_the_command(version: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(openvino_runtime, "version", lambda _: version)
     with raises(MissingExtra, "extra.openvino") as refused:
         open_session(table(), OPENVINO)
     assert "pip install" in refused.value.fix
+    with raises(MissingExtra, "extra.openvino"):  # before any work
+        context_for("bfloat16-cpu", RunContext())
