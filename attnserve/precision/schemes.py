@@ -25,6 +25,7 @@ from functools import cached_property, partial
 import onnx_ir as ir
 
 from attnserve.context import Provider
+from attnserve.literals import Precision
 from attnserve.models.quantized import Bits
 from attnserve.plugins import Registry
 from attnserve.precision.half import to_bfloat16, to_float16
@@ -106,7 +107,7 @@ class Scheme:
         stored: The type of the converted weights, as ``precision_of`` reports it. A conversion that
             leaves no weights of this type is refused; empty disables this check.
         provider: The kind of processor that it is for.
-        allows_float_blocks: Whether single blocks may stay float32, by measured time and loss.
+        allows_float_blocks: Whether single blocks may stay in ``rest``, by measured time and loss.
             Operators that contain the projections are not used before the conversion.
         for_tokens: Whether it is for decoders that generate: models with a cache are then timed at
             one token at a time.
@@ -133,6 +134,11 @@ class Scheme:
     oldest_opset: int = 1
     refusal: Callable[[], Refusal | None] = _no_refusal
     instead: str = "choose another precision"
+
+    @property
+    def rest(self) -> Precision:
+        """The precision of float32 weights that are not converted."""
+        return "bfloat16-cpu" if self.in_bfloat16 else "float32"
 
     @property
     def is_int8(self) -> bool:

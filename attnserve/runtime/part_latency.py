@@ -20,6 +20,7 @@ import onnx_ir as ir
 
 from attnserve.context import CPU, Device
 from attnserve.runtime.cache import cache_folder, write_atomically
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import QUICK, InterleavedTimer, time_functions
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
@@ -58,6 +59,8 @@ class Part:
         """A key that is equal for parts with equal work at a shape; weights only by their shape."""
         shapes = sorted((array.dtype.str, array.shape) for array in self.feeds[index].values())
         text = repr((_structure(self.model.graph, {}), shapes))
+        if computes_in_bfloat16(self.model):
+            text += " in bfloat16"
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

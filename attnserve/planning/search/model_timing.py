@@ -131,8 +131,8 @@ def time_model(
     timer = BlockTimer(model, feeds, table, num_requested, precision, context.progress)
     blocks = timer.time_blocks(groups)
     float_latencies: Mapping[Block, BlockLatency] = {}
-    if SCHEMES[precision].allows_float_blocks:
-        float_latencies = replace(timer, precision="float32").time_blocks(groups)
+    if (scheme := SCHEMES[precision]).allows_float_blocks:
+        float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
     converted = convert(job.original, precision, search_input.data.fit, to_nearest=True)

@@ -17,6 +17,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime import cache
 from attnserve.runtime import part_latency as latency
+from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interleaved_timer import QUICK
 from attnserve.runtime.observer import reads
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out, default_cache
@@ -216,6 +217,13 @@ def test_key_depends_on_the_number_of_heads(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
     small, other = pruned(part, [1, 1, 0, 1]), pruned(part, [0, 1, 1, 1])
     assert small.key(0) == other.key(0) != part.key(0)
+
+
+def test_key_depends_on_the_computed_precision(bert: ir.Model, feeds: Any):
+    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+    other = part.model.clone()
+    compute_in_bfloat16(other)
+    assert Part(other, part.feeds).key(0) != part.key(0)
 
 
 # The table
