@@ -22,12 +22,14 @@ __all__ = [
     "DEFAULT_OPTIONS",
     "Batch",
     "Feed",
+    "LongRows",
     "RunFailed",
     "Runtime",
     "Session",
     "SessionOptions",
     "ValueInfo",
     "owned",
+    "row_length",
 ]
 
 Batch = dict[str, np.ndarray]
@@ -103,6 +105,26 @@ class Session(Protocol):
         Inputs and outputs stay on the device.
         """
         ...
+
+
+@dataclass(frozen=True)
+class LongRows:
+    """Rows that another runtime computes than the others, because it is faster for them.
+
+    Attributes:
+        above: They have more tokens than this. It depends on the row alone, so that a row has the
+            same result in every batch.
+        runtime: The name of the runtime.
+    """
+
+    above: int
+    runtime: str
+
+
+def row_length(feed: Feed) -> int | None:
+    """The number of tokens of each row; None without tokens."""
+    ids = feed.get("input_ids")
+    return ids.shape[1] if ids is not None and ids.ndim == 2 else None
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.inference_precision import precision_in
-from attnserve.runtime.interface import RunFailed, Session, ValueInfo
+from attnserve.runtime.interface import LongRows, RunFailed, Session, ValueInfo
 from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.session import RUNTIMES
 from attnserve.serving.activations import scores_of
@@ -126,12 +126,18 @@ class Model:
         self.operators = operators
         self.name = name or artifact.name
         self.provider: Provider = options.device.provider
-        self.runtime: str = operators.get("runtime") or options.device.runtime_name
-        """The name of the runtime that runs the model."""
+        runtime: str = operators.get("runtime") or options.device.runtime_name
+        self.long_rows = long_rows = _long_rows(operators)
         facts = facts or GraphFacts.read(artifact)
-        in_bfloat16 = facts.in_bfloat16 and RUNTIMES[self.runtime].computes_bfloat16
-        self.precision = precision_in(facts.precision, in_bfloat16=in_bfloat16)
-        """The data types that the runtime computes with; see ``precision_of``."""
+        self.precisions: dict[str, str] = {
+            name: precision_in(
+                facts.precision,
+                in_bfloat16=facts.in_bfloat16 and RUNTIMES[name].computes_bfloat16,
+            )
+            for name in (runtime, *([long_rows.runtime] if long_rows else []))
+        }
+        """The data types that each runtime of the model computes with (``precision_of``), by its
+        name; that of short rows first."""
         self.cost = cost = facts.cost
 
         @lru_cache(SHAPES_CACHED)
@@ -143,8 +149,9 @@ class Model:
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
         self._session: Session = open_runner(
             graph or artifact.model,
-            replace(options, device=replace(options.device, runtime=self.runtime)),
+            replace(options, device=replace(options.device, runtime=runtime)),
             longest=artifact.max_length,
+            long_rows=long_rows,
             copied=facts.external if graph is None else (),
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
@@ -240,6 +247,22 @@ class Model:
     def macs(self, inputs: Mapping[str, np.ndarray]) -> int | None:
         """Multiply-accumulates of one run; None if they cannot be counted."""
         return self._cost_at(tuple((name, array.shape) for name, array in inputs.items()))[0]
+
+    @property
+    def runtime(self) -> str:
+        """The names of its runtimes, joined by +."""
+        return "+".join(self.precisions)
+
+    @property
+    def precision(self) -> str:
+        """The data types that it computes with, of each runtime if they differ."""
+        return ", ".join(dict.fromkeys(self.precisions.values()))
+
+    def runtime_of(self, tokens: int | None) -> str:
+        """The name of the runtime that runs rows of this length."""
+        if self.long_rows is not None and (tokens or 0) > self.long_rows.above:
+            return self.long_rows.runtime
+        return next(iter(self.precisions))
 
     def output_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
         """Size of ``outputs`` for inputs of these shapes; an axis of unknown size counts as 1."""
@@ -520,6 +543,12 @@ class Model:
                 self.rows_are_independent = has_independent_rows(
                     self.run, inputs, outputs, WARM_UP_ROWS
                 )
+                if self.long_rows is not None:
+                    tokens = self.long_rows.above + 1
+                    longer = {n: _with_tokens(array, tokens) for n, array in inputs.items()}
+                    self.rows_are_independent &= has_independent_rows(
+                        self.run, longer, self.run(longer), WARM_UP_ROWS
+                    )
             if isinstance(self._session, GraphRunner | RunnerPool):
                 padded_inputs = [
                     tensor.name
@@ -587,6 +616,17 @@ class _Closed:
 
 
 CLOSED: Any = _Closed()
+
+
+def _long_rows(operators: OperatorReport) -> LongRows | None:
+    """The rows that another runtime runs, as the report states them."""
+    found = operators.get("long_rows") if operators["rewritten"] else None
+    return None if found is None else LongRows(**found)
+
+
+def _with_tokens(array: np.ndarray, tokens: int) -> np.ndarray:
+    """Rows whose tokens are repeated to another number."""
+    return np.resize(array.T, (tokens, len(array))).T if array.ndim == 2 else array
 
 
 def _tensor(value: ValueInfo) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 __all__ = ["NOT_REWRITTEN", "PENDING", "Fused", "OperatorReport", "Unfused", "unfused"]
 
@@ -20,6 +20,7 @@ class Fused(TypedDict):
     speedups: Mapping[str, float]
     kept: Sequence[str]
     runtime: NotRequired[str]
+    long_rows: NotRequired[Mapping[str, Any] | None]
     refused: NotRequired[Mapping[str, str]]
 
 

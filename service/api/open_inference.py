@@ -136,7 +136,8 @@ class ModelMetadata(Body):
     platform: str
     """The runtime and the format, for example "onnxruntime_onnx"."""
     parameters: dict[str, Any]
-    """``runtime``, ``precision``, and ``refused``: why another runtime does not run it, by name."""
+    """``runtime``, ``precision``, ``refused``: why another runtime does not run it, by name; and
+    ``long_rows``, if another runtime runs rows of more than ``above`` tokens."""
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 
@@ -207,11 +208,12 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     return ModelMetadata(
         name=engine.name,
         versions=request.app.state.repository.versions(name),
-        platform=f"{model.runtime}_onnx",
+        platform=f"{model.runtime_of(None)}_onnx",
         parameters={
             "runtime": model.runtime,
             "precision": model.precision,
             "refused": model.operators.get("refused", {}),
+            "long_rows": model.operators.get("long_rows"),
         },
         inputs=_describe(model.inputs),
         outputs=_describe(model.outputs),

@@ -59,8 +59,9 @@ async def respond(
     headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in cost.items()}
     headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
     headers["x-model-version"] = engine.version
-    headers["x-runtime"] = engine.model.runtime
-    headers["x-precision"] = engine.model.precision
+    precisions = dict.fromkeys(engine.model.precisions[name] for name in answer.runtimes)
+    headers["x-runtime"] = "+".join(answer.runtimes)
+    headers["x-precision"] = ", ".join(precisions)
     if (plan := engine.model.artifact.plan_id) is not None:
         headers["x-plan"] = plan
     background = answer.follow_up and BackgroundTask(answer.follow_up)

@@ -147,8 +147,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
     batches = model.rows_are_independent and model.max_rows is None
     config: dict[str, Any] = {
         "name": engine.name,
-        "platform": f"{model.runtime}_onnx",
-        "backend": model.runtime,
+        "platform": f"{model.runtime_of(None)}_onnx",
+        "backend": model.runtime_of(None),
         "version_policy": {"all": {}},
         # A row has at least one token, so max_tokens also bounds the rows of a request.
         "max_batch_size": settings.max_tokens if batches else 0,

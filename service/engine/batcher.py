@@ -151,11 +151,13 @@ class Queue:
 class BatchResult:
     """One result per row, and the nanoseconds before, in and after the session.
 
-    ``macs`` counts the whole batch with its padding; None if they cannot be counted.
+    ``macs`` counts the whole batch with its padding; None if they cannot be counted. ``runtime``
+    names what ran it.
     """
 
     results: Sequence[Any]
     macs: int | None = None
+    runtime: str = ""
     stage_ns: tuple[int, int, int] = (0, 0, 0)
 
 

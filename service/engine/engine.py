@@ -23,6 +23,7 @@ import numpy as np
 from attnserve.data.token_statistics import CalibrationRange, row_ids
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding
+from attnserve.runtime.interface import row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult, Row
@@ -83,6 +84,11 @@ class Answer:
     padded_tokens: int
     out_of_calibration: int
     follow_up: FollowUp | None
+
+    @property
+    def runtimes(self) -> list[str]:
+        """The names of the runtimes that computed it."""
+        return list(dict.fromkeys(batch.result.runtime for batch, _ in self.result.batches))
 
     @property
     def macs(self) -> int | None:
@@ -270,7 +276,10 @@ class Engine:
                 fixed = model.fixed_tokens
                 return [
                     Row(
-                        (task,) if model.takes_mask else (task, len(encoding)),
+                        # Rows of one key have one runtime, and without a mask one length.
+                        (task, model.runtime_of(fixed or len(encoding)))
+                        if model.takes_mask
+                        else (task, len(encoding)),
                         fixed or len(encoding),
                         encoding,
                         real_tokens=len(encoding),
@@ -412,7 +421,7 @@ class Engine:
         macs = model.macs(inputs)
         ended = perf_counter_ns()
         stage_ns = prepared - start_ns, inferred - prepared, ended - inferred
-        return BatchResult(results, macs, stage_ns)
+        return BatchResult(results, macs, model.runtime_of(row_length(inputs)), stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
         """Count the rows of token ids that are outside of the calibration data."""

@@ -6,6 +6,7 @@ order. The new model is therefore compared with the original and timed before it
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,24 +16,29 @@ import onnx_ir as ir
 
 from attnserve.context import CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
+from attnserve.limits import MIN_GAIN
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.serving_form.equality import Reference, runnable
 from attnserve.planning.serving_form.timing import (
+    Times,
     by_shape,
     fastest,
     speedup,
+    splits,
     time_variants,
     timed_workloads,
     too_slow,
 )
 from attnserve.planning.serving_form.variants import (
+    MANY_VARIANTS_BYTES,
     Variant,
     compared_runtimes,
     fused_operators,
     list_variants,
 )
-from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.interface import Batch, LongRows, Session
 from attnserve.runtime.session import open_session
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -56,6 +62,7 @@ class FusionReport:
         speedups: Speed-up at each shape.
         kept: Attention blocks that could be fused but are faster unfused.
         runtime: The name of the runtime that runs it.
+        long_rows: The rows that another runtime computes, if any.
         refused: Why another runtime does not run it, by its name.
     """
 
@@ -67,6 +74,7 @@ class FusionReport:
     speedups: Mapping[str, float] = field(default_factory=dict[str, float])
     kept: Sequence[str] = ()
     runtime: str = "onnxruntime"
+    long_rows: LongRows | None = None
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -131,9 +139,13 @@ def _fuse_and_check(
         equal, refused = _open_equal(variants, reference, inputs, first)
         original, times = time_variants(reference.session, [each.session for each in equal], inputs)
         index = fastest(original, times)
-        if (slow := too_slow(original, times[index])) is not None:
+        chosen, chosen_times = equal[index], times[index]
+        long_rows: LongRows | None = None
+        if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
+            split = _fastest_split(equal, times, inputs, chosen_times)
+            chosen, chosen_times, long_rows = split or (chosen, chosen_times, None)
+        if (slow := too_slow(original, chosen_times)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        chosen = equal[index]
         if chosen.variant.file != path:  # not renamed: it names the file of its external data
             replace(chosen.variant, file=path).write(model)
     finally:
@@ -142,16 +154,17 @@ def _fuse_and_check(
                 variant.remove()
     fused = fused_operators(chosen.variant.passes)
     gelu = [one for one in chosen.variant.passes if isinstance(one, FuseGelu)]
-    speedups = by_shape(original, times[index])
+    speedups = by_shape(original, chosen_times)
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(one.targets) for one in gelu),
         min_cosine=chosen.min_cosine,
         max_error=chosen.max_error,
-        speedup=speedup(original, times[index]).value,
+        speedup=speedup(original, chosen_times).value,
         speedups={shape: found.value for shape, found in speedups.items()},
         kept=sorted(fused_operators(passes).keys() - fused.keys()),
         runtime=chosen.variant.runtime,
+        long_rows=long_rows,
         refused=refused,
     )
 
@@ -164,6 +177,36 @@ class _EqualVariant:
     session: Session
     min_cosine: float
     max_error: float
+
+
+def _fastest_split(
+    variants: Sequence[_EqualVariant],
+    times: Sequence[Times],
+    inputs: Sequence[Batch],
+    single: Times,
+) -> tuple[_EqualVariant, Times, LongRows] | None:
+    """A variant for short rows, and another runtime for long ones; None if one runtime is as fast.
+
+    Both run the same file. The gain over the fastest variant alone must reach ``MIN_GAIN``.
+
+    Args:
+        single: The times of the fastest variant.
+    """
+    best, found = MIN_GAIN, None
+    for (short, short_times), (long, long_times) in itertools.permutations(
+        zip(variants, times, strict=True), 2
+    ):
+        if short.variant.file != long.variant.file:
+            continue
+        for above, split in splits(short_times, long_times, inputs).items():
+            if (gain := speedup(single, split).low) >= best:
+                worse = replace(
+                    short,
+                    min_cosine=min(short.min_cosine, long.min_cosine),
+                    max_error=max(short.max_error, long.max_error),
+                )
+                best, found = gain, (worse, split, LongRows(above, long.variant.runtime))
+    return found
 
 
 def _open_equal(

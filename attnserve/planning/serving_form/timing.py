@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -9,7 +11,7 @@ import numpy as np
 
 from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.serving_form.equality import shape_name
-from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
     Speedup,
@@ -23,12 +25,13 @@ __all__ = [
     "by_shape",
     "fastest",
     "speedup",
+    "splits",
     "time_variants",
     "timed_workloads",
     "too_slow",
 ]
 
-TIMED = ((1, 16), (8, 16), (1, 128), (1, 384))
+TIMED = ((1, 16), (8, 16), (1, 64), (1, 128), (1, 384))
 """(batch, sequence) at which the variants are timed, if the model accepts them; no length is above
 the longest that is served. Fused attention gains most at the longest."""
 
@@ -80,6 +83,19 @@ def speedup(before: Times, after: Times) -> Speedup:
 def by_shape(before: Times, after: Times) -> dict[str, Speedup]:
     """The speed-up at each shape."""
     return {shape: paired_speedup([before[shape]], [after[shape]]) for shape in before}
+
+
+def splits(short: Times, long: Times, inputs: Sequence[Batch]) -> dict[int, Times]:
+    """The times of a model that runs rows above a length as ``long``, by that length.
+
+    The length is a mean of two that are timed; there is none without tokens.
+    """
+    lengths = {shape_name(feed): row_length(feed) or 0 for feed in inputs}
+    pairs = itertools.pairwise(sorted(set(lengths.values())))
+    return {
+        above: {shape: (long if lengths[shape] > above else short)[shape] for shape in short}
+        for above in (math.isqrt(shorter * longer) for shorter, longer in pairs)
+    }
 
 
 def fastest(original: Times, variants: Sequence[Times]) -> int:

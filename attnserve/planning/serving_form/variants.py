@@ -20,7 +20,13 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention
 
-__all__ = ["Variant", "compared_runtimes", "fused_operators", "list_variants"]
+__all__ = [
+    "MANY_VARIANTS_BYTES",
+    "Variant",
+    "compared_runtimes",
+    "fused_operators",
+    "list_variants",
+]
 
 MANY_VARIANTS_BYTES = 300_000_000
 """Weight size above which only the fully fused variant is built, because each variant is a copy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from attnserve.runtime import session
 from attnserve.runtime.interface import (
     DEFAULT_OPTIONS,
     Batch,
+    LongRows,
     RunFailed,
     Runtime,
     Session,
@@ -309,6 +311,40 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("long_gain", "runtimes"),
+    [
+        ({16: 0.5, 64: 2.0}, ("onnxruntime", LongRows(32, "other"))),
+        ({16: 2.0, 64: 0.5}, ("other", LongRows(32, "onnxruntime"))),
+        ({16: 0.9, 64: 1.005}, ("onnxruntime", None)),  # as fast as one runtime alone
+        ({16: 1.5, 64: 1.2}, ("other", None)),
+    ],
+)
+def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: Callable[..., object],
+    long_gain: dict[int, float],
+    runtimes: tuple[str, LongRows | None],
+) -> None:
+    """The other runtime is faster by this, for the same file."""
+    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
+    monkeypatch.setattr(variants, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
+    timed(lambda length: [1.5, 1.4, 1.5 * long_gain[length], 1.4 * long_gain[length], 1.0])
+    device = Device(threads=1, runtime="auto")
+    found = fuse_lossless(bert, tmp_path / "new.onnx", device)
+    assert (found.runtime, found.long_rows) == runtimes
+    gains = [1.5 * max(1.0, gain) for gain in long_gain.values()]
+    if found.long_rows:
+        assert list(found.speedups.values()) == pytest.approx([gains[0]] * 2 + gains[1:])
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
+    monkeypatch.setattr(lossless, "MANY_VARIANTS_BYTES", 0)  # each session holds the weights
+    with suppress(CannotRewrite):  # one runtime is slower than the file at a length
+        assert fuse_lossless(bert, tmp_path / "new.onnx", device).long_rows is None
 
 
 def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(

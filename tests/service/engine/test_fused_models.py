@@ -37,6 +37,10 @@ play = partial(test_repository.play, limit_s=300, threads=1, probe=True, runtime
 """Run a script with a repository that checks its models."""
 
 
+ONE_RUNTIME = "lossless._fastest_split = lambda *times: None\n"
+"""The child chooses one runtime for all lengths."""
+
+
 def served(path: Path, **settings: Any) -> Mapping[str, Any]:
     """What a repository over ``path`` says of the model, and what it answers."""
     seen: dict[str, Any] = {}
@@ -86,7 +90,7 @@ def test_repository_runtime_auto_names_the_fastest(
     pytest.importorskip("openvino")
     caplog.set_level("INFO", "attnserve")
     index = "0" if chosen == "onnxruntime" else "len(times) - 1"
-    child(f"lossless.fastest = lambda original, times: {index}")
+    child(f"{ONE_RUNTIME}lossless.fastest = lambda original, times: {index}")
     fast = served(bert, runtime="auto")
     assert (fast["rewritten"], fast["runtime"], fast["refused"]) == (True, chosen, {})
     assert f"bert runs with fused operators in {chosen}: " in caplog.text
@@ -94,6 +98,38 @@ def test_repository_runtime_auto_names_the_fastest(
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-5
     for same in ("plan", "file", "macs"):
         assert fast[same] == plain[same]
+
+
+def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -> None:
+    """The runtime of a text follows from its own length, whatever is in its batch."""
+    pytest.importorskip("openvino")
+    child(
+        "from attnserve.runtime.interface import LongRows\n"
+        "lossless._fastest_split = lambda equal, times, inputs, single: (\n"
+        "    equal[0], times[0], LongRows(8, 'openvino'))"
+    )
+    texts = ["a dog", "a man is playing a guitar on the stage", "cats", "the sun is out " * 4]
+    lengths: list[list[int]] = []
+    vectors: list[np.ndarray] = []
+
+    async def script(repository: Repository) -> None:
+        model = repository.engine().model
+        found = await repository.engine().run_task("embed", texts)
+        vectors.append(found.outputs["embed"])
+        if not model.long_rows:
+            return
+        assert (model.runtime, model.rows_are_independent) == ("onnxruntime+openvino", True)
+        assert found.runtimes.count("onnxruntime") == found.runtimes.count("openvino") == 1
+        for row, text in zip(found.result.rows, texts, strict=True):
+            alone = await repository.engine().run_task("embed", [text])
+            assert alone.runtimes == ["openvino" if row.tokens > 8 else "onnxruntime"]
+            np.testing.assert_allclose(alone.outputs["embed"][0], row.result[0], atol=1e-6)
+            lengths.append([row.tokens])
+
+    play(bert, script, runtime="auto")
+    play(bert, script, rewrite=False)
+    assert min(lengths)[0] <= 8 < max(lengths)[0]
+    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +143,7 @@ def test_repository_bfloat16_is_what_the_runtime_computes(
     if not has_bfloat16_product():
         pytest.skip("this CPU has no products in bfloat16")
     child(
-        "lossless.fastest = lambda original, times: len(times) - 1\n"
+        f"{ONE_RUNTIME}lossless.fastest = lambda original, times: len(times) - 1\n"
         f"timing.MIN_LOSSLESS_GAIN = {0 if runtime == 'openvino' else 1e9}"
     )
     report = attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
