@@ -12,12 +12,13 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
+from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost
+from attnserve.models.lineage import ModelCost, StepRecord
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -26,7 +27,7 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps, start
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -191,23 +192,38 @@ def _requested(job: Job, rewrites: Rewrites) -> _Outcome:
     timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
-        """The rewritten model before its conversion."""
+        """The rewritten float32 model."""
         _require_empty_caches(job, plan)
-        state = start(plan, job, job.original.clone(), fit=rewrites.refit)
-        return _Outcome(plan, apply_steps(plan.float_steps, state), timer)
+        state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
+        return _Outcome(plan, state, timer)
 
-    if planned.by_mixing:
+    if len(planned.by_mixing) > 1:
         rewritten, mixing = choose_mixing(planned.by_mixing, build, MixingComparison(timer))
         warnings = () if mixing is not None else (NOT_COMPARED,)
         rewritten = replace(rewritten, warnings=warnings, mixing=mixing)
     else:
         rewritten = build(planned.plan)
-    state = apply_steps(rewritten.plan.conversion, rewritten.state)
-    return replace(
-        rewritten,
-        plan=replace(rewritten.plan, passes=tuple(state.passes), fuse=False),
-        warnings=(*planned.warnings, *rewritten.warnings),
-    )
+    rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
+    return rewritten if job.target.precision == "float32" else _converted(job, rewritten)
+
+
+def _converted(job: Job, rewritten: _Outcome) -> _Outcome:
+    """The model in the precision of the target, with its final plan.
+
+    Operators are fused before the conversion, by passes that depend on the rewritten model.
+    """
+    plan, state = rewritten.plan, rewritten.state
+    precision = job.target.precision
+    fusion = fuse_for(state.model, precision, job.context.provider)
+    macs = count_macs(state.model, job.counted)
+    fused = [
+        StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
+        for graph_pass in fusion
+        for name in graph_pass.targets
+    ]
+    state.applied = state.applied.then(ApplyReport(tuple(fused)))
+    plan = replace(plan, passes=(*plan.passes, *fusion), precision=precision)
+    return replace(rewritten, plan=plan, state=apply_steps(plan.conversion, state))
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
