@@ -78,6 +78,10 @@ class RunContext(Device):
         """Return a callback (steps done, steps in total) for one stage."""
         return partial(self.progress, name)
 
+    def on_all_threads(self) -> RunContext:
+        """Return a context whose runtime chooses the number of threads, for what is not timed."""
+        return replace(self, threads=0)
+
     def labeled(self, label: str) -> RunContext:
         """Return a context that puts a label before the names of its stages."""
 

@@ -13,7 +13,7 @@ from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for
-from attnserve.job import Job
+from attnserve.job import Job, JobWithData
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
@@ -100,7 +100,7 @@ def optimize(
     context = run.context(progress)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
-            job = Job.for_search(artifact, original, goal, data, target, context)
+            job = JobWithData.for_search(artifact, original, goal, data, target, context)
             rewritten = _searched(job, goal)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
@@ -169,20 +169,18 @@ class _Outcome:
         return self.state.applied
 
 
-def _searched(job: Job, goal: Goal) -> _Outcome:
+def _searched(job: JobWithData, goal: Goal) -> _Outcome:
     """The model of a search."""
     require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Outcome(result.report.plan, result.state, ServedTimer(job), search=result.report)
 
 
-def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
+def _replayed(job: JobWithData, saved: SavedPlan) -> _Outcome:
     """The model of a plan.json, applied to the same model and data as in its search."""
-    assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
-    as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
-    state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
+    state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
     return _Outcome(plan, state, ServedTimer(job))
 
 
@@ -255,7 +253,7 @@ def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
     compare_on = partial(compare, original, converted, context=job.context)
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification
-    elif job.data is not None:
+    elif isinstance(job, JobWithData):
         fidelity = job.compare_held_out(converted, job.data.held_out)
     else:
         empty = empty_axes(original, converted)

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.data.datasets import HELD_OUT, require_rows, thinned
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
@@ -50,18 +50,16 @@ EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
 
 
-def check_input(job: Job) -> str:
+def check_input(job: JobWithData) -> str:
     """Check the rows and the device of a training; returns the device of PyTorch.
 
     Raises:
         InvalidData: A file has too few rows to fit, to choose and to verify.
         InvalidArgument: PyTorch has no CUDA device.
     """
-    data = job.data
     provider = job.context.provider
-    assert data is not None
     more = "give more unlabeled text similar to the served text, thousands of rows if possible"
-    require_rows(data, MIN_TEXTS, fix=more, code="recovery.few_rows")
+    require_rows(job.data, MIN_TEXTS, fix=more, code="recovery.few_rows")
     if provider == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "`provider` is cuda: PyTorch finds no CUDA device",
@@ -108,7 +106,7 @@ class Distillation:
     def __init__(
         self,
         rewritten: ir.Model,
-        job: Job,
+        job: JobWithData,
         measure: Measure,
         precision: Precision = "float32",
         float_blocks: Collection[str] = (),
@@ -118,7 +116,6 @@ class Distillation:
         original = job.original
         data = job.data
         texts = job.artifact
-        assert data is not None
         self.rewritten = rewritten
         self.original = original
         self.data = data

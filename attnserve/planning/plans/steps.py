@@ -195,7 +195,12 @@ class Distill(Train):
         from attnserve.recovery.distillation import Distillation  # needs PyTorch
 
         return Distillation(
-            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
+            state.model,
+            state.job.with_data,
+            self.measure,
+            state.precision,
+            state.float_blocks,
+            state.labels,
         )
 
 

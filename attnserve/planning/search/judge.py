@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -13,7 +14,7 @@ from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score, share_kept
-from attnserve.job import Job
+from attnserve.job import Job, JobWithData
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
@@ -91,7 +92,8 @@ class ScoredTask:
         """The task of a goal; None if it has none."""
         if goal.task is None or goal.eval_data is None:
             return None
-        original = _score(goal.task, goal.eval_data, job.labeled("original"), job.original)
+        untimed = job.on_all_threads().labeled("original")
+        original = _score(goal.task, goal.eval_data, untimed, job.original)
         return cls(goal.task, goal.eval_data, original)
 
     def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
@@ -132,8 +134,13 @@ class Judge:
     _unreduced: Candidate | None = None
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobWithData:
         return self.search_input.job
+
+    @cached_property
+    def untimed(self) -> JobWithData:
+        """The job of all that is not timed."""
+        return self.job.on_all_threads()
 
     def loss(self, choice: Choice, plan: Plan) -> float:
         """The measured loss of a choice, from the checkpoint or by building its plan."""
@@ -149,9 +156,9 @@ class Judge:
             if held is not None and held.choice.picks == choice.picks:
                 return held
         number = len(self.measured) + (choice.picks not in self.measured)
-        job = self.job.labeled(f"build {number}")
+        job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
-        self._latest = candidate = self._built(choice, plan, state)
+        self._latest = candidate = self._measured(choice, plan, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
             self._enough = candidate
         if not plan.lossy_blocks:  # every result is compared with one that removes nothing
@@ -168,27 +175,28 @@ class Judge:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
+        job = self.untimed.labeled(label)
         plan = replace(candidate.plan, trainings=(*candidate.plan.trainings, training))
         state = start(
             plan,
-            self.job.labeled(label),
+            job,
             candidate.state.model,
             key=key,
             applied=candidate.state.applied,
         )
         apply_steps((training, *plan.conversion), state)
-        return self._built(candidate.choice, plan, state)
+        return self._measured(candidate.choice, plan, state, job)
 
-    def _built(self, choice: Choice, plan: Plan, state: State) -> Candidate:
-        """Measure a model on the data to choose."""
-        verification = self._compare(state.result, HeldOut.CHOOSE, state.job)
+    def _measured(self, choice: Choice, plan: Plan, state: State, job: JobWithData) -> Candidate:
+        """The candidate of an applied plan, measured on the data to choose."""
+        verification = self._compare(state.result, HeldOut.CHOOSE, job)
         return Candidate(
             choice, plan, state, verification.fidelity, verification.share, verification.loss
         )
 
     def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         """Verify a candidate on held-out data."""
-        return self._compare(candidate.model, part, self.job.labeled("held out"))
+        return self._compare(candidate.model, part, self.untimed.labeled("held out"))
 
     def time(self, candidate: Candidate) -> SpeedCheck:
         """Time a candidate and the original at all checked lengths."""
@@ -254,12 +262,12 @@ class Judge:
         _, times = timed
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
+    def _compare(self, model: ir.Model, part: HeldOut, job: JobWithData) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
         Losses are bounds if the data was used before; see ``Losses``.
         """
-        batches = part.batches(self.search_input.data)
+        batches = part.batches(job.data)
         is_bounded = not part.is_unused
         fidelity = job.compare_held_out(model, batches, part.split)
         losses: list[float] = []

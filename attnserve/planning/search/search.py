@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
 from attnserve.checks.quality import allowed_loss
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
@@ -48,14 +48,14 @@ from graph_passes.errors import CannotRewrite
 __all__ = ["SearchResult", "search"]
 
 
-def search(goal: Goal, job: Job) -> SearchResult:
+def search(goal: Goal, job: JobWithData) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and builds are stored in the user's cache folder until the search ends, so that an
     interrupted search continues.
 
     Args:
-        job: With data, and weights that are finite.
+        job: Its weights are finite.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -73,9 +73,10 @@ def search(goal: Goal, job: Job) -> SearchResult:
     require_attention(attention)
     if precision != "float32":
         # Fails early if the model cannot be converted.
-        convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
+        convert(job.original, precision, job.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(start(Plan(), job.labeled("can be trained"), job.original))
+        untimed = job.on_all_threads().labeled("can be trained")
+        training_of(goal).check(start(Plan(), untimed, job.original))
     task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(search_input.key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
@@ -125,14 +126,14 @@ def _estimate_losses(
         for group in timing.groups
     }
     job = search_input.job
-    context = replace(job.context, threads=0, seed=0)
+    context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
-        model, timing.groups, search_input.data.fit, changes, timing.pairs, new_meter=job.meter,
+        model, timing.groups, job.data.fit, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
     if timing.float_latencies:
         conversion = conversion_losses(
-            model, timing.groups, search_input.data.fit, job.target.precision, new_meter=job.meter,
+            model, timing.groups, job.data.fit, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)

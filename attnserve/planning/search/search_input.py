@@ -9,8 +9,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.data.datasets import Dataset, content_digest
-from attnserve.job import Job
+from attnserve.data.datasets import content_digest
+from attnserve.job import JobWithData
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.search_record import Asked
@@ -38,24 +38,19 @@ class SearchInput:
         asked: The request as plan.json records it.
     """
 
-    job: Job
-    data: Dataset
+    job: JobWithData
     checked: Sequence[Workload]
     asked: Asked
 
     @classmethod
-    def of(cls, goal: Goal, job: Job) -> SearchInput:
+    def of(cls, goal: Goal, job: JobWithData) -> SearchInput:
         """The input of a search with this goal.
-
-        Args:
-            job: With data.
 
         Raises:
             InvalidArgument: The device has no kernels for the precision, or the model does not run
                 at the requested shape.
             InvalidData: The file of the task does not exist.
         """
-        assert job.data is not None
         precision = job.target.precision
         if job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             raise InvalidArgument(
@@ -63,20 +58,20 @@ class SearchInput:
                 "give `provider` cuda, or another `precision`",
                 code="search.bfloat16",
             )
-        return cls(job, job.data, _workloads_to_check(job), _asked(goal, job))
+        return cls(job, _workloads_to_check(job), _asked(goal, job))
 
     @cached_property
     def key(self) -> str:
         """Key of the checkpoint; equal for equal requests."""
         artifact = self.job.artifact
         served = [
-            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.data)
+            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.job.data)
         ]  # fmt: skip
-        data = self.data.source.to_json()
+        data = self.job.data.source.to_json()
         return digest((fingerprint(artifact), data, self.asked.to_json(), served, versions()))
 
 
-def _workloads_to_check(job: Job) -> list[Workload]:
+def _workloads_to_check(job: JobWithData) -> list[Workload]:
     """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
     batch = job.target.batch
     phase = job.requested[0].phase
@@ -94,7 +89,7 @@ def _workloads_to_check(job: Job) -> list[Workload]:
     return accepted
 
 
-def _asked(goal: Goal, job: Job) -> Asked:
+def _asked(goal: Goal, job: JobWithData) -> Asked:
     """The request as plan.json records it."""
     target, context = job.target, job.context
     asked = Asked(

@@ -151,11 +151,11 @@ def _no_gain(
 def _report(front_search: FrontSearch, candidate: Candidate, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
     front, judge = front_search.front, front_search.judge
-    search_input, artifact = judge.search_input, judge.job.artifact
+    artifact, data = judge.job.artifact, judge.job.data
     return PlanReport(
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=search_input.data.source,
-        asked=search_input.asked,
+        calibration=data.source,
+        asked=judge.search_input.asked,
         verdict=verdict,
         layers=explain(front, candidate.choice),
         front=front_points(front, judge.measured),
