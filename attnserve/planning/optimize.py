@@ -212,7 +212,7 @@ def _converted(job: Job, rewritten: _Outcome) -> _Outcome:
     """
     plan, state = rewritten.plan, rewritten.state
     precision = job.target.precision
-    fusion = fuse_for(state.model, precision, job.context.provider)
+    fusion = fuse_for(state.model, precision, job.context.device.provider)
     macs = count_macs(state.model, job.counted)
     fused = [
         StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)

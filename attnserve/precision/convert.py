@@ -321,15 +321,16 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
         InvalidArgument: The context names another one.
     """
     needed = SCHEMES[precision].runtime
-    if not needed or context.runtime == needed:
+    device = context.device
+    if not needed or device.runtime == needed:
         return context
-    if context.runtime != AUTO or context.provider != "cpu":
+    if device.runtime != AUTO or device.provider != "cpu":
         raise InvalidArgument(
-            f"{precision}: {context.runtime} on {context.provider} does not compute it",
+            f"{precision}: {device.runtime} on {device.provider} does not compute it",
             f"set `runtime` to {needed} and `provider` to cpu",
             code="precision.runtime",
         )
-    return replace(context, runtime=needed)
+    return replace(context, device=replace(device, runtime=needed))
 
 
 def is_bfloat16(model: ir.Model) -> bool:

@@ -57,7 +57,7 @@ def check_input(job: JobWithData) -> str:
         InvalidData: A file has too few rows to fit, to choose and to verify.
         InvalidArgument: PyTorch has no CUDA device.
     """
-    provider = job.context.provider
+    provider = job.context.device.provider
     more = "give more unlabeled text similar to the served text, thousands of rows if possible"
     require_rows(job.data, MIN_TEXTS, fix=more, code="recovery.few_rows")
     if provider == "cuda" and not torch.cuda.is_available():
@@ -203,7 +203,7 @@ class Distillation:
             model = self._served(self.student, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(model, self.context, spinning=False)
+        session = open_session(model, self.context.device, spinning=False)
         meter = self.new_meter(split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
@@ -312,7 +312,7 @@ class Distillation:
         Raises:
             CheckFailed: They differ.
         """
-        session = open_session(self.rewritten, self.context, spinning=False)
+        session = open_session(self.rewritten, self.context.device, spinning=False)
         graph = self.rewritten.graph
         is_half = any(value.dtype in HALF for value in graph.initializers.values())
         limit = HALF_TOLERANCE if is_half else TOLERANCE

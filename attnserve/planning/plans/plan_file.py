@@ -199,7 +199,8 @@ class SavedPlan:
         """
         asked = self.record.asked
         provider = _known(self.path, asked.provider, Provider)
-        return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
+        device = replace(context.device, provider=provider, runtime=asked.runtime)
+        return replace(context, device=device, seed=asked.seed)
 
     def job(
         self,

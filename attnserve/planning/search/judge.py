@@ -297,7 +297,7 @@ def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:
-    session = open_session(model, job.context)
+    session = open_session(model, job.context.device)
     return score_session(
         session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context
     )

@@ -52,7 +52,7 @@ class SearchInput:
             InvalidData: The file of the task does not exist.
         """
         precision = job.target.precision
-        if job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+        if job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             raise InvalidArgument(
                 f"{precision} cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
                 "give `provider` cuda, or another `precision`",
@@ -92,6 +92,7 @@ def _workloads_to_check(job: JobWithData) -> list[Workload]:
 def _asked(goal: Goal, job: JobWithData) -> Asked:
     """The request as plan.json records it."""
     target, context = job.target, job.context
+    device = context.device
     asked = Asked(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
@@ -104,9 +105,9 @@ def _asked(goal: Goal, job: JobWithData) -> Asked:
         batch=target.batch,
         sequences=tuple(workload.length for workload in job.requested),
         phase=job.requested[0].phase,
-        provider=context.provider,
-        runtime=context.runtime_name,
-        threads=context.threads,
+        provider=device.provider,
+        runtime=device.runtime_name,
+        threads=device.threads,
         seed=context.seed,
     )
     if goal.recover is not None:

@@ -46,7 +46,7 @@ from tests.attnserve.costs import measure
 Build = Callable[..., Path]
 
 
-CONTEXT = RunContext(threads=1)
+CONTEXT = RunContext(ONE_THREAD)
 
 
 def meters(model: ir.Model) -> Callable[[], QualityMeter]:
