@@ -64,6 +64,11 @@ class Candidate:
         """The model in the precision of the plan."""
         return self.state.result
 
+    @property
+    def removes(self) -> bool:
+        """Whether a pass of the plan is lossy."""
+        return bool(self.plan.lossy_blocks)
+
 
 class SpeedCheck(NamedTuple):
     """The speed of a candidate beside the original, and whether it is enough.
@@ -161,7 +166,7 @@ class Judge:
         self._latest = candidate = self._measured(choice, plan, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
             self._enough = candidate
-        if not plan.lossy_blocks:  # every result is compared with one that removes nothing
+        if not candidate.removes:  # every result is compared with one that removes nothing
             self._unreduced = candidate
         measured = candidate.loss, candidate.fidelity.mean_cosine
         self.measured[choice.picks] = measured

@@ -31,7 +31,7 @@ from attnserve.planning.search.front_search import (
     first_guess,
     power_of,
 )
-from attnserve.planning.search.judge import Candidate, Judge
+from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
@@ -60,8 +60,8 @@ class RecoverySearch:
         key: The name of the search's checkpoint.
         seconds: The time left for training.
         rounds: The rounds so far.
-        found: The trained choices that meet the goal, the fastest first.
-        verifications: The verifications of trained choices, in order.
+        found: The trained candidates that meet the goal, the fastest first.
+        verifications: The verifications of trained candidates, in order.
         report: The rounds and their result, after ``run``.
     """
 
@@ -74,17 +74,13 @@ class RecoverySearch:
     report: TrainingRounds | None = None
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
-    @property
-    def judge(self) -> Judge:
-        return self.front_search.judge
-
     def run(self, plain: Candidate | None) -> Candidate | None:
         """Train choices that are faster than ``plain``, the untrained one, and verify the best.
 
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
 
         Returns:
-            The verified choice; None if the choice without training is better.
+            The verified candidate; None if the one without training is better.
         """
         if plain is None:
             return self._no_gain("even the choice with the least loss misses the goal")
@@ -103,47 +99,47 @@ class RecoverySearch:
             training.forget(key)
 
     def _train_choices(self, plain: Candidate) -> None:
-        keep = self.front_search.goal.keep
+        search = self.front_search
+        keep = search.goal.keep
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        front = self.front_search.front.choices
+        choices = search.front.choices
         allowed = 1 - keep
         if allowed <= ROUNDING:
             return
-        measure = self.front_search.worst_measure(plain)
+        measure = search.worst_measure(plain)
         power = power_of(measure)
         trained: list[Candidate] = []
 
         def aim(low: int, high: int) -> int:
             if not trained:
                 first = STEP * plain.choice.loss or first_guess(measure, allowed)
-                return self.front_search.index_of(first)
+                return search.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
-            return self.front_search.index_of(
-                last.choice.loss * float(np.clip(share, 1 / STEP, STEP))
-            )
+            return search.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
 
         def keeps(index: int) -> BisectStep:
             seconds = self.seconds / (ROUNDS - len(trained))
-            trained.append(self._train(front[index], allowed, seconds))
+            trained.append(self._train(choices[index], allowed, seconds))
             loss = trained[-1].loss
             return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
-            front.index(plain.choice), len(front), ROUNDS,
+            choices.index(plain.choice), len(choices), ROUNDS,
             aim=aim, probe=keeps,
-            is_near=lambda low, index, _: self.front_search.is_near(low, index),
+            is_near=lambda low, index, _: search.is_near(low, index),
         )  # fmt: skip
 
     def _train(self, choice: Choice, allowed: float, seconds: float) -> Candidate:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        candidate = self.front_search.build(choice)
+        search = self.front_search
+        candidate = search.build(choice)
         number = len(self.rounds) + 1
-        training = training_of(self.front_search.goal, seconds / 60)
+        training = training_of(search.goal, seconds / 60)
         key = digest((self.key, candidate.plan.to_json()))
-        trained = self.judge.train(candidate, training, key, f"round {number}")
+        trained = search.judge.train(candidate, training, key, f"round {number}")
         result = trained.state.training
         assert result is not None
         self._trained.append((training, key))
@@ -152,7 +148,7 @@ class RecoverySearch:
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
-                predicted_speedup=self.front_search.front.predicted_speedup(choice),
+                predicted_speedup=search.front.predicted_speedup(choice),
                 predicted_loss=choice.loss,
                 built_loss=candidate.loss,
                 loss=best.loss,
@@ -166,12 +162,12 @@ class RecoverySearch:
         return best
 
     def _verify_fastest(self, plain: Candidate) -> Candidate | None:
-        """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
+        """Verify the fastest trained candidate that is faster than ``plain``, or else the next one.
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge = self.judge
-        keep = self.front_search.goal.keep
+        goal, judge = self.front_search.goal, self.front_search.judge
+        keep = goal.keep
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         gain_without = judge.time(plain).gain
         reason = ""

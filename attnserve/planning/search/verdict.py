@@ -50,7 +50,7 @@ def result_of(
         return _no_gain(front_search, verified.candidate, _missed(goal, verified), recovered)
     verified = prefer_no_removal(front_search, verified)
     timed = judge.time(verified.candidate)
-    if timed.refusal and verified.candidate.plan.lossy_blocks:  # for example, slower at a length
+    if timed.refusal and verified.candidate.removes:  # for example, slower at a length
         unreduced = verify_without_removal(front_search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"

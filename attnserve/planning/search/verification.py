@@ -84,7 +84,7 @@ def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified
     """The verified candidate, or the one without removal if that is about as fast."""
     judge = front_search.judge
     best = verified.candidate
-    if not best.plan.lossy_blocks:
+    if not best.removes:
         return verified
     unreduced_search = front_search.without_removal()
     unreduced = unreduced_search.run_from_fastest()
