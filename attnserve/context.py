@@ -59,24 +59,26 @@ ONE_THREAD = Device(threads=1)
 
 
 @dataclass(frozen=True)
-class RunContext(Device):
-    """A device with the settings of a run.
+class RunContext:
+    """The settings of a run.
 
     Attributes:
+        device: What runs the models.
         seed: The seed of every random choice.
         progress: Called after each step of a long stage.
     """
 
+    device: Device = CPU
     seed: int = 0
     progress: Progress = ignore_progress
-
-    @property
-    def device(self) -> Device:
-        return Device(self.provider, self.threads, self.runtime)
 
     def stage(self, name: str) -> Callable[[int, int], None]:
         """Return a callback (steps done, steps in total) for one stage."""
         return partial(self.progress, name)
+
+    def on_all_threads(self) -> RunContext:
+        """Return a context whose runtime chooses the number of threads, for what is not timed."""
+        return replace(self, device=replace(self.device, threads=0))
 
     def labeled(self, label: str) -> RunContext:
         """Return a context that puts a label before the names of its stages."""

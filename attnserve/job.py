@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -29,7 +29,7 @@ from graph_passes.analysis.shapes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["Job", "served_lengths", "served_workloads"]
+__all__ = ["Job", "JobWithData", "served_lengths", "served_workloads"]
 
 DEFAULT_LENGTHS = (16, 128, 512)
 """Timed lengths without data and without a requested length."""
@@ -61,9 +61,8 @@ class Job:
     target: Target = Target()
     context: RunContext = DEFAULT_CONTEXT
 
-    @classmethod
+    @staticmethod
     def read(
-        cls,
         artifact: Artifact,
         original: ir.Model,
         options: Data = Data(),
@@ -72,8 +71,8 @@ class Job:
         measure: SearchMeasure = "auto",
         joined: Lengths | None = None,
         context: RunContext = DEFAULT_CONTEXT,
-    ) -> Self:
-        """Read the data of a job.
+    ) -> Job:
+        """Read the data of a job, which is a ``JobWithData`` if ``calib`` is given.
 
         Args:
             joined: The lengths to which short calibration texts are joined; see ``load_inputs``.
@@ -92,43 +91,10 @@ class Job:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
-        return cls(
-            artifact=artifact,
-            original=original,
-            data=data,
-            others=other_data,
-            tokenizer=options.tokenizer,
-            measure=measure,
-            target=target,
-            context=context,
-        )
-
-    @classmethod
-    def for_search(
-        cls,
-        artifact: Artifact,
-        original: ir.Model,
-        goal: Goal,
-        options: Data,
-        target: Target = Target(),
-        context: RunContext = DEFAULT_CONTEXT,
-    ) -> Self:
-        """Read the data of a job that searches for a goal; see ``read``.
-
-        Raises:
-            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
-        """
-        # With `measure` score, the lengths are those of the task's data.
-        joined = None if goal.measure == "score" else target.sequence
-        job = cls.read(
-            artifact, original, options, target,
-            measure=goal.measure, joined=joined, context=context,
-        )  # fmt: skip
-        assert job.data is not None
-        require_rows(
-            job.data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
-        )
-        return job
+        rest = other_data, options.tokenizer, measure, target, context
+        if data is None:
+            return Job(artifact, original, None, *rest)
+        return JobWithData(artifact, original, data, *rest)
 
     @property
     def calibration(self) -> Sequence[Batch]:
@@ -175,15 +141,57 @@ class Job:
         counted_length = self.counted.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
+    @property
+    def with_data(self) -> JobWithData:
+        """This job, which has data: the checks of options and of steps have required it."""
+        assert isinstance(self, JobWithData)
+        return self
+
     def labeled(self, label: str) -> Self:
-        """The job with a label before the names of its stages, on all threads: it is not timed."""
-        return replace(self, context=replace(self.context, threads=0).labeled(label))
+        """The job with a label before the names of its stages."""
+        return replace(self, context=self.context.labeled(label))
+
+    def on_all_threads(self) -> Self:
+        """The job on as many threads as the runtime chooses, for what is not timed."""
+        return replace(self, context=self.context.on_all_threads())
 
     def meter(self, *, data: Dataset | None = None, split: Split = "data") -> QualityMeter:
         """Create a meter that compares outputs with those of the original."""
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
+
+
+@dataclass(frozen=True, eq=False)
+class JobWithData(Job):
+    """A job with calibration data, as searches, plans and trainings need it."""
+
+    data: Dataset = field()  # unlike that of a job, it has no default
+
+    @staticmethod
+    def for_search(
+        artifact: Artifact,
+        original: ir.Model,
+        goal: Goal,
+        options: Data,
+        target: Target = Target(),
+        context: RunContext = DEFAULT_CONTEXT,
+    ) -> JobWithData:
+        """Read the data of a job that searches for a goal; see ``Job.read``.
+
+        Raises:
+            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
+        """
+        # With `measure` score, the lengths are those of the task's data.
+        joined = None if goal.measure == "score" else target.sequence
+        job = Job.read(
+            artifact, original, options, target,
+            measure=goal.measure, joined=joined, context=context,
+        ).with_data  # fmt: skip
+        require_rows(
+            job.data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
+        )
+        return job
 
     def compare_held_out(
         self, model: ir.Model, batches: Sequence[Batch], split: Split = "prove"
@@ -198,7 +206,6 @@ class Job:
             InvalidModel: The models do not have the same inputs and outputs.
             CheckFailed: The outputs are not finite.
         """
-        assert self.data is not None
         source = self.data.source.file
         meter = self.meter(data=self.data, split=split)
         return compare(self.original, model, batches, source, meter=meter, context=self.context)

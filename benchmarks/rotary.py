@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
                 model = original.clone()
                 job = Job(
                     artifact, original, data if calibrated else None,
-                    target=Target(sequence=LENGTH), context=RunContext(threads=1),
+                    target=Target(sequence=LENGTH), context=RunContext(ONE_THREAD),
                 )  # fmt: skip
                 plan = Plan.merged([Collaborate(dict.fromkeys(names, params))])
                 apply_plan(plan, job, model, fit=False)

@@ -91,7 +91,7 @@ class LayerwiseRunner:
         observer: Observer | None = None
         for index, batch in enumerate(self._inputs):
             state = batch | self._cache[index]
-            observer = observer or Observer(self.model, outputs, state, self.context)
+            observer = observer or Observer(self.model, outputs, state, self.context.device)
             state |= observer(state)
             if later_values is not None:
                 self._cache[index] = {value: owned(state[value]) for value in next_cache}
@@ -142,7 +142,7 @@ class SegmentedModel:
         part = self._parts[index]
         if part is None:
             cut_values = [v for v in _values(self.model.graph) if v in self._cuts[index]]
-            part = self._parts[index] = Observer(self.model, cut_values, state, self.context)
+            part = self._parts[index] = Observer(self.model, cut_values, state, self.context.device)
         next_state = {
             v: a for v, a in state.items() if v in self._cuts[index] or v.is_graph_input()
         }

@@ -135,7 +135,7 @@ def compare(
         if index not in duplicates
     }
     models = (before, after)
-    if context.provider == "cpu" and any(map(is_bfloat16, models)):
+    if context.device.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
     for ran in _run_both(models, batches, empty, context):
@@ -250,7 +250,7 @@ def _run_both(
 
     def run_each(model: ir.Model, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
         nonlocal runs
-        session = open_session(model, context, spinning=False)
+        session = open_session(model, context.device, spinning=False)
         for batch in chunk:
             outputs = session.run(None, shaped_for(model, batch, empty))
             runs += 1

@@ -400,9 +400,7 @@ class Run(Options):
 
     def context(self, progress: Progress = ignore_progress) -> RunContext:
         """The context of a run with these options."""
-        return RunContext(
-            self.provider, self.threads, self.runtime, seed=self.seed, progress=progress
-        )
+        return RunContext(self.device, self.seed, progress)
 
 
 def check_seed(seed: int) -> None:

@@ -12,12 +12,13 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
-from attnserve.job import Job
+from attnserve.fusion import fuse_for
+from attnserve.job import Job, JobWithData
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost
+from attnserve.models.lineage import ModelCost, StepRecord
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -26,7 +27,7 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps, start
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -99,7 +100,7 @@ def optimize(
     context = run.context(progress)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
-            job = Job.for_search(artifact, original, goal, data, target, context)
+            job = JobWithData.for_search(artifact, original, goal, data, target, context)
             rewritten = _searched(job, goal)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
@@ -168,20 +169,18 @@ class _Outcome:
         return self.state.applied
 
 
-def _searched(job: Job, goal: Goal) -> _Outcome:
+def _searched(job: JobWithData, goal: Goal) -> _Outcome:
     """The model of a search."""
     require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Outcome(result.report.plan, result.state, ServedTimer(job), search=result.report)
 
 
-def _replayed(job: Job, saved: SavedPlan) -> _Outcome:
+def _replayed(job: JobWithData, saved: SavedPlan) -> _Outcome:
     """The model of a plan.json, applied to the same model and data as in its search."""
-    assert job.data is not None
     plan = saved.plan_for(job.artifact, job.data)
-    as_searched = replace(job, context=replace(job.context, threads=0))
     _require_empty_caches(job, plan)
-    state = apply_plan(plan, as_searched, job.original.clone(), key=saved.key)
+    state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
     return _Outcome(plan, state, ServedTimer(job))
 
 
@@ -191,23 +190,38 @@ def _requested(job: Job, rewrites: Rewrites) -> _Outcome:
     timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
-        """The rewritten model before its conversion."""
+        """The rewritten float32 model."""
         _require_empty_caches(job, plan)
-        state = start(plan, job, job.original.clone(), fit=rewrites.refit)
-        return _Outcome(plan, apply_steps(plan.float_steps, state), timer)
+        state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
+        return _Outcome(plan, state, timer)
 
-    if planned.by_mixing:
+    if len(planned.by_mixing) > 1:
         rewritten, mixing = choose_mixing(planned.by_mixing, build, MixingComparison(timer))
         warnings = () if mixing is not None else (NOT_COMPARED,)
         rewritten = replace(rewritten, warnings=warnings, mixing=mixing)
     else:
         rewritten = build(planned.plan)
-    state = apply_steps(rewritten.plan.conversion, rewritten.state)
-    return replace(
-        rewritten,
-        plan=replace(rewritten.plan, passes=tuple(state.passes), fuse=False),
-        warnings=(*planned.warnings, *rewritten.warnings),
-    )
+    rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
+    return rewritten if job.target.precision == "float32" else _converted(job, rewritten)
+
+
+def _converted(job: Job, rewritten: _Outcome) -> _Outcome:
+    """The model in the precision of the target, with its final plan.
+
+    Operators are fused before the conversion, by passes that depend on the rewritten model.
+    """
+    plan, state = rewritten.plan, rewritten.state
+    precision = job.target.precision
+    fusion = fuse_for(state.model, precision, job.context.device.provider)
+    macs = count_macs(state.model, job.counted)
+    fused = [
+        StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
+        for graph_pass in fusion
+        for name in graph_pass.targets
+    ]
+    state.applied = state.applied.then(ApplyReport(tuple(fused)))
+    plan = replace(plan, passes=(*plan.passes, *fusion), precision=precision)
+    return replace(rewritten, plan=plan, state=apply_steps(plan.conversion, state))
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
@@ -239,7 +253,7 @@ def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
     compare_on = partial(compare, original, converted, context=job.context)
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification
-    elif job.data is not None:
+    elif isinstance(job, JobWithData):
         fidelity = job.compare_held_out(converted, job.data.held_out)
     else:
         empty = empty_axes(original, converted)

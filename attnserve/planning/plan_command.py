@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attnserve.context import Progress, ignore_progress
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
@@ -83,7 +83,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
-    job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
+    job = JobWithData.for_search(artifact, original, goal, data, target, run.context(progress))
     report = search(goal, job).report
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

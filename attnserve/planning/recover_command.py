@@ -14,7 +14,7 @@ from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
@@ -104,7 +104,7 @@ def recover(
             check_output(written, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
-    job = Job(
+    job = JobWithData(
         texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
         target=Target(precision="int8" if training.int8 else "float32"),
         context=context,
@@ -114,7 +114,7 @@ def recover(
     plan = Plan(trainings=(step,), precision=job.target.precision)
     state = start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        report, result = _recovered(plan, state, file)
+        report, result = _recovered(plan, state, job, file)
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
         external=bool(external_files(rewritten)),
@@ -175,10 +175,9 @@ def _read_rows(
 
 
 def _checkpoint_key(
-    job: Job, artifact: Artifact, teacher: Artifact, training: Training, run: Run
+    job: JobWithData, artifact: Artifact, teacher: Artifact, training: Training, run: Run
 ) -> str:
     """Key of the training's checkpoint; equal for equal requests, whatever their time limit."""
-    assert job.data is not None
     texts = job.artifact
     return digest(
         {
@@ -192,13 +191,14 @@ def _checkpoint_key(
     )
 
 
-def _recovered(plan: Plan, state: State, file: Path) -> tuple[RecoverReport, ir.Model]:
+def _recovered(
+    plan: Plan, state: State, job: JobWithData, file: Path
+) -> tuple[RecoverReport, ir.Model]:
     """Apply a plan of one training, and verify its result beside the model without it.
 
     Returns:
         The report, and the model to write.
     """
-    job = state.job
     labels = state.labels
     check_input(job)
     teacher_score = None

@@ -76,12 +76,12 @@ class ServedTimer:
         float_blocks: Sequence[str] = (),
     ) -> ir.Model:
         """A float32 model fused and converted; the model itself if neither changes it."""
-        if self.job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+        if self.job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             precision = "float32"
         key = id(model), precision, *float_blocks
         if key not in self.made:
             fused = model.clone()
-            if not fuse_for(fused, precision, self.job.context.provider, is_timed_only=True):
+            if not fuse_for(fused, precision, self.job.context.device.provider, is_timed_only=True):
                 fused = model
             converted = convert(
                 fused, precision, self.job.calibration, float_blocks=float_blocks, to_nearest=True
@@ -127,7 +127,7 @@ class ServedTimer:
         inputs = ([v.name for v in model.graph.inputs] for model in (self.job.original, converted))
         if len(set(map(tuple, inputs))) > 1:
             return None
-        if is_bfloat16(converted) and self.job.context.provider == "cpu":
+        if is_bfloat16(converted) and self.job.context.device.provider == "cpu":
             return None
         is_lossy, rows = bool(plan.lossy_blocks), dict[str, int]()
 

@@ -325,13 +325,14 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
     if not needed:
         return context
     RUNTIMES[needed].version()  # raises before long work
-    if context.runtime not in (AUTO, needed) or context.provider != "cpu":
+    device = context.device
+    if device.runtime not in (AUTO, needed) or device.provider != "cpu":
         raise InvalidArgument(
-            f"{precision}: {context.runtime} on {context.provider} does not compute it",
+            f"{precision}: {device.runtime} on {device.provider} does not compute it",
             f"set `runtime` to {needed} and `provider` to cpu",
             code="precision.runtime",
         )
-    return replace(context, runtime=needed)
+    return replace(context, device=replace(device, runtime=needed))
 
 
 def is_bfloat16(model: ir.Model) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.data.datasets import HELD_OUT, require_rows, thinned
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
@@ -50,18 +50,16 @@ EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
 
 
-def check_input(job: Job) -> str:
+def check_input(job: JobWithData) -> str:
     """Check the rows and the device of a training; returns the device of PyTorch.
 
     Raises:
         InvalidData: A file has too few rows to fit, to choose and to verify.
         InvalidArgument: PyTorch has no CUDA device.
     """
-    data = job.data
-    provider = job.context.provider
-    assert data is not None
+    provider = job.context.device.provider
     more = "give more unlabeled text similar to the served text, thousands of rows if possible"
-    require_rows(data, MIN_TEXTS, fix=more, code="recovery.few_rows")
+    require_rows(job.data, MIN_TEXTS, fix=more, code="recovery.few_rows")
     if provider == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "`provider` is cuda: PyTorch finds no CUDA device",
@@ -108,7 +106,7 @@ class Distillation:
     def __init__(
         self,
         rewritten: ir.Model,
-        job: Job,
+        job: JobWithData,
         measure: Measure,
         precision: Precision = "float32",
         float_blocks: Collection[str] = (),
@@ -118,7 +116,6 @@ class Distillation:
         original = job.original
         data = job.data
         texts = job.artifact
-        assert data is not None
         self.rewritten = rewritten
         self.original = original
         self.data = data
@@ -206,7 +203,7 @@ class Distillation:
             model = self._served(self.student, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(model, self.context, spinning=False)
+        session = open_session(model, self.context.device, spinning=False)
         meter = self.new_meter(split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
@@ -315,7 +312,7 @@ class Distillation:
         Raises:
             CheckFailed: They differ.
         """
-        session = open_session(self.rewritten, self.context, spinning=False)
+        session = open_session(self.rewritten, self.context.device, spinning=False)
         graph = self.rewritten.graph
         is_half = any(value.dtype in HALF for value in graph.initializers.values())
         limit = HALF_TOLERANCE if is_half else TOLERANCE

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from attnserve.data.token_statistics import calibration_of
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.lineage import BeforeRecovery, LineageEntry
@@ -100,7 +100,7 @@ def write_recovered(
     artifact: Artifact,
     rewritten: ir.Model,
     teacher: Artifact,
-    job: Job,
+    job: JobWithData,
     model: ir.Model,
     report: RecoverReport,
     *,
@@ -125,7 +125,7 @@ def write_recovered(
         # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, job.original),
         "rewritten": source_entry(artifact, rewritten),
-        "calibration": calibration_of(job.data) if job.data is not None else None,
+        "calibration": calibration_of(job.data),
         "seed": job.context.seed,
         "versions": {**versions(), "torch": torch.__version__},
     }

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score
-from attnserve.job import Job
+from attnserve.job import Job, JobWithData
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.measured import Fidelity
 from attnserve.recovery.labels import LabeledBatch, Labels
@@ -46,17 +46,14 @@ class VerifiedModel:
         return kept and self.loss < other.loss
 
 
-def verify_model(job: Job, model: ir.Model, labels: Labels | None = None) -> VerifiedModel:
+def verify_model(job: JobWithData, model: ir.Model, labels: Labels | None = None) -> VerifiedModel:
     """Compare a model with the original on held-out rows, and score it on labeled ones.
 
     Raises:
         CheckFailed: The outputs are not finite, or equal for all labeled pairs.
         InvalidModel: The models do not have the same inputs and outputs.
     """
-    data = job.data
-    assert data is not None
-    on_held_out = replace(job, context=job.context.labeled("held out"))
-    fidelity = on_held_out.compare_held_out(model, data.held_out)
+    fidelity = job.labeled("held out").compare_held_out(model, job.data.held_out)
     if labels is None:
         return VerifiedModel(fidelity)
     outputs = labeled_outputs(job, model, labels)
@@ -68,6 +65,6 @@ def labeled_outputs(
 ) -> list[tuple[LabeledBatch, np.ndarray]]:
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
-    session = open_session(model, job.context, spinning=False)
+    session = open_session(model, job.context.device, spinning=False)
     feeds = (shaped_for(model, one.batch, empty) for one in labels.verify)
     return labels.outputs(model, labels.verify, feeds, session)

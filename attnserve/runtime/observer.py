@@ -71,7 +71,7 @@ def observe(
     observer: Observer | None = None
     for number, batch in enumerate(batches if outputs else (), start=1):
         state = state_of(model.graph.inputs, batch)
-        observer = observer or Observer(model, outputs, state, context)
+        observer = observer or Observer(model, outputs, state, context.device)
         state |= observer(state)
         yield batch, [[state[value] for value in group] for group in values]
         if stage:

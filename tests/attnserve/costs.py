@@ -12,7 +12,7 @@ import pytest
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import ServedSpeed, ShapeLatency
 from attnserve.planning import served_speed
-from attnserve.planning.search.judge import Built, Judge
+from attnserve.planning.search.judge import Candidate, Judge
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
@@ -75,7 +75,7 @@ def compare_speed(
     return speeds
 
 
-def speedup_over(judge: Judge, slow: Built, fast: Built) -> Speedup:
+def speedup_over(judge: Judge, slow: Candidate, fast: Candidate) -> Speedup:
     before, after = (
         judge.requested_speedup(judge.compare_speed(one.model, judge.job.requested))
         for one in (slow, fast)

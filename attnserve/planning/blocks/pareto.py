@@ -1,6 +1,6 @@
-"""Pareto front of loss and time over one option for each part of a model.
+"""Pareto front of loss and time over one configuration for each part of a model.
 
-Losses and times of the options add up: this is a multiple-choice knapsack problem (Kellerer,
+Losses and times of the parts add up: this is a multiple-choice knapsack problem (Kellerer,
 Pferschy and Pisinger 2004, chapter 11). Parts are added one by one, and dominated choices are
 dropped. This is exact; a greedy search would fail where times are not convex (seven heads may
 take longer than eight). Beyond ``MOST`` choices, those with nearly equal loss are thinned out.
@@ -10,48 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-__all__ = ["Choice", "Option", "pareto_front"]
+__all__ = ["Choice", "pareto_front"]
 
 MOST = 4000
 
 
-class Option(Protocol):
-    """An alternative of one part: its predicted loss and its time."""
-
-    @property
-    def loss(self) -> float: ...
-    @property
-    def ms(self) -> float: ...
-
-
 @dataclass(frozen=True)
 class Choice:
-    """An option for each part, by index."""
+    """A configuration for each part.
+
+    Attributes:
+        loss, ms: The sums of the predicted losses and times of the parts.
+        picks: The configuration of each part, by index.
+    """
 
     loss: float
     ms: float
     picks: tuple[int, ...]
 
 
-def pareto_front(parts: Sequence[Sequence[Option]], *, most: int = MOST) -> list[Choice]:
+def pareto_front(
+    parts: Sequence[Sequence[tuple[float, float]]], *, most: int = MOST
+) -> list[Choice]:
     """Every choice that no other choice beats in both loss and time, by rising loss.
 
+    Args:
+        parts: The predicted (loss, time) of each configuration of each part.
+
     Raises:
-        ValueError: A part has no option.
+        ValueError: A part has no configuration.
     """
     loss, ms = np.zeros(1), np.zeros(1)
     back: list[tuple[np.ndarray, np.ndarray]] = []
-    for options in parts:
-        if not options:
-            raise ValueError("a part without options")
-        losses = (loss[:, None] + [option.loss for option in options]).reshape(-1)
-        times = (ms[:, None] + [option.ms for option in options]).reshape(-1)
+    for configs in parts:
+        if not configs:
+            raise ValueError("a part without configurations")
+        added = np.array(configs)
+        losses = (loss[:, None] + added[:, 0]).reshape(-1)
+        times = (ms[:, None] + added[:, 1]).reshape(-1)
         kept = _thinned(losses, _undominated(losses, times), most)
-        back.append((kept // len(options), kept % len(options)))
+        back.append((kept // len(configs), kept % len(configs)))
         loss, ms = losses[kept], times[kept]
     return [Choice(float(loss[i]), float(ms[i]), _picks(back, i)) for i in range(len(loss))]
 
@@ -77,7 +78,7 @@ def _thinned(losses: np.ndarray, kept: np.ndarray, most: int) -> np.ndarray:
 
 def _picks(back: Sequence[tuple[np.ndarray, np.ndarray]], index: int) -> tuple[int, ...]:
     picks: list[int] = []
-    for states, options in reversed(back):
-        picks.append(int(options[index]))
+    for states, configs in reversed(back):
+        picks.append(int(configs[index]))
         index = int(states[index])
     return tuple(reversed(picks))

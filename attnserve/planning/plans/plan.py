@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
-from attnserve.planning.plans.steps import TRAININGS, Cast, Fuse, PlanStep, RunPass, Train
+from attnserve.planning.plans.steps import TRAININGS, Cast, PlanStep, RunPass, Train
 from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
@@ -55,15 +55,12 @@ class Plan:
         trainings: The trainings after the rewrites, in order.
         precision: The precision of the result.
         float_blocks: Blocks that stay float32 in a precision that can keep blocks.
-        fuse: Whether operators are fused before a conversion, by passes that are chosen then. A
-            recorded plan lists these passes instead: JSON has no such field.
     """
 
     passes: tuple[RewritePass, ...] = ()
     trainings: tuple[Train, ...] = ()
     precision: Precision = "float32"
     float_blocks: tuple[str, ...] = ()
-    fuse: bool = False
 
     @classmethod
     def merged(
@@ -71,14 +68,12 @@ class Plan:
         passes: Iterable[RewritePass],
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
-        *,
-        fuse: bool = False,
     ) -> Plan:
         """Build a plan from passes in any order, which are merged by class and sorted by ``ORDER``.
 
         Args:
             passes: The passes; passes without targets are dropped.
-            precision, float_blocks, fuse: The fields of the plan.
+            precision, float_blocks: The fields of the plan.
         """
         merged: dict[type[RewritePass], RewritePass] = {}
         for graph_pass in passes:
@@ -95,25 +90,19 @@ class Plan:
         ordered = sorted(
             merged.values(), key=lambda graph_pass: place.get(graph_pass.name, unlisted)
         )
-        return cls(tuple(ordered), precision=precision, float_blocks=tuple(float_blocks), fuse=fuse)
+        return cls(tuple(ordered), precision=precision, float_blocks=tuple(float_blocks))
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
         """All steps, in order."""
-        return (*self.float_steps, *self.conversion)
-
-    @property
-    def float_steps(self) -> tuple[PlanStep, ...]:
-        """The steps of the float32 model: the rewrites, then the trainings."""
-        return (*map(RunPass, self.passes), *self.trainings)
+        return (*map(RunPass, self.passes), *self.trainings, *self.conversion)
 
     @property
     def conversion(self) -> tuple[PlanStep, ...]:
-        """The last steps, if the plan converts to another precision."""
+        """The last step, if the plan converts to another precision."""
         if self.precision == "float32":
             return ()
-        fusion = (Fuse(self.precision),) if self.fuse else ()
-        return (*fusion, Cast(self.precision, self.float_blocks))
+        return (Cast(self.precision, self.float_blocks),)
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a class; None if there is none."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
-from attnserve.job import Job
+from attnserve.job import Job, JobWithData
 from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
@@ -199,7 +199,8 @@ class SavedPlan:
         """
         asked = self.record.asked
         provider = _known(self.path, asked.provider, Provider)
-        return replace(context, provider=provider, runtime=asked.runtime, seed=asked.seed)
+        device = replace(context.device, provider=provider, runtime=asked.runtime)
+        return replace(context, device=device, seed=asked.seed)
 
     def job(
         self,
@@ -209,7 +210,7 @@ class SavedPlan:
         target: Target,
         measure: SearchMeasure,
         context: RunContext,
-    ) -> Job:
+    ) -> JobWithData:
         """Read the data of the plan, for the device, lengths and measure of its search.
 
         Raises:
@@ -219,7 +220,7 @@ class SavedPlan:
         return Job.read(
             artifact, original, data, self.target(target),
             measure=self.measure(measure), joined=self.lengths, context=self.context(context),
-        )  # fmt: skip
+        ).with_data  # fmt: skip
 
     def forget_trainings(self, plan: Plan) -> None:
         """Delete the checkpoints of the trainings of the plan, after its model was written."""

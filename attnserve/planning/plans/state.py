@@ -16,7 +16,6 @@ from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
 from attnserve.precision.int8 import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
-from graph_passes.passes.base import RewritePass
 
 if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
@@ -38,7 +37,6 @@ class State:
         labels: Labeled rows that a training learns too.
         model: A float32 copy of the original that rewrites change in place.
         applied: The finished rewrites, with their errors.
-        passes: The passes that ran, in order.
         training: The result of the last training.
         rounding: Rounding of int8 weights, if a training fixed it.
         converted: The model in the precision of the conversion, once it is converted.
@@ -52,7 +50,6 @@ class State:
     key: str = ""
     labels: Labels | None = None
     applied: ApplyReport = field(default_factory=ApplyReport)
-    passes: list[RewritePass] = field(default_factory=list[RewritePass])
     training: TrainingResult | None = None
     rounding: Mapping[WeightKey, Rounding] | None = None
     converted: ir.Model | None = None

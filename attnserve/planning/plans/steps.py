@@ -13,24 +13,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
-from attnserve.fusion import fuse_for
 from attnserve.literals import Measure, Precision
 from attnserve.models.cache_inputs import empty_axes, shaped_for
-from attnserve.models.lineage import StepRecord
-from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint
-from graph_passes.analysis.cost import count_macs
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import RewritePass
 
 if TYPE_CHECKING:
     from attnserve.recovery.distillation import Distillation
 
-__all__ = ["TRAININGS", "Cast", "Distill", "Fuse", "PlanStep", "RunPass", "Train"]
+__all__ = ["TRAININGS", "Cast", "Distill", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
@@ -75,36 +71,6 @@ class RunPass(PlanStep):
 
     def apply(self, state: State) -> None:
         state.runner().run(self.graph_pass)
-        state.passes.append(self.graph_pass)
-
-
-@dataclass(frozen=True)
-class Fuse(PlanStep):
-    """Fuse operators for a later conversion.
-
-    The passes are chosen when the step is applied, on the model as the steps before leave it. The
-    state lists them (``State.passes``), and a recorded plan has them instead of this step.
-
-    Attributes:
-        precision: The precision of the conversion.
-    """
-
-    precision: Precision
-
-    @property
-    def name(self) -> str:
-        return "fuse"
-
-    def apply(self, state: State) -> None:
-        passes = fuse_for(state.model, self.precision, state.job.context.provider)
-        macs = count_macs(state.model, state.job.counted)
-        steps = [
-            StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
-            for graph_pass in passes
-            for name in graph_pass.targets
-        ]
-        state.applied = state.applied.then(ApplyReport(tuple(steps)))
-        state.passes += passes
 
 
 @dataclass(frozen=True)
@@ -229,7 +195,12 @@ class Distill(Train):
         from attnserve.recovery.distillation import Distillation  # needs PyTorch
 
         return Distillation(
-            state.model, state.job, self.measure, state.precision, state.float_blocks, state.labels
+            state.model,
+            state.job.with_data,
+            self.measure,
+            state.precision,
+            state.float_blocks,
+            state.labels,
         )
 
 

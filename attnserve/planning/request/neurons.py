@@ -7,7 +7,6 @@ layers are chosen together, so that the sum of the losses at the model's output 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from attnserve.planning.blocks.configurations import MULTIPLE, LossCurve, TiedBlocks
 from attnserve.planning.blocks.pareto import pareto_front
@@ -36,36 +35,28 @@ def choose_neurons(
     """
     # On a single text, every removal may be measured as a total loss. Own losses still differ.
     is_measured = any(curve.loss[0] < curve.loss[-1] for curve in curves.values())
-    options = [_options(group, curves.get(group.key), is_measured) for group in groups]
+    numbers = [_numbers(group, curves.get(group.key), is_measured) for group in groups]
     total = sum(group.count for group in groups)
     least = total - round(share * total)
-    choice = [choice for choice in pareto_front(options) if choice.ms >= least][-1]
+    # Neurons stand for the time that they take.
+    choice = [choice for choice in pareto_front(numbers) if choice.ms >= least][-1]
     masks: Masks = {}
-    for group, numbers, pick in zip(groups, options, choice.picks, strict=True):
-        count = numbers[pick].neurons
+    for group, of_group, pick in zip(groups, numbers, choice.picks, strict=True):
+        _, count = of_group[pick]
         if count < group.count:
             masks |= {name: curves[group.key].mask(count) for name in group.names}
     return masks
 
 
-class _Kept(NamedTuple):
-    """A number of remaining neurons, and its loss."""
-
-    neurons: int
-    loss: float
-
-    @property
-    def ms(self) -> float:
-        """What ``pareto_front`` reduces: here the neurons, which take the time."""
-        return self.neurons
-
-
-def _options(group: TiedBlocks, curve: LossCurve | None, is_measured: bool) -> list[_Kept]:
-    options = [_Kept(group.count, 0.0)]
+def _numbers(
+    group: TiedBlocks, curve: LossCurve | None, is_measured: bool
+) -> list[tuple[float, int]]:
+    """The losses of the possible numbers of remaining neurons, with these numbers."""
+    numbers = [(0.0, group.count)]
     if curve is None:
-        return options
+        return numbers
     for kept in range(MULTIPLE, group.count, MULTIPLE):
         gone = group.count - kept
         loss = curve.at(gone) if is_measured else curve.own_loss[gone]
-        options.append(_Kept(kept, loss + TIE * gone))
-    return options
+        numbers.append((loss + TIE * gone, kept))
+    return numbers

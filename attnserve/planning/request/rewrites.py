@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from attnserve.checks.certify import require_attention
 from attnserve.job import Job
@@ -40,20 +40,23 @@ SAME_NAME = Refusal("same_name", "an attention block has the same name")
 
 @dataclass(frozen=True, eq=False)
 class PlannedRequest:
-    """A plan, and warnings about requested rewrites that do not apply.
+    """Plans of the float32 model, and warnings about requested rewrites that do not apply.
 
     Attributes:
-        by_mixing: Plans of the same rewrites by mixing, including ``plan``; empty if the request
-            determines the mixing.
+        by_mixing: Plans of the same rewrites by mixing; one if the request determines the mixing.
     """
 
-    plan: Plan
+    by_mixing: Mapping[SizedMixing, Plan]
     warnings: tuple[str, ...]
-    by_mixing: Mapping[SizedMixing, Plan] = field(default_factory=dict["SizedMixing", "Plan"])
+
+    @property
+    def plan(self) -> Plan:
+        """The plan with the first mixing."""
+        return next(iter(self.by_mixing.values()))
 
 
 def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
-    """Turn a request into a plan, which fuses operators before a conversion.
+    """Turn a request into a plan of the float32 model; its conversion follows from the result.
 
     Raises:
         InvalidModel: The model has no attention.
@@ -68,7 +71,6 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
 
 def _plan_request(request: Request) -> PlannedRequest:
     rewrites = request.rewrites
-    job = request.job
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)
@@ -83,13 +85,13 @@ def _plan_request(request: Request) -> PlannedRequest:
     has_others = bool(skipped or masks or edges)
     plans: dict[SizedMixing, Plan] = {}
     for mixing, dimensions in _shared(request, own_heads, others=has_others).items():
-        plan = Plan.merged([*others, Collaborate(dimensions)], job.target.precision, fuse=True)
+        plan = Plan.merged([*others, Collaborate(dimensions)])
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[mixing] = plan
-    plan = next(iter(plans.values()))
-    if rewrites.are_given and not plan.passes:
+    planned = PlannedRequest(plans, tuple(request.warnings))
+    if rewrites.are_given and not planned.plan.passes:
         raise request.nothing("rewritten as requested")
-    return PlannedRequest(plan, tuple(request.warnings), plans if len(plans) > 1 else {})
+    return planned
 
 
 def _own_heads(

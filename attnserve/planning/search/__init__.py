@@ -1,4 +1,15 @@
 """The search for a plan that meets a goal.
 
-``docs/concepts/search.md`` explains the method and defines group, unit, option, choice and front.
+``docs/concepts/search.md`` explains the method. Each stage takes the value of the one before:
+
+1. Block, group (``TiedBlocks``): blocks that are rewritten alike.
+2. Configuration (``BlockConfig``): a block after a rewrite; its time and loss are measured.
+3. Unit (``Unit``): the groups that are chosen together, one or a pair, with all their
+   configurations (``UnitConfig``) and the predicted loss and time of each.
+4. Choice (``Choice``): one configuration for each unit. The front (``Front``) has the choices that
+   no other one beats, and makes their plans.
+5. Candidate (``Candidate``): a choice with its plan and the model that it makes, measured on the
+   rows to choose. ``FrontSearch`` selects choices, and ``Judge`` builds and measures them.
+6. Verified plan (``Verified``): a candidate with its verifications on held-out rows.
+7. Result (``SearchResult``): the verified plan, or an empty one if it is not faster.
 """

@@ -1,4 +1,4 @@
-"""Options of each unit of blocks, with the losses and latencies that are expected of them."""
+"""The units of a model, and the predicted loss and time of each of their configurations."""
 
 from __future__ import annotations
 
@@ -18,31 +18,51 @@ from attnserve.planning.blocks.configurations import (
     TiedBlocks,
 )
 
-__all__ = ["ChoiceUnit", "Estimates", "UnitOption", "changes_to_measure", "units_of"]
-
-ChoiceUnit = tuple[TiedBlocks, ...]
-"""Groups of tied blocks that are chosen together: one, or the two of a pair."""
+__all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_groups"]
 
 
 @dataclass(frozen=True)
-class UnitOption:
-    """One way to change a unit: a configuration for each of its groups.
+class UnitConfig:
+    """A unit after rewrites: a configuration for each of its groups, with what is predicted of it.
 
     Attributes:
-        configs: The configuration of each of its groups.
+        blocks: The configuration of the blocks of each group.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the requested shapes.
-        float_blocks: The groups that stay float32 in an int8 or int4 model, by index.
+        in_float: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
-    configs: tuple[BlockConfig, ...]
+    blocks: tuple[BlockConfig, ...]
     loss: float
     ms: float
-    float_blocks: frozenset[int] = frozenset()
+    in_float: frozenset[int] = frozenset()
 
-    def removes_nothing(self, unit: ChoiceUnit) -> bool:
-        """Whether all of its groups stay whole."""
-        return self.configs == tuple(BlockConfig(group.count) for group in unit)
+    def removes_nothing(self, groups: Sequence[TiedBlocks]) -> bool:
+        """Whether all of these groups, those of the unit, stay whole."""
+        return self.blocks == tuple(BlockConfig(group.count) for group in groups)
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """Groups whose configurations are chosen together: one, or the two of a pair.
+
+    Attributes:
+        pair: The pair, whose second attention may reuse heads of the first; else None.
+        configs: All configurations, by rising loss; then those that remove nothing.
+    """
+
+    groups: tuple[TiedBlocks, ...]
+    pair: ReusePair | None
+    configs: Sequence[UnitConfig]
+
+    @property
+    def unreduced(self) -> list[int]:
+        """The indices of the configurations that remove nothing."""
+        return [
+            index
+            for index, config in enumerate(self.configs)
+            if config.removes_nothing(self.groups)
+        ]
 
 
 def changes_to_measure(
@@ -63,28 +83,25 @@ def changes_to_measure(
     return changes
 
 
-def units_of(
+def paired_groups(
     groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
-) -> list[tuple[ChoiceUnit, ReusePair | None]]:
-    """The units of all groups, in order; each group is in one pair at most, best pairs first."""
+) -> list[TiedBlocks | ReusePair]:
+    """All groups in order, two of them as a pair where possible.
+
+    Each group is in one pair at most, best pairs first.
+    """
     taken: set[TiedBlocks] = set()
     chosen: dict[TiedBlocks, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):
         if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
             taken |= {pair.source, pair.reader}
             chosen[pair.source] = pair
-    units: list[tuple[ChoiceUnit, ReusePair | None]] = []
-    for group in groups:
-        if pair := chosen.get(group):
-            units.append(((pair.source, pair.reader), pair))
-        elif group not in taken:
-            units.append(((group,), None))
-    return units
+    return [chosen.get(group, group) for group in groups if group in chosen or group not in taken]
 
 
 @dataclass(frozen=True, eq=False)
 class Estimates:
-    """Latencies and losses of the blocks of a model, from which options are built.
+    """Latencies and losses of the blocks of a model, from which units are built.
 
     Attributes:
         timed: Latencies in the precision of the goal, by block.
@@ -102,56 +119,59 @@ class Estimates:
     )
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def options(self, unit: ChoiceUnit, pair: ReusePair | None = None) -> list[UnitOption]:
-        """The options of a unit by increasing loss, without those that are slower at some shape.
+    def unit(self, part: TiedBlocks | ReusePair) -> Unit:
+        """The unit of a group or a pair, without configurations that are slower at some shape.
 
-        Options without removal are included even if another option is faster and loses less.
+        Configurations without removal are included even if another is faster and loses less.
         """
-        options = self._fast(unit, pair)
-        per_group = [[o for o in self._of_group(g) if o.removes_nothing((g,))] for g in unit]
-        unreduced = [_joined(options) for options in product(*per_group)]
-        return [*options, *(option for option in unreduced if option not in options)]
+        if isinstance(part, ReusePair):
+            groups, pair = (part.source, part.reader), part
+            configs = self._of_pair(part)
+        else:
+            groups, pair = (part,), None
+            configs = _rising(self._of_group(part))
+        per_group = [[c for c in self._of_group(g) if c.removes_nothing((g,))] for g in groups]
+        unreduced = [_joined(each) for each in product(*per_group)]
+        return Unit(groups, pair, [*configs, *(c for c in unreduced if c not in configs)])
 
-    def _fast(self, unit: ChoiceUnit, pair: ReusePair | None) -> list[UnitOption]:
-        if pair is None:
-            (group,) = unit
-            return _rising(self._of_group(group))
-        first, second = (_rising(self._of_group(group)) for group in unit)
-        options = [_joined(both) for both in product(first, second)]
-        original = sum(np.array(self.timed[group.blocks[0]].original) for group in unit)
-        curve, other = (self.curves[group.key] for group in unit)
-        conversion = sum(self.conversion.get(group.key, 0.0) for group in unit)
+    def _of_pair(self, pair: ReusePair) -> list[UnitConfig]:
+        groups = pair.source, pair.reader
+        first, second = (_rising(self._of_group(group)) for group in groups)
+        configs = [_joined(both) for both in product(first, second)]
+        original = sum(np.array(self.timed[group.blocks[0]].original) for group in groups)
+        curve, other = (self.curves[group.key] for group in groups)
+        conversion = sum(self.conversion.get(group.key, 0.0) for group in groups)
         for kept, ms in pair.times.items():
             if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
                 continue
             gone = pair.source.count - kept
             loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
-            configs = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
-            options.append(UnitOption(configs, loss + conversion, self._mean(ms)))
-        return _rising(options)
+            blocks = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
+            configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
+        return _rising(configs)
 
-    def _of_group(self, group: TiedBlocks) -> list[UnitOption]:
+    def _of_group(self, group: TiedBlocks) -> list[UnitConfig]:
         conversion_loss = self.conversion.get(group.key, 0.0)
-        options = [
-            replace(option, loss=option.loss + conversion_loss)
-            for option in self._in_precision(group, self.timed)
+        configs = [
+            replace(config, loss=config.loss + conversion_loss)
+            for config in self._in_precision(group, self.timed)
         ]
         if all(block in self.float_latencies for block in group.blocks):
-            options += [
-                replace(option, float_blocks=frozenset({0}))
-                for option in self._in_precision(group, self.float_latencies)
+            configs += [
+                replace(config, in_float=frozenset({0}))
+                for config in self._in_precision(group, self.float_latencies)
             ]
-        return options
+        return configs
 
     def _in_precision(
         self, group: TiedBlocks, timed: Mapping[Block, BlockLatency]
-    ) -> list[UnitOption]:
-        """The options of one group by these latencies, without the loss of a conversion."""
+    ) -> list[UnitConfig]:
+        """The configurations of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
         original = np.sum([latency.original for latency in times], axis=0)
         unreduced = BlockConfig(group.count)
         curve = self.curves.get(group.key)
-        options: list[UnitOption] = []
+        configs: list[UnitConfig] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
             if config == unreduced:
@@ -161,28 +181,28 @@ class Estimates:
             else:
                 loss = curve.loss_of(config)
             if loss is not None:
-                options.append(UnitOption((config,), loss, self._mean(ms)))
-        return options
+                configs.append(UnitConfig((config,), loss, self._mean(ms)))
+        return configs
 
     def _mean(self, times: Sequence[float] | np.ndarray) -> float:
         return float(np.mean(times[: self.num_requested]))
 
 
-def _joined(options: Sequence[UnitOption]) -> UnitOption:
-    """One option of each group of a unit as one option of the unit."""
-    return UnitOption(
-        tuple(config for option in options for config in option.configs),
-        sum(option.loss for option in options),
-        sum(option.ms for option in options),
-        frozenset(i for i, option in enumerate(options) if option.float_blocks),
+def _joined(groups: Sequence[UnitConfig]) -> UnitConfig:
+    """One configuration of each group of a unit as one of the unit."""
+    return UnitConfig(
+        tuple(block for config in groups for block in config.blocks),
+        sum(config.loss for config in groups),
+        sum(config.ms for config in groups),
+        frozenset(index for index, config in enumerate(groups) if config.in_float),
     )
 
 
-def _rising(options: Sequence[UnitOption]) -> list[UnitOption]:
-    """Sort options by loss, and drop dominated ones."""
-    ordered = sorted(options, key=lambda option: (option.loss, option.ms))
+def _rising(configs: Sequence[UnitConfig]) -> list[UnitConfig]:
+    """Sort configurations by loss, and drop dominated ones."""
+    ordered = sorted(configs, key=lambda config: (config.loss, config.ms))
     rising = ordered[:1]
-    for option in ordered[1:]:
-        if option.ms < rising[-1].ms:
-            rising.append(option)
+    for config in ordered[1:]:
+        if config.ms < rising[-1].ms:
+            rising.append(config)
     return rising

@@ -15,32 +15,33 @@ from attnserve.planning.blocks.configurations import (
 )
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
-from attnserve.planning.search.choice_set import ChoiceSet, Picked
+from attnserve.planning.search.estimates import Unit
+from attnserve.planning.search.front import Front
 
 __all__ = ["explain", "front_points"]
 
 MAX_POINTS = 50
-"""Number of points of the front that plan.json lists, besides built ones."""
+"""Number of points of the front that plan.json lists, besides candidates."""
 
 
 def front_points(
-    choices: ChoiceSet, measured: Mapping[tuple[int, ...], tuple[float, float]]
+    front: Front, measured: Mapping[tuple[int, ...], tuple[float, float]]
 ) -> list[Point]:
     """Points of the front, evenly by their index, and all that were built.
 
     Args:
-        measured: (loss, cosine) of the built choices, by their option indices.
+        measured: (loss, cosine) of each candidate, by the ``picks`` of its choice.
     """
-    front = choices.front
-    indices = np.linspace(0, len(front) - 1, min(len(front), MAX_POINTS)).round().astype(int)
-    chosen = {*indices.tolist(), *(i for i, c in enumerate(front) if c.picks in measured)}
+    choices = front.choices
+    indices = np.linspace(0, len(choices) - 1, min(len(choices), MAX_POINTS)).round().astype(int)
+    chosen = {*indices.tolist(), *(i for i, c in enumerate(choices) if c.picks in measured)}
     points: list[Point] = []
     for index in sorted(chosen):
-        choice = front[index]
+        choice = choices[index]
         loss, cosine = measured.get(choice.picks, (None, None))
         points.append(
             Point(
-                speedup=choices.predicted_speedup(choice),
+                speedup=front.predicted_speedup(choice),
                 predicted_loss=choice.loss,
                 measured_loss=loss,
                 cosine=cosine,
@@ -49,16 +50,27 @@ def front_points(
     return points
 
 
-def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
+def explain(front: Front, choice: Choice) -> list[Decision]:
     """The decision for each block in a choice, with the reason, in order of execution."""
-    timing = choices.timing
+    timing, losses = front.timing, front.losses
     decisions: list[Decision] = []
-    for picked in choices.picked(choice):
-        for group, config in picked:
-            curve, in_float = choices.curves.get(group.key), picked.in_float(group)
-            is_int8 = bool(timing.float_latencies) and not in_float
+    for unit, index in zip(front.units, choice.picks, strict=True):
+        now = unit.configs[index]
+        for place, (group, config) in enumerate(zip(unit.groups, now.blocks, strict=True)):
+            curve, in_float = losses.curves.get(group.key), place in now.in_float
+            predicted_loss = _predicted_loss(curve, group, config, unit.pair)
+            if timing.float_latencies and not in_float:
+                predicted_loss += losses.conversion.get(group.key, 0.0)
+            reason = _reason(unit, index, place, curve)
             for block in group.blocks:
-                ms_after, operator = _ms_after(choices, picked, group, config, block.name)
+                if unit.pair is not None and any(other.source for other in now.blocks):
+                    # half of the time of both blocks
+                    ms_after = timing.mean(unit.pair.times[config.kept]) / 2
+                    operator = config.plain_operators or AS_EXPORTED
+                else:
+                    latency = timing.latency(block, in_float=in_float)
+                    ms_after = timing.mean(latency.configs[config])
+                    operator = config.plain_operators or latency.operator
                 decisions.append(
                     Decision(
                         block=block.name,
@@ -68,10 +80,9 @@ def explain(choices: ChoiceSet, choice: Choice) -> list[Decision]:
                         written=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
-                        predicted_loss=_predicted_loss(curve, group, config, picked.pair)
-                        + (choices.conversion.get(group.key, 0.0) if is_int8 else 0.0),
+                        predicted_loss=predicted_loss,
                         in_float=in_float,
-                        why=_reason(picked, group, config, curve),
+                        why=reason,
                     )
                 )
     names = [block.name for group in timing.groups for block in group.blocks]
@@ -89,29 +100,24 @@ def _predicted_loss(
     return curve.at(group.count - config.kept) + pair.loss * config.kept / group.count
 
 
-def _ms_after(
-    choices: ChoiceSet, picked: Picked, group: TiedBlocks, config: BlockConfig, name: str
-) -> tuple[float, str]:
-    """The time of one block, and what computes it; half of both blocks of a reusing pair."""
-    timing = choices.timing
-    if picked.pair is not None and picked.reuses:
-        both = timing.mean(picked.pair.times[config.kept])
-        return both / 2, config.plain_operators or AS_EXPORTED
-    block = next(block for block in group.blocks if block.name == name)
-    latency = timing.latency(block, in_float=picked.in_float(group))
-    return timing.mean(latency.configs[config]), config.plain_operators or latency.operator
+def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
+    """Why a group of a unit has its configuration, in one sentence.
 
-
-def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossCurve | None) -> str:
-    """Why a block has its configuration, in one sentence."""
+    Args:
+        index: The configuration of the unit.
+        place: The group in the unit.
+        curve: The losses of the group, if something can be removed.
+    """
+    group, now = unit.groups[place], unit.configs[index]
+    config = now.blocks[place]
     what = "heads" if group.kind == "attention" else "neurons"
     if group.refusal is not None:
         return f"nothing can be removed: {group.refusal}"
     if curve is None:
         return f"it has too few {what} to remove any"
-    if len(picked.options) == 1:
+    if len(unit.configs) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts = ["it stays in float32"] if picked.in_float(group) else list[str]()
+    parts = ["it stays in float32"] if place in now.in_float else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")
@@ -123,19 +129,16 @@ def _reason(picked: Picked, group: TiedBlocks, config: BlockConfig, curve: LossC
     if config.change:
         lost = (curve.loss_of(config) or 0.0) - (curve.loss_of(BlockConfig(config.kept)) or 0.0)
         parts.append(f"{config.change} lose {lost:.4f}")
-    if config.source is not None and picked.pair is not None:
+    if config.source is not None and unit.pair is not None:
         parts.append(
-            f"reusing the probabilities of {config.source} in all heads loses "
-            f"{picked.pair.loss:.4f}"
+            f"reusing the probabilities of {config.source} in all heads loses {unit.pair.loss:.4f}"
         )
-    now, *rest = picked.options[picked.index : picked.index + 2]
-    if rest and rest[0].ms < now.ms:
-        (following,) = rest
-        place = picked.unit.index(group)
-        smaller = f"{following.configs[place]} {what}"
-        if place in now.float_blocks and place not in following.float_blocks:
+    following = next(iter(unit.configs[index + 1 :]), None)
+    if following is not None and following.ms < now.ms:
+        smaller = f"{following.blocks[place]} {what}"
+        if place in now.in_float and place not in following.in_float:
             smaller += " without float32"
-        pair = " and its pair" if len(picked.unit) > 1 else ""
+        pair = " and its pair" if unit.pair is not None else ""
         parts.append(
             f"{smaller}{pair} would save {now.ms - following.ms:.3f} ms more and lose "
             f"{following.loss - now.loss:.4f} more"

@@ -17,8 +17,8 @@ from attnserve.limits import MIN_GAIN, SAME_MS
 from attnserve.literals import Precision
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.search.choice_set import ChoiceSet
-from attnserve.planning.search.judge import Built, Judge
+from attnserve.planning.search.front import Front
+from attnserve.planning.search.judge import Candidate, Judge
 from graph_passes.errors import CheckFailed
 
 __all__ = [
@@ -133,26 +133,26 @@ class FrontSearch:
     """Searches the front by ``bisect``, aiming between measured choices."""
 
     goal: Goal
-    choices: ChoiceSet
+    front: Front
     judge: Judge
 
     @property
     def precision(self) -> Precision:
-        return self.choices.precision
+        return self.front.precision
 
-    def build(self, choice: Choice) -> Built:
+    def build(self, choice: Choice) -> Candidate:
         """Build and measure a choice."""
-        return self.judge.build(choice, self.choices.plan(choice))
+        return self.judge.build(choice, self.front.plan(choice))
 
     def loss(self, choice: Choice) -> float:
         """The measured loss of a choice, which is built unless a checkpoint has it."""
-        return self.judge.loss(choice, self.choices.plan(choice))
+        return self.judge.loss(choice, self.front.plan(choice))
 
-    def least_lossy(self) -> Built:
+    def least_lossy(self) -> Candidate:
         """Build the choice with the least loss: fused operators, and the precision."""
-        return self.build(self.choices.front[0])
+        return self.build(self.front.choices[0])
 
-    def run(self) -> Built | None:
+    def run(self) -> Candidate | None:
         """Search for a choice that meets the goal; None if the least lossy one loses too much.
 
         Raises:
@@ -163,9 +163,9 @@ class FrontSearch:
         assert self.goal.keep is not None
         return self.fastest(self.goal.keep)
 
-    def fastest(self, keep: float) -> Built | None:
+    def fastest(self, keep: float) -> Candidate | None:
         """The fastest choice that meets the goal of quality."""
-        front = self.choices.front
+        choices = self.front.choices
         least_lossy = self.least_lossy()
         measure = self.worst_measure(least_lossy)
         allowed = 1 - keep
@@ -198,26 +198,26 @@ class FrontSearch:
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> BisectStep:
-            loss = self.loss(front[index]) ** power
+            loss = self.loss(choices[index]) ** power
             measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
-            0, len(front), MAX_BUILDS,
+            0, len(choices), MAX_BUILDS,
             aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
         )  # fmt: skip
-        return self.build(front[low])
+        return self.build(choices[low])
 
-    def as_fast_with_less_loss(self, built: Built) -> Built:
+    def as_fast_with_less_loss(self, candidate: Candidate) -> Candidate:
         """A choice that loses less and is as fast within the interval of paired times."""
-        choices, choice = self.choices, built.choice
-        most = SAME_MS * choices.predicted_ms(choice)
-        other = next(c for c in choices.front if choices.predicted_ms(c) <= most)
-        if other.loss >= choice.loss:
-            return built
+        front = self.front
+        most = SAME_MS * front.predicted_ms(candidate.choice)
+        other = next(c for c in front.choices if front.predicted_ms(c) <= most)
+        if other.loss >= candidate.choice.loss:
+            return candidate
         lean = self.build(other)
-        as_fast = self.judge.speedup_over(lean, built).low <= 1
-        return lean if as_fast and lean.loss <= built.loss else built
+        as_fast = self.judge.speedup_over(lean, candidate).low <= 1
+        return lean if as_fast and lean.loss <= candidate.loss else candidate
 
     def without_removal(self) -> FrontSearch:
         """The same search among the choices that remove nothing.
@@ -225,58 +225,58 @@ class FrontSearch:
         The fastest one is the fused original in the precision of the goal, if that keeps enough:
         otherwise some of its blocks stay float32.
         """
-        return replace(self, choices=replace(self.choices, front=self.choices.nothing_removed))
+        return replace(self, front=replace(self.front, choices=self.front.nothing_removed))
 
-    def run_from_fastest(self) -> Built | None:
+    def run_from_fastest(self) -> Candidate | None:
         """``run`` for a front whose fastest choice often meets the goal: it is built first.
 
         Returns:
             None if no choice meets the goal.
         """
-        fastest = self.build(self.choices.front[-1])
+        fastest = self.build(self.front.choices[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
             return fastest if fastest.loss <= allowed_loss(keep) else self.fastest(keep)
         assert speedup is not None
         return self.least_loss(speedup) if self.judge.speedup(fastest) >= speedup else None
 
-    def more_careful(self, built: Built, loss: float, keep: float) -> Built:
+    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
         """A choice with less predicted loss, after the verification of another choice failed.
 
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
         """
-        front = self.choices.front
+        choices = self.front.choices
         allowed = 1 - keep
-        estimate = max((built.loss + loss) / 2, allowed)
-        index = self.index_of(CAREFUL * built.choice.loss * allowed / estimate)
-        return self.build(front[max(index, 0)])
+        estimate = max((candidate.loss + loss) / 2, allowed)
+        index = self.index_of(CAREFUL * candidate.choice.loss * allowed / estimate)
+        return self.build(choices[max(index, 0)])
 
-    def worst_measure(self, built: Built) -> str:
-        """The measure with the largest loss of a built choice."""
-        quality = built.fidelity.quality
+    def worst_measure(self, candidate: Candidate) -> str:
+        """The measure with the largest loss of a candidate."""
+        quality = candidate.fidelity.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
 
-    def _constant(self, built: Built) -> float:
+    def _constant(self, candidate: Candidate) -> float:
         """The highest quality of a constant predictor in the outputs that the goal limits."""
-        limited = built.fidelity.qualities if self.goal.measure != "score" else ()
+        limited = candidate.fidelity.qualities if self.goal.measure != "score" else ()
         # The second condition of top1 is one that a constant predictor never meets.
         return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
-    def least_loss(self, speedup: float) -> Built:
+    def least_loss(self, speedup: float) -> Candidate:
         """The choice with the least loss that reaches a speed-up, by the time of whole models."""
-        front = self.choices.front
+        choices = self.front.choices
         first = self._speedup_at(0)
         if first >= speedup:
             return self.least_lossy()
-        last = self._speedup_at(len(front) - 1)
+        last = self._speedup_at(len(choices) - 1)
         if last < speedup:
             raise CheckFailed(
                 f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
                 "lower it" + ("" if "ffn" in self.goal.allow else ", or let `allow` name ffn"),
                 code="search.target_speedup",
             )
-        reached = {0: first, len(front) - 1: last}
+        reached = {0: first, len(choices) - 1: last}
 
         def is_slow(index: int) -> BisectStep:
             measured = self._speedup_at(index)
@@ -284,27 +284,27 @@ class FrontSearch:
             return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
         _, high = bisect(
-            0, len(front) - 1, MAX_BUILDS,
+            0, len(choices) - 1, MAX_BUILDS,
             aim=lambda low, high: self._expected(low, high, speedup, reached),
             is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
         )  # fmt: skip
-        return self.build(front[high])
+        return self.build(choices[high])
 
     def _speedup_at(self, index: int) -> float:
-        return self.judge.speedup(self.build(self.choices.front[index]))
+        return self.judge.speedup(self.build(self.front.choices[index]))
 
     def _predicted_ms(self, index: int) -> float:
-        return self.choices.predicted_ms(self.choices.front[index])
+        return self.front.predicted_ms(self.front.choices[index])
 
     def is_near(self, low: int, high: int) -> bool:
         """Whether two choices are so close that nothing between them is worth a build."""
-        if high == len(self.choices.front):
+        if high == len(self.front.choices):
             return False
         return self._predicted_ms(low) < MIN_GAIN * self._predicted_ms(high)
 
     def index_of(self, predicted_loss: float) -> int:
         """The index of the fastest choice with at most this predicted loss."""
-        losses = [choice.loss for choice in self.choices.front]
+        losses = [choice.loss for choice in self.front.choices]
         return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
 
     def _next_guess(
@@ -314,13 +314,13 @@ class FrontSearch:
 
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
-        front = self.choices.front
+        choices = self.front.choices
         lossless = measured[0]
-        below, loss_below = front[low].loss, measured[low]
-        if high == len(front):
+        below, loss_below = choices[low].loss, measured[low]
+        if high == len(choices):
             gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
             return below * float(np.clip(EXTRAPOLATE * gain, MIN_GROWTH, MAX_GROWTH))
-        above, loss_above = front[high].loss, measured[high]
+        above, loss_above = choices[high].loss, measured[high]
         share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
         most = MAX_STEP if low else MAX_FIRST_STEP
         return below + float(np.clip(INTERPOLATE * share, MIN_STEP, most)) * (above - below)
@@ -331,5 +331,5 @@ class FrontSearch:
         start, end = self._predicted_ms(low), self._predicted_ms(high)
         share = (slow - 1 / speedup) / max(slow - fast, 1e-9)
         share = min(max(share, TIME_MARGIN), 1 - TIME_MARGIN)
-        times = np.array([self.choices.predicted_ms(c) for c in self.choices.front])
+        times = np.array([self.front.predicted_ms(c) for c in self.front.choices])
         return int(np.searchsorted(-times, -(start + share * (end - start))))

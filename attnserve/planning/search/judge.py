@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -13,7 +14,7 @@ from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score, share_kept
-from attnserve.job import Job
+from attnserve.job import Job, JobWithData
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.example_inputs import example_inputs
@@ -35,15 +36,15 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["Built", "Judge", "ScoredTask", "SpeedCheck"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
 
 
 @dataclass(frozen=True, eq=False)
-class Built:
-    """A choice that was built and measured.
+class Candidate:
+    """A choice with its plan and the model that it makes, measured.
 
     Attributes:
         state: The model after the steps of the plan.
@@ -63,9 +64,14 @@ class Built:
         """The model in the precision of the plan."""
         return self.state.result
 
+    @property
+    def removes(self) -> bool:
+        """Whether a pass of the plan is lossy."""
+        return bool(self.plan.lossy_blocks)
+
 
 class SpeedCheck(NamedTuple):
-    """The speed of a built model beside the original, and whether it is enough.
+    """The speed of a candidate beside the original, and whether it is enough.
 
     Attributes:
         speeds: Latencies of both models at all checked lengths.
@@ -91,7 +97,8 @@ class ScoredTask:
         """The task of a goal; None if it has none."""
         if goal.task is None or goal.eval_data is None:
             return None
-        original = _score(goal.task, goal.eval_data, job.labeled("original"), job.original)
+        untimed = job.on_all_threads().labeled("original")
+        original = _score(goal.task, goal.eval_data, untimed, job.original)
         return cls(goal.task, goal.eval_data, original)
 
     def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
@@ -116,7 +123,7 @@ class Judge:
         table: Measures latencies.
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited, if there is one.
-        measured: (loss, cosine) of each built choice, those before an interruption included.
+        measured: (loss, cosine) of each candidate, those before an interruption included.
     """
 
     search_input: SearchInput
@@ -127,13 +134,18 @@ class Judge:
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
-    _latest: Built | None = None
-    _enough: Built | None = None
-    _unreduced: Built | None = None
+    _latest: Candidate | None = None
+    _enough: Candidate | None = None
+    _unreduced: Candidate | None = None
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobWithData:
         return self.search_input.job
+
+    @cached_property
+    def untimed(self) -> JobWithData:
+        """The job of all that is not timed."""
+        return self.job.on_all_threads()
 
     def loss(self, choice: Choice, plan: Plan) -> float:
         """The measured loss of a choice, from the checkpoint or by building its plan."""
@@ -143,61 +155,63 @@ class Judge:
             return stored[0]
         return self.build(choice, plan).loss
 
-    def build(self, choice: Choice, plan: Plan) -> Built:
+    def build(self, choice: Choice, plan: Plan) -> Candidate:
         """Apply the plan of a choice, convert the model, and measure its loss."""
         for held in (self._latest, self._enough, self._unreduced):
             if held is not None and held.choice.picks == choice.picks:
                 return held
         number = len(self.measured) + (choice.picks not in self.measured)
-        job = self.job.labeled(f"build {number}")
+        job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
-        self._latest = built = self._built(choice, plan, state)
-        if self.allowed is not None and built.loss <= self.allowed:
-            self._enough = built
-        if not plan.lossy_blocks:  # every result is compared with one that removes nothing
-            self._unreduced = built
-        self.measured[choice.picks] = built.loss, built.fidelity.mean_cosine
-        self.checkpoint.add_build(digest(plan.to_json()), built.loss, built.fidelity.mean_cosine)
-        return built
+        self._latest = candidate = self._measured(choice, plan, state, job)
+        if self.allowed is not None and candidate.loss <= self.allowed:
+            self._enough = candidate
+        if not candidate.removes:  # every result is compared with one that removes nothing
+            self._unreduced = candidate
+        measured = candidate.loss, candidate.fidelity.mean_cosine
+        self.measured[choice.picks] = measured
+        self.checkpoint.add_build(digest(plan.to_json()), *measured)
+        return candidate
 
-    def train(self, built: Built, training: Train, key: str, label: str) -> Built:
+    def train(self, candidate: Candidate, training: Train, key: str, label: str) -> Candidate:
         """Train the model of a choice before its conversion, and measure it again.
 
         Args:
             key: A name for the checkpoint of the training.
             label: A name of the training, for progress.
         """
-        plan = replace(built.plan, trainings=(*built.plan.trainings, training))
+        job = self.untimed.labeled(label)
+        plan = replace(candidate.plan, trainings=(*candidate.plan.trainings, training))
         state = start(
             plan,
-            self.job.labeled(label),
-            built.state.model,
+            job,
+            candidate.state.model,
             key=key,
-            applied=built.state.applied,
+            applied=candidate.state.applied,
         )
         apply_steps((training, *plan.conversion), state)
-        return self._built(built.choice, plan, state)
+        return self._measured(candidate.choice, plan, state, job)
 
-    def _built(self, choice: Choice, plan: Plan, state: State) -> Built:
-        """Measure a model on the data to choose."""
-        verification = self._compare(state.result, HeldOut.CHOOSE, state.job)
-        return Built(
+    def _measured(self, choice: Choice, plan: Plan, state: State, job: JobWithData) -> Candidate:
+        """The candidate of an applied plan, measured on the data to choose."""
+        verification = self._compare(state.result, HeldOut.CHOOSE, job)
+        return Candidate(
             choice, plan, state, verification.fidelity, verification.share, verification.loss
         )
 
-    def verify(self, built: Built, part: HeldOut) -> Verification:
-        """Verify a built choice on held-out data."""
-        return self._compare(built.model, part, self.job.labeled("held out"))
+    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
+        """Verify a candidate on held-out data."""
+        return self._compare(candidate.model, part, self.untimed.labeled("held out"))
 
-    def time(self, built: Built) -> SpeedCheck:
-        """Time a built model and the original at all checked lengths."""
-        speeds = self.compare_speed(built.model, self.search_input.checked)
+    def time(self, candidate: Candidate) -> SpeedCheck:
+        """Time a candidate and the original at all checked lengths."""
+        speeds = self.compare_speed(candidate.model, self.search_input.checked)
         gain = self.requested_speedup(speeds)
-        return SpeedCheck(speeds, gain, _refusal(built.plan, gain, speeds))
+        return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
 
-    def speedup(self, built: Built) -> float:
-        """The measured speed-up of a built model; see ``requested_speedup``."""
-        return self.requested_speedup(self.compare_speed(built.model, self.job.requested))
+    def speedup(self, candidate: Candidate) -> float:
+        """The measured speed-up of a candidate; see ``requested_speedup``."""
+        return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         """The geometric mean of the speed-ups at the requested lengths."""
@@ -233,8 +247,8 @@ class Judge:
             for workload, (before, after) in zip(workloads, pairs, strict=True)
         ]
 
-    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
-        """The speed-up of one built model over another at the requested lengths (interleaved runs).
+    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+        """The speed-up of one candidate over another at the requested lengths (interleaved runs).
 
         Raises:
             CannotRewrite: The two models cannot run side by side, for example for lack of memory.
@@ -253,12 +267,12 @@ class Judge:
         _, times = timed
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
+    def _compare(self, model: ir.Model, part: HeldOut, job: JobWithData) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
         Losses are bounds if the data was used before; see ``Losses``.
         """
-        batches = part.batches(self.search_input.data)
+        batches = part.batches(job.data)
         is_bounded = not part.is_unused
         fidelity = job.compare_held_out(model, batches, part.split)
         losses: list[float] = []
@@ -288,7 +302,7 @@ def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:
-    session = open_session(model, job.context)
+    session = open_session(model, job.context.device)
     return score_session(
         session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context
     )

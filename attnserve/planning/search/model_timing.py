@@ -135,7 +135,7 @@ def time_model(
         float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
-    converted = convert(job.original, precision, search_input.data.fit, to_nearest=True)
+    converted = convert(job.original, precision, job.data.fit, to_nearest=True)
     total = timer.mean(table.measure({"model": Part(converted, tuple(feeds))})["model"])
     in_blocks = sum(
         timer.mean(blocks[block].original) for group in groups for block in group.blocks

@@ -31,7 +31,7 @@ from attnserve.planning.search.front_search import (
     first_guess,
     power_of,
 )
-from attnserve.planning.search.judge import Built, Judge
+from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
@@ -60,8 +60,8 @@ class RecoverySearch:
         key: The name of the search's checkpoint.
         seconds: The time left for training.
         rounds: The rounds so far.
-        found: The trained choices that meet the goal, the fastest first.
-        verifications: The verifications of trained choices, in order.
+        found: The trained candidates that meet the goal, the fastest first.
+        verifications: The verifications of trained candidates, in order.
         report: The rounds and their result, after ``run``.
     """
 
@@ -69,22 +69,18 @@ class RecoverySearch:
     key: str
     seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
-    found: list[Built] = field(default_factory=list[Built])
+    found: list[Candidate] = field(default_factory=list[Candidate])
     verifications: list[Verification] = field(default_factory=list[Verification])
     report: TrainingRounds | None = None
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
-    @property
-    def judge(self) -> Judge:
-        return self.front_search.judge
-
-    def run(self, plain: Built | None) -> Built | None:
+    def run(self, plain: Candidate | None) -> Candidate | None:
         """Train choices that are faster than ``plain``, the untrained one, and verify the best.
 
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
 
         Returns:
-            The verified choice; None if the choice without training is better.
+            The verified candidate; None if the one without training is better.
         """
         if plain is None:
             return self._no_gain("even the choice with the least loss misses the goal")
@@ -102,59 +98,59 @@ class RecoverySearch:
         for training, key in self._trained:
             training.forget(key)
 
-    def _train_choices(self, plain: Built) -> None:
-        keep = self.front_search.goal.keep
+    def _train_choices(self, plain: Candidate) -> None:
+        search = self.front_search
+        keep = search.goal.keep
         if keep is None:
             self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
             return
-        front = self.front_search.choices.front
+        choices = search.front.choices
         allowed = 1 - keep
         if allowed <= ROUNDING:
             return
-        measure = self.front_search.worst_measure(plain)
+        measure = search.worst_measure(plain)
         power = power_of(measure)
-        trained: list[Built] = []
+        trained: list[Candidate] = []
 
         def aim(low: int, high: int) -> int:
             if not trained:
                 first = STEP * plain.choice.loss or first_guess(measure, allowed)
-                return self.front_search.index_of(first)
+                return search.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
-            return self.front_search.index_of(
-                last.choice.loss * float(np.clip(share, 1 / STEP, STEP))
-            )
+            return search.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
 
         def keeps(index: int) -> BisectStep:
             seconds = self.seconds / (ROUNDS - len(trained))
-            trained.append(self._train(front[index], allowed, seconds))
+            trained.append(self._train(choices[index], allowed, seconds))
             loss = trained[-1].loss
             return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
-            front.index(plain.choice), len(front), ROUNDS,
+            choices.index(plain.choice), len(choices), ROUNDS,
             aim=aim, probe=keeps,
-            is_near=lambda low, index, _: self.front_search.is_near(low, index),
+            is_near=lambda low, index, _: search.is_near(low, index),
         )  # fmt: skip
 
-    def _train(self, choice: Choice, allowed: float, seconds: float) -> Built:
+    def _train(self, choice: Choice, allowed: float, seconds: float) -> Candidate:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        built = self.front_search.build(choice)
+        search = self.front_search
+        candidate = search.build(choice)
         number = len(self.rounds) + 1
-        training = training_of(self.front_search.goal, seconds / 60)
-        key = digest((self.key, built.plan.to_json()))
-        trained = self.judge.train(built, training, key, f"round {number}")
+        training = training_of(search.goal, seconds / 60)
+        key = digest((self.key, candidate.plan.to_json()))
+        trained = search.judge.train(candidate, training, key, f"round {number}")
         result = trained.state.training
         assert result is not None
         self._trained.append((training, key))
         self.seconds = max(self.seconds - result.seconds, 0.0)
-        best = min(built, trained, key=lambda one: one.loss) if result.is_better else built
+        best = min(candidate, trained, key=lambda one: one.loss) if result.is_better else candidate
         keeps = best.loss <= allowed
         self.rounds.append(
             Round(
-                predicted_speedup=self.front_search.choices.predicted_speedup(choice),
+                predicted_speedup=search.front.predicted_speedup(choice),
                 predicted_loss=choice.loss,
-                built_loss=built.loss,
+                built_loss=candidate.loss,
                 loss=best.loss,
                 steps=result.steps,
                 seconds=result.seconds,
@@ -165,18 +161,18 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _verify_fastest(self, plain: Built) -> Built | None:
-        """Verify the fastest trained choice, or else the next one, if it is faster than ``plain``.
+    def _verify_fastest(self, plain: Candidate) -> Candidate | None:
+        """Verify the fastest trained candidate that is faster than ``plain``, or else the next one.
 
         Without ``keep``, it must lose less than ``plain``.
         """
-        judge = self.judge
-        keep = self.front_search.goal.keep
+        goal, judge = self.front_search.goal, self.front_search.judge
+        keep = goal.keep
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         gain_without = judge.time(plain).gain
         reason = ""
-        for built in self.found:
-            timed = judge.time(built)
+        for candidate in self.found:
+            timed = judge.time(candidate)
             refusal = timed.refusal
             if keep is not None and timed.gain < MIN_GAIN * gain_without:
                 refusal = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
@@ -188,11 +184,11 @@ class RecoverySearch:
             allowed = (
                 judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
             )
-            verification = judge.verify(built, unused.pop(0))
+            verification = judge.verify(candidate, unused.pop(0))
             self.verifications.append(verification)
             if verification.loss <= allowed:
                 self._report(gain=True, verdict=self._verdict(timed.gain, gain_without))
-                return built
+                return candidate
             reason = "a trained model missed the goal on held-out data"
         return self._no_gain(reason)
 

@@ -36,7 +36,7 @@ def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> fl
 
 @dataclass(frozen=True)
 class Verification:
-    """Verification of a built choice on held-out data that no selection used.
+    """Verification of a candidate on held-out data that no selection used.
 
     Attributes:
         fidelity: The comparison with the original, whose qualities are recorded.

@@ -5,7 +5,7 @@ The goal is a share of the quality (``keep``) or a speed-up (``target_speedup``)
 1. Time every configuration of every block, each with its fastest operator (``model_timing``).
 2. Measure what each configuration loses at the model's output (``blocks.loss_curves``); the losses
    of different blocks nearly add up.
-3. Front: the choices that no other choice beats in predicted time and loss (``choice_set``).
+3. Front: the choices that no other choice beats in predicted time and loss (``front``).
 4. Select: bisect the front for the choice that meets the goal (``front_search``). The judge builds
    each choice that is tried, and measures its loss and speed (``judge``).
 5. Train faster choices, with ``Goal.recover`` (``recovery_search``).
@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
 from attnserve.checks.quality import allowed_loss
-from attnserve.job import Job
+from attnserve.job import JobWithData
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
@@ -32,15 +32,15 @@ from attnserve.planning.blocks.loss_curves import BlockLosses, conversion_losses
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.choice_set import ChoiceSet
 from attnserve.planning.search.estimates import changes_to_measure
+from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built, Judge, ScoredTask
+from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.search.verdict import SearchResult, result_of
-from attnserve.planning.search.verification import Verified, verify_choice
+from attnserve.planning.search.verification import Verified, verify_candidate
 from attnserve.precision.convert import convert
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite
@@ -48,14 +48,14 @@ from graph_passes.errors import CannotRewrite
 __all__ = ["SearchResult", "search"]
 
 
-def search(goal: Goal, job: Job) -> SearchResult:
+def search(goal: Goal, job: JobWithData) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and builds are stored in the user's cache folder until the search ends, so that an
     interrupted search continues.
 
     Args:
-        job: With data, and weights that are finite.
+        job: Its weights are finite.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -73,9 +73,10 @@ def search(goal: Goal, job: Job) -> SearchResult:
     require_attention(attention)
     if precision != "float32":
         # Fails early if the model cannot be converted.
-        convert(job.original, precision, search_input.data.fit[:1], to_nearest=True)
+        convert(job.original, precision, job.data.fit[:1], to_nearest=True)
     if goal.recover is not None:
-        training_of(goal).check(start(Plan(), job.labeled("can be trained"), job.original))
+        untimed = job.on_all_threads().labeled("can be trained")
+        training_of(goal).check(start(Plan(), untimed, job.original))
     task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(search_input.key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
@@ -83,12 +84,12 @@ def search(goal: Goal, job: Job) -> SearchResult:
     losses = _estimate_losses(search_input, newest, timing, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
     judge = Judge(search_input, timing.table, checkpoint, allowed, task)
-    front_search = FrontSearch(goal, ChoiceSet.of(timing, losses, precision), judge)
+    front_search = FrontSearch(goal, Front.of(timing, losses, precision), judge)
     best = front_search.run()
     if best is not None and goal.keep is not None:
         best = front_search.as_fast_with_less_loss(best)
     if goal.recover is None:
-        result = result_of(front_search, verify_choice(front_search, best))
+        result = result_of(front_search, verify_candidate(front_search, best))
     else:
         recovery = RecoverySearch(front_search, search_input.key, 60 * goal.recover)
         result = _train_faster(recovery, best)
@@ -96,14 +97,14 @@ def search(goal: Goal, job: Job) -> SearchResult:
     return result
 
 
-def _train_faster(recovery: RecoverySearch, plain: Built | None) -> SearchResult:
+def _train_faster(recovery: RecoverySearch, plain: Candidate | None) -> SearchResult:
     """The result with training, or without it if that is no better."""
     front_search = recovery.front_search
     trained = recovery.run(plain)
     if trained is not None:
         verified = Verified(trained, recovery.verifications)
     else:
-        verified = verify_choice(front_search, plain)
+        verified = verify_candidate(front_search, plain)
         verifications = [*recovery.verifications, *verified.verifications]
         verified = replace(verified, verifications=verifications)
     result = result_of(front_search, verified, recovery.report)
@@ -125,14 +126,14 @@ def _estimate_losses(
         for group in timing.groups
     }
     job = search_input.job
-    context = replace(job.context, threads=0, seed=0)
+    context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
-        model, timing.groups, search_input.data.fit, changes, timing.pairs, new_meter=job.meter,
+        model, timing.groups, job.data.fit, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
     if timing.float_latencies:
         conversion = conversion_losses(
-            model, timing.groups, search_input.data.fit, job.target.precision, new_meter=job.meter,
+            model, timing.groups, job.data.fit, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)

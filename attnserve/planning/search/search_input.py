@@ -9,8 +9,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.data.datasets import Dataset, content_digest
-from attnserve.job import Job
+from attnserve.data.datasets import content_digest
+from attnserve.job import JobWithData
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.search_record import Asked
@@ -38,45 +38,40 @@ class SearchInput:
         asked: The request as plan.json records it.
     """
 
-    job: Job
-    data: Dataset
+    job: JobWithData
     checked: Sequence[Workload]
     asked: Asked
 
     @classmethod
-    def of(cls, goal: Goal, job: Job) -> SearchInput:
+    def of(cls, goal: Goal, job: JobWithData) -> SearchInput:
         """The input of a search with this goal.
-
-        Args:
-            job: With data.
 
         Raises:
             InvalidArgument: The device has no kernels for the precision, or the model does not run
                 at the requested shape.
             InvalidData: The file of the task does not exist.
         """
-        assert job.data is not None
         precision = job.target.precision
-        if job.context.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+        if job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             raise InvalidArgument(
                 f"{precision} cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
                 "give `provider` cuda, or another `precision`",
                 code="search.bfloat16",
             )
-        return cls(job, job.data, _workloads_to_check(job), _asked(goal, job))
+        return cls(job, _workloads_to_check(job), _asked(goal, job))
 
     @cached_property
     def key(self) -> str:
         """Key of the checkpoint; equal for equal requests."""
         artifact = self.job.artifact
         served = [
-            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.data)
+            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.job.data)
         ]  # fmt: skip
-        data = self.data.source.to_json()
+        data = self.job.data.source.to_json()
         return digest((fingerprint(artifact), data, self.asked.to_json(), served, versions()))
 
 
-def _workloads_to_check(job: Job) -> list[Workload]:
+def _workloads_to_check(job: JobWithData) -> list[Workload]:
     """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
     batch = job.target.batch
     phase = job.requested[0].phase
@@ -94,9 +89,10 @@ def _workloads_to_check(job: Job) -> list[Workload]:
     return accepted
 
 
-def _asked(goal: Goal, job: Job) -> Asked:
+def _asked(goal: Goal, job: JobWithData) -> Asked:
     """The request as plan.json records it."""
     target, context = job.target, job.context
+    device = context.device
     asked = Asked(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
@@ -109,9 +105,9 @@ def _asked(goal: Goal, job: Job) -> Asked:
         batch=target.batch,
         sequences=tuple(workload.length for workload in job.requested),
         phase=job.requested[0].phase,
-        provider=context.provider,
-        runtime=context.runtime_name,
-        threads=context.threads,
+        provider=device.provider,
+        runtime=device.runtime_name,
+        threads=device.threads,
         seed=context.seed,
     )
     if goal.recover is not None:

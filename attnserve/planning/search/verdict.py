@@ -1,4 +1,4 @@
-"""The result of a search: the verified choice if it is faster than the original, or no change."""
+"""The result of a search: the verified plan if it is faster than the original, or no change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built, SpeedCheck
+from attnserve.planning.search.judge import Candidate, SpeedCheck
 from attnserve.planning.search.report import PlanReport, Verification
 from attnserve.planning.search.verification import (
     Verified,
@@ -40,41 +40,41 @@ class SearchResult:
 def result_of(
     front_search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
 ) -> SearchResult:
-    """The verified choice, or an empty plan if it is not faster than the original.
+    """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
         CheckFailed: It misses the requested speed-up.
     """
+    goal, judge = front_search.goal, front_search.judge
     if not verified.meets_goal:
-        return _no_gain(front_search, verified.best, _missed(front_search, verified), recovered)
+        return _no_gain(front_search, verified.candidate, _missed(goal, verified), recovered)
     verified = prefer_no_removal(front_search, verified)
-    timed = front_search.judge.time(verified.best)
-    if timed.refusal and verified.best.plan.lossy_blocks:  # for example, it is slower at a length
+    timed = judge.time(verified.candidate)
+    if timed.refusal and verified.candidate.removes:  # for example, slower at a length
         unreduced = verify_without_removal(front_search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
             verified = replace(unreduced, note=note)
-            timed = front_search.judge.time(verified.best)
+            timed = judge.time(verified.candidate)
     if not timed.refusal:
         return _gain(front_search, verified, timed, recovered)
-    target_speedup = front_search.goal.target_speedup or 1
+    target_speedup = goal.target_speedup or 1
     if target_speedup > 1:
         raise CheckFailed(
             f"`target_speedup` is {target_speedup:g}: {timed.refusal}",
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(front_search, verified.best, timed.refusal, recovered, timed.speeds)
+    return _no_gain(front_search, verified.candidate, timed.refusal, recovered, timed.speeds)
 
 
-def _missed(front_search: FrontSearch, verified: Verified) -> str:
+def _missed(goal: Goal, verified: Verified) -> str:
     """Why no choice keeps the quality of the goal."""
-    keep = front_search.goal.keep
     if not verified.verifications:
-        reached = 1 - verified.best.loss
-        return f"the choice with the least loss reaches {reached:.4f}, goal {keep:g}"
+        reached = 1 - verified.candidate.loss
+        return f"the choice with the least loss reaches {reached:.4f}, goal {goal.keep:g}"
     reached = 1 - verified.verifications[-1].loss
-    return f"the best choice reaches {reached:.4f} on held-out data, goal {keep:g}"
+    return f"the best choice reaches {reached:.4f} on held-out data, goal {goal.keep:g}"
 
 
 def _gain(
@@ -83,32 +83,34 @@ def _gain(
     timed: SpeedCheck,
     recovered: TrainingRounds | None,
 ) -> SearchResult:
-    """A choice that meets the goal and is faster than the original."""
-    best, note = verified.best, verified.note
+    """A plan that meets the goal and is faster than the original."""
+    goal, judge = front_search.goal, front_search.judge
+    candidate, note = verified.candidate, verified.note
+    plan, state = candidate.plan, candidate.state
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
     verification = verified.verifications[-1]
-    speed = ServedTimer(front_search.judge.job).measure(best.state.model, best.model, best.plan)
-    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(verification, front_search.goal)}"
+    speed = ServedTimer(judge.job).measure(state.model, candidate.model, plan)
+    verdict = f"{timed.gain:.2f}x as fast, keeping {_kept(verification, goal)}"
     if speed is not None:
-        verdict += f": {speed.describe(best.plan.precision)}"
+        verdict += f": {speed.describe(plan.precision)}"
     if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     if note:
         verdict += f"; {note}"
     report = replace(
-        _report(front_search, best, verdict),
-        plan=best.plan,
+        _report(front_search, candidate, verdict),
+        plan=plan,
         gain=True,
         fidelity=verification.fidelity,
         share=verification.share,
         speeds=timed.speeds,
-        choose=best.fidelity,
+        choose=candidate.fidelity,
         proofs=tuple(verified.verifications),
         recovered=recovered,
         served_speed=speed,
     )
-    return SearchResult(report, best.state)
+    return SearchResult(report, state)
 
 
 def _kept(verification: Verification, goal: Goal) -> str:
@@ -132,7 +134,7 @@ def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
 
 def _no_gain(
     front_search: FrontSearch,
-    best: Built,
+    candidate: Candidate,
     reason: str,
     recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency] = (),
@@ -141,23 +143,23 @@ def _no_gain(
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
-    report = replace(_report(front_search, best, verdict), speeds=speeds, recovered=recovered)
+    report = replace(_report(front_search, candidate, verdict), speeds=speeds, recovered=recovered)
     job = front_search.judge.job
     return SearchResult(report, start(Plan(), job, job.original))
 
 
-def _report(front_search: FrontSearch, best: Built, verdict: str) -> PlanReport:
+def _report(front_search: FrontSearch, candidate: Candidate, verdict: str) -> PlanReport:
     """The report of a search that returns the original."""
-    choices, judge = front_search.choices, front_search.judge
-    search_input, artifact = judge.search_input, judge.job.artifact
+    front, judge = front_search.front, front_search.judge
+    artifact, data = judge.job.artifact, judge.job.data
     return PlanReport(
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=search_input.data.source,
-        asked=search_input.asked,
+        calibration=data.source,
+        asked=judge.search_input.asked,
         verdict=verdict,
-        layers=explain(choices, best.choice),
-        front=front_points(choices, judge.measured),
-        latency_ms=choices.timing.to_json(),
+        layers=explain(front, candidate.choice),
+        front=front_points(front, judge.measured),
+        latency_ms=front.timing.to_json(),
         versions=versions(),
-        machine=choices.timing.table.setting,
+        machine=front.timing.table.setting,
     )

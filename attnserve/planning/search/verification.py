@@ -1,4 +1,4 @@
-"""Verify the choice of a search on held-out data, and replace removals that bring no speed."""
+"""Verify the candidate of a search on held-out data, and replace removals that bring no speed."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Built
+from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 
-__all__ = ["Verified", "prefer_no_removal", "verify_choice", "verify_without_removal"]
+__all__ = ["Verified", "prefer_no_removal", "verify_candidate", "verify_without_removal"]
 
 PARTS = (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN)
 """The data of each verification of a search, if those before failed.
@@ -24,67 +24,67 @@ used before, but only for choices with more loss. The last choice is the one wit
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """The choice that was verified last, with all verifications.
+    """The candidate that was verified last, with all verifications.
 
     Attributes:
         verifications: In order; all but the last missed the goal. Empty if even the choice with the
             least loss missed it before.
-        meets_goal: Whether ``best`` may be returned: it keeps the quality of the goal, or differs
-            from the original by rounding only.
-        note: Why ``best`` removes nothing, although a removal was found; else empty.
+        meets_goal: Whether the candidate may be returned: it keeps the quality of the goal, or
+            differs from the original by rounding only.
+        note: Why the candidate removes nothing, although a removal was found; else empty.
     """
 
-    best: Built
+    candidate: Candidate
     verifications: Sequence[Verification]
     meets_goal: bool = True
     note: str = ""
 
 
-def verify_choice(front_search: FrontSearch, best: Built | None) -> Verified:
-    """Verify a choice on data that no choice has seen, and choices with less loss if it fails.
+def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> Verified:
+    """Verify a candidate on data that no choice has seen, and others with less loss if it fails.
 
     Args:
-        best: The result of the search; None if no choice meets the goal on the data to choose.
+        candidate: The result of the search; None if no choice meets the goal on the data to choose.
     """
-    if best is None:
+    if candidate is None:
         return Verified(front_search.least_lossy(), (), meets_goal=False)
     judge = front_search.judge
     keep = front_search.goal.keep
     if keep is None:
-        return Verified(best, [judge.verify(best, HeldOut.VERIFY)])
+        return Verified(candidate, [judge.verify(candidate, HeldOut.VERIFY)])
     verifications: list[Verification] = []
     for part in PARTS:
         if len(verifications) == len(PARTS) - 1:
-            best = front_search.least_lossy()
+            candidate = front_search.least_lossy()
         elif verifications:
-            best = front_search.more_careful(best, verifications[-1].loss, keep)
-        verification = judge.verify(best, part)
+            candidate = front_search.more_careful(candidate, verifications[-1].loss, keep)
+        verification = judge.verify(candidate, part)
         verifications.append(verification)
         if verification.loss <= allowed_loss(keep):
-            return Verified(best, verifications)
-        if not best.choice.loss:
+            return Verified(candidate, verifications)
+        if not candidate.choice.loss:
             break
     # Without loss and conversion, outputs differ by rounding only: the choice is returned
     # nevertheless.
-    is_exact = not best.choice.loss and front_search.precision == "float32"
-    return Verified(best, verifications, meets_goal=is_exact)
+    is_exact = not candidate.choice.loss and front_search.precision == "float32"
+    return Verified(candidate, verifications, meets_goal=is_exact)
 
 
 def verify_without_removal(front_search: FrontSearch) -> Verified | None:
-    """The verified choice among those that remove nothing; None if none of them meets the goal."""
+    """The verified candidate among those that remove nothing; None if none meets the goal."""
     unreduced_search = front_search.without_removal()
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:
         return None
-    verified = verify_choice(unreduced_search, unreduced)
+    verified = verify_candidate(unreduced_search, unreduced)
     return verified if verified.meets_goal else None
 
 
 def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified:
-    """The verified choice, or the one without removal if that is about as fast."""
+    """The verified candidate, or the one without removal if that is about as fast."""
     judge = front_search.judge
-    best = verified.best
-    if not best.plan.lossy_blocks:
+    best = verified.candidate
+    if not best.removes:
         return verified
     unreduced_search = front_search.without_removal()
     unreduced = unreduced_search.run_from_fastest()
@@ -93,11 +93,11 @@ def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified
     gain = judge.speedup_over(unreduced, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return verified
-    other = verify_choice(unreduced_search, unreduced)
+    other = verify_candidate(unreduced_search, unreduced)
     if not other.meets_goal:
         return verified
-    if other.best is not unreduced:  # more blocks stay float32
-        gain = judge.speedup_over(other.best, best)
+    if other.candidate is not unreduced:  # more blocks stay float32
+        gain = judge.speedup_over(other.candidate, best)
         if gain.low >= MIN_REMOVAL_GAIN:
             return verified
     note = (

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from attnserve.checks.compare import compare
-from attnserve.context import RunContext
+from attnserve.context import Device, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Precision
 from attnserve.models import quantized as quantized_module
@@ -938,10 +938,13 @@ def test_bfloat16_on_cpus_without_instructions_is_refused(
 
 
 def test_context_for_precision_of_one_runtime_selects_it() -> None:
-    auto = RunContext(runtime="auto")
+    auto = RunContext(Device(runtime="auto"))
     assert context_for("float32", auto) == auto
-    assert context_for("bfloat16-cpu", auto).runtime == "openvino"
-    for other in (RunContext(runtime="onnxruntime"), RunContext("cuda", runtime="auto")):
+    assert context_for("bfloat16-cpu", auto).device.runtime == "openvino"
+    for other in (
+        RunContext(Device(runtime="onnxruntime")),
+        RunContext(Device("cuda", runtime="auto")),
+    ):
         assert context_for("int8", other) == other
         with raises(InvalidArgument, "precision.runtime", "openvino"):
             context_for("bfloat16-cpu", other)

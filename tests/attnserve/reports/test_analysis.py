@@ -20,7 +20,7 @@ from attnserve.calibration.spectra import (
     text_lengths,
 )
 from attnserve.checks.certify import read_attention
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
@@ -50,7 +50,7 @@ def analysis_of(
     folder: Path, calib: Path, *, groups: int | None = None, **settings: Any
 ) -> Analysis:
     graph, data = graph_and_data(folder, calib)
-    context = RunContext(threads=1, **settings)
+    context = RunContext(ONE_THREAD, **settings)
     source = {"file": "model.onnx"}
     return analyze_graph(graph, data, source=source, groups=groups, context=context)
 
@@ -136,7 +136,7 @@ def test_analyze_spectra_use_weights_and_moments_of_the_layer(
 ):
     graph, data = graph_and_data(tiny, sentences)
     blocks = read_attention(graph).blocks
-    moments = collect_moments(graph, blocks, data.fit, context=RunContext(threads=1))
+    moments = collect_moments(graph, blocks, data.fit, context=RunContext(ONE_THREAD))
     for layer, block in zip(analysis.layers, blocks, strict=True):
         assert layer.weights is not None and layer.calibrated is not None
         q = block.q.heads()

@@ -1,4 +1,4 @@
-"""Candidates of each block: groups, latencies, losses and options."""
+"""Candidates of each block: groups, latencies, losses and configs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.estimates import Estimates, changes_to_measure, units_of
+from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.session import open_session
@@ -46,7 +46,7 @@ from tests.attnserve.costs import measure
 Build = Callable[..., Path]
 
 
-CONTEXT = RunContext(threads=1)
+CONTEXT = RunContext(ONE_THREAD)
 
 
 def meters(model: ir.Model) -> Callable[[], QualityMeter]:
@@ -178,9 +178,9 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator == "as exported"
-        options = Estimates(found, {}, 1).options((group,))
-        assert [option.configs for option in options] == [(BlockConfig(group.count),)]
-        assert options[0].ms == found[group.blocks[0]].original[0]
+        configs = Estimates(found, {}, 1).unit(group).configs
+        assert [config.blocks for config in configs] == [(BlockConfig(group.count),)]
+        assert configs[0].ms == found[group.blocks[0]].original[0]
 
 
 # Losses
@@ -239,18 +239,18 @@ def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data:
 # Options
 
 
-def test_options_of_group_are_faster_at_more_loss(
+def test_configs_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
-        options = Estimates(timed, curves, 1).options((group,))
-        assert options[0].configs == (BlockConfig(group.count),) and options[0].loss == 0
-        assert len(options) > 1
-        for a, b in pairwise(options):
-            assert a.configs[0].kept > b.configs[0].kept and a.ms > b.ms and a.loss <= b.loss
+        configs = Estimates(timed, curves, 1).unit(group).configs
+        assert configs[0].blocks == (BlockConfig(group.count),) and configs[0].loss == 0
+        assert len(configs) > 1
+        for a, b in pairwise(configs):
+            assert a.blocks[0].kept > b.blocks[0].kept and a.ms > b.ms and a.loss <= b.loss
 
 
-def test_options_lossy_conversion_keeps_block_in_float(
+def test_configs_lossy_conversion_keeps_block_in_float(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     group = groups[0]
@@ -262,25 +262,25 @@ def test_options_lossy_conversion_keeps_block_in_float(
         )
         for block, each in timed.items()
     }
-    lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).options((group,))
+    lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).unit(group).configs
     # In float32 it is slower, and nothing is gained; the last one is kept as it removes nothing.
-    assert not any(option.float_blocks for option in lossless[:-1])
-    assert lossless[-1].removes_nothing((group,)) and lossless[-1].float_blocks
-    lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).options((group,))
-    assert lossy[0].float_blocks == {0} and lossy[0].loss == 0
-    assert not lossy[-1].float_blocks and lossy[-1].loss >= 0.01
-    faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).options((group,))
-    assert all(option.float_blocks for option in faster[:-1])  # int8 is slower and lossy
+    assert not any(config.in_float for config in lossless[:-1])
+    assert lossless[-1].removes_nothing((group,)) and lossless[-1].in_float
+    lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).unit(group).configs
+    assert lossy[0].in_float == {0} and lossy[0].loss == 0
+    assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
+    faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).unit(group).configs
+    assert all(config.in_float for config in faster[:-1])  # int8 is slower and lossy
     assert faster[-1].removes_nothing((group,))
 
 
-def test_options_of_pair_keep_blocks_in_float(
+def test_configs_of_pair_keep_blocks_in_float(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
-    found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).options((source, reader), pair)
-    assert found[0].float_blocks == {1} and found[0].loss == 0
+    found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).unit(pair).configs
+    assert found[0].in_float == {1} and found[0].loss == 0
 
 
 # Neurons that go, and what the others take over
@@ -441,7 +441,7 @@ def handed_on(
     return timed, timer.time_pairs(groups, timed)
 
 
-def test_time_pairs_and_options_of_reuse(
+def test_time_pairs_and_configs_of_reuse(
     bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
@@ -454,14 +454,14 @@ def test_time_pairs_and_options_of_reuse(
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
     assert 0 < pair_losses.loss < 1
-    ((unit, chosen), *others) = units_of(groups, found.pairs)
-    assert unit == (pair.source, pair.reader) and chosen is pair_losses
-    assert [len(each) for each, _ in others] == [1, 1]
-    options = Estimates(timed, found.curves, 1).options(unit, chosen)
-    assert options[0].configs == (BlockConfig(4), BlockConfig(4)) and options[0].loss == 0
-    reused = [o for o in options if o.configs[1].source == pair.source.names[0]]
-    assert reused and all(a.kept == b.kept for a, b in (o.configs for o in reused))
-    for a, b in pairwise(options):
+    (chosen, *others) = paired_groups(groups, found.pairs)
+    assert chosen is pair_losses
+    assert others == [group for group in groups if group.kind == "feed_forward"]
+    configs = Estimates(timed, found.curves, 1).unit(chosen).configs
+    assert configs[0].blocks == (BlockConfig(4), BlockConfig(4)) and configs[0].loss == 0
+    reused = [o for o in configs if o.blocks[1].source == pair.source.names[0]]
+    assert reused and all(a.kept == b.kept for a, b in (o.blocks for o in reused))
+    for a, b in pairwise(configs):
         assert a.ms > b.ms and a.loss <= b.loss
 
 
@@ -485,7 +485,7 @@ def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
         == ()
     )
-    assert all(len(unit) == 1 for unit, _ in units_of(groups, [pair]))
+    assert paired_groups(groups, [pair]) == groups
 
 
 def test_loss_curves_pair_without_edges_is_left_out(
@@ -500,7 +500,7 @@ def test_loss_curves_pair_without_edges_is_left_out(
     )
 
 
-def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
+def test_paired_groups_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
     third = replace(second, blocks=())
@@ -508,11 +508,9 @@ def test_units_of_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
         ReusePair(first, second, {}, 1.0, loss=0.2),
         ReusePair(second, third, {}, 1.0, loss=0.1),
     ]
-    units = units_of([first, second, third], pairs)
-    assert [unit for unit, _ in units] == [(first,), (second, third)]
-    assert units_of([first, second, third], [replace(pairs[0], loss=float("inf"))]) == [
-        ((first,), None), ((second,), None), ((third,), None),
-    ]  # fmt: skip
+    groups = [first, second, third]
+    assert paired_groups(groups, pairs) == [first, pairs[1]]
+    assert paired_groups(groups, [replace(pairs[0], loss=float("inf"))]) == groups
 
 
 def test_decision_records_every_field_of_a_configuration() -> None:

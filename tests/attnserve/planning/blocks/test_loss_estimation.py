@@ -13,7 +13,7 @@ import pytest
 from attnserve.calibration.linear_maps import find_sites, install
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
@@ -46,7 +46,7 @@ def estimator(
     bert: ir.Model, data: list[Batch], new_meter: Callable[[], QualityMeter]
 ) -> LossEstimator:
     names = [block.name for block in (*find_attention(bert).blocks, *find_feed_forward(bert))]
-    return LossEstimator(bert, names, data, new_meter, RunContext(threads=1))
+    return LossEstimator(bert, names, data, new_meter, RunContext(ONE_THREAD))
 
 
 def test_loss_without_changes_is_zero(estimator: LossEstimator):
@@ -62,7 +62,7 @@ def test_rows_of_zeros_are_heads_that_are_gone(
     weight[block.output.rows[[0, 2]].reshape(-1)] = 0
     pruned = bert.clone()
     PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
-    expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
+    expected = 1 - compare(bert, pruned, data, "", context=RunContext(ONE_THREAD)).mean_cosine
     assert expected > 1e-3
     assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
@@ -75,7 +75,7 @@ def test_rows_of_zeros_are_neurons_that_are_gone(
     weight[:32] = 0
     pruned = bert.clone()
     PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
-    expected = 1 - compare(bert, pruned, data, "", context=RunContext(threads=1)).mean_cosine
+    expected = 1 - compare(bert, pruned, data, "", context=RunContext(ONE_THREAD)).mean_cosine
     assert expected > 1e-4
     assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
@@ -96,7 +96,7 @@ def test_loss_of_changed_maps_equals_rewritten_model(
     sites = find_sites(changed, names)
     for name in names:
         install(sites[name], *maps[name], infer_shapes_small(changed, batch=2, sequence=5))
-    expected = 1 - compare(bert, changed, data, "", context=RunContext(threads=1)).mean_cosine
+    expected = 1 - compare(bert, changed, data, "", context=RunContext(ONE_THREAD)).mean_cosine
     assert expected > 1e-2
     assert estimator.loss(maps) == pytest.approx(expected, rel=0, abs=1e-6)
     alone = [estimator.loss({name: maps[name]}) for name in names]
@@ -133,6 +133,6 @@ def test_loss_estimator_leaves_the_model_unchanged(
 ):
     before = ir.to_proto(bert).SerializeToString()
     name = find_feed_forward(bert)[0].name
-    estimator = LossEstimator(bert, [name], data[:1], new_meter, RunContext(threads=1))
+    estimator = LossEstimator(bert, [name], data[:1], new_meter, RunContext(ONE_THREAD))
     estimator.loss({name: (0 * estimator.maps[name][0], estimator.maps[name][1])})
     assert ir.to_proto(bert).SerializeToString() == before

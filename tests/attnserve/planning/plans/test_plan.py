@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import ORDER, Plan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -56,7 +56,7 @@ def passes() -> list[Any]:
     ]  # fmt: skip
 
 
-CONTEXT = RunContext(threads=1)
+CONTEXT = RunContext(ONE_THREAD)
 
 
 def reread(plan: Plan) -> Plan:

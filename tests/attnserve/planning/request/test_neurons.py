@@ -13,7 +13,7 @@ import pytest
 
 from attnserve.checks.compare import verify
 from attnserve.checks.inspect import inspect
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
@@ -36,7 +36,7 @@ from tests.architectures import GRAPHS
 from tests.errors import raises
 
 F = 64
-CONTEXT = RunContext(threads=1)
+CONTEXT = RunContext(ONE_THREAD)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
 from attnserve.checks.certify import MatchReport, read_attention, require_attention
-from attnserve.context import RunContext
+from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.options import Data, Goal, Rewrites, Target, check_mode
@@ -66,7 +66,7 @@ def request_of(
 ) -> PlannedRequest:  # fmt: skip
     job = job_of(
         stack()[0] if model is None else model, data=dataset or (data() if calibrated else None),
-        context=RunContext(threads=1),
+        context=RunContext(ONE_THREAD),
     )  # fmt: skip
     return plan_request(Rewrites(**request), job)
 

@@ -22,7 +22,7 @@ from attnserve.planning.search.front_search import (
     FrontSearch,
     bisect,
 )
-from attnserve.planning.search.judge import Built
+from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 from attnserve.planning.search.verification import Verified
 from attnserve.runtime.interleaved_timer import Speedup
@@ -41,17 +41,17 @@ PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 
 
-def built_of(choice: Choice, loss: float | None = None, *, removes: bool = False) -> Built:
-    """A built choice with this loss, by default the predicted one, and maybe without a head."""
+def candidate_of(choice: Choice, loss: float | None = None, *, removes: bool = False) -> Candidate:
+    """A candidate with this loss, by default the predicted one, and maybe without a head."""
     plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if removes else [])
-    return Built(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
+    return Candidate(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
 
 
 @dataclass(frozen=True)
-class Candidates:
+class FakeFront:
     """A front whose choices have a loss and a time, without blocks."""
 
-    front: Sequence[Choice] = tuple(FRONT)
+    choices: Sequence[Choice] = tuple(FRONT)
     nothing_removed: Sequence[Choice] = (FUSED, INT8)
     precision: Precision = "float32"
 
@@ -69,20 +69,20 @@ class Judge:
     gain: Speedup = NO_GAIN
     built: list[Choice] = field(default_factory=list[Choice])
 
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
         self.built.append(choice)
-        return built_of(choice)
+        return candidate_of(choice)
 
-    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
+    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.gain
 
-    def speedup(self, built: Built) -> float:
-        return FUSED.ms / built.choice.ms
+    def speedup(self, candidate: Candidate) -> float:
+        return FUSED.ms / candidate.choice.ms
 
 
 def search(judge: Any, **goal: Any) -> FrontSearch:
-    choices: Any = Candidates()
-    return FrontSearch(Goal(**goal), choices, judge)
+    front: Any = FakeFront()
+    return FrontSearch(Goal(**goal), front, judge)
 
 
 @pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
@@ -137,10 +137,10 @@ def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> N
 
 
 def test_without_removal_is_the_fastest_precision_that_keeps_enough() -> None:
-    front = search(Judge(), keep=0.99).without_removal()
-    found = front.run_from_fastest()
+    unreduced = search(Judge(), keep=0.99).without_removal()
+    found = unreduced.run_from_fastest()
     assert found is not None and found.choice == INT8
-    assert list(front.choices.front) == [FUSED, INT8]
+    assert list(unreduced.front.choices) == [FUSED, INT8]
 
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
@@ -155,12 +155,12 @@ def test_without_removal_reaches_the_speedup_or_is_none(
 class Int8Search(FrontSearch):
     """A search in int8, with this choice that removes nothing."""
 
-    whole: Built | None = None
+    whole: Candidate | None = None
 
     def without_removal(self) -> FrontSearch:
         return self
 
-    def run_from_fastest(self) -> Built | None:
+    def run_from_fastest(self) -> Candidate | None:
         return self.whole
 
 
@@ -169,9 +169,9 @@ class PairedJudge:
     """A judge of two models: their speed-up by the slower one."""
 
     gain: Speedup
-    others: dict[Built, Speedup] = field(default_factory=dict[Built, Speedup])
+    others: dict[Candidate, Speedup] = field(default_factory=dict[Candidate, Speedup])
 
-    def speedup_over(self, slow: Built, fast: Built) -> Speedup:
+    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.others.get(slow, self.gain)
 
 
@@ -186,22 +186,22 @@ class Settling:
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-        whole, careful = built_of(INT8), built_of(FUSED)
-        best = built_of(FRONT[3], removes=True)
-        choices: Any = Candidates(precision="int8")
+        whole, careful = candidate_of(INT8), candidate_of(FUSED)
+        best = candidate_of(FRONT[3], removes=True)
+        front: Any = FakeFront(precision="int8")
         judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
-        front = Int8Search(Goal(keep=0.99), choices, judge, whole)
+        front_search = Int8Search(Goal(keep=0.99), front, judge, whole)
 
         def proved(*_: Any) -> Any:
             found = careful if self.careful else whole
             verified: Any = ["verification of the whole"]
             return Verified(found, verified, meets_goal=self.keeps)
 
-        monkeypatch.setattr(verification, "verify_choice", proved)
+        monkeypatch.setattr(verification, "verify_candidate", proved)
         first: Any = ["verification"]
-        found = verification.prefer_no_removal(front, Verified(best, first))
+        found = verification.prefer_no_removal(front_search, Verified(best, first))
         self.proved = list(found.verifications)
-        return found.best, found.note
+        return found.candidate, found.note
 
 
 @pytest.mark.parametrize(
@@ -242,17 +242,17 @@ def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
 
 
 def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
-    no_judge, plain, proofs = None, built_of(FUSED), [Verification(FIDELITY, None, 0.0)]
-    front = search(no_judge, keep=0.99)  # a comparison would need one
+    no_judge, plain, proofs = None, candidate_of(FUSED), [Verification(FIDELITY, None, 0.0)]
+    front_search = search(no_judge, keep=0.99)  # a comparison would need one
     verified = Verified(plain, proofs)
-    assert verification.prefer_no_removal(front, verified) is verified
+    assert verification.prefer_no_removal(front_search, verified) is verified
 
 
-class Front:
-    """Candidates with this front only."""
+class LongFront:
+    """A front of a hundred choices."""
 
     def __init__(self) -> None:
-        self.front = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
+        self.choices = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
 
     def plan(self, choice: Choice) -> Plan:
         return PLAN
@@ -273,8 +273,8 @@ class FakeJudge:
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
-        return built_of(choice, self.loss(choice))
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
+        return candidate_of(choice, self.loss(choice))
 
 
 @pytest.mark.parametrize(
@@ -287,8 +287,8 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     loss: Callable[[float], float], least: float
 ):
     fake: Any = FakeJudge(loss)
-    choices: Any = Front()
-    found: Any = FrontSearch(Goal(keep=0.99), choices, fake).run()
+    front: Any = LongFront()
+    found: Any = FrontSearch(Goal(keep=0.99), front, fake).run()
     assert found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
     assert len(fake.measured) <= 1 + MAX_BUILDS
@@ -302,10 +302,10 @@ class ProvingJudge:
     parts: list[HeldOut] = field(default_factory=list[HeldOut])
     """The data of each verification."""
 
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Built:
-        return built_of(choice)
+    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
+        return candidate_of(choice)
 
-    def verify(self, built: Built, part: HeldOut) -> Verification:
+    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         self.parts.append(part)
         return Verification(FIDELITY, None, next(self.losses))
 
@@ -314,9 +314,9 @@ class ProvingJudge:
 class CarefulSearch(FrontSearch):
     """A search that finds these more careful choices, one after the other."""
 
-    careful: Iterator[Built] = field(default_factory=lambda: iter(()))
+    careful: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
-    def more_careful(self, built: Built, loss: float, keep: float) -> Built:
+    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
         return next(self.careful)
 
 
@@ -330,17 +330,17 @@ class CarefulSearch(FrontSearch):
         ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
     ],
 )
-def test_verify_choice_failed_verifications_lead_to_more_careful_choices(
+def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
     losses: list[float], kept: float, proofs: int
 ):
     steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
-    careful = map(built_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
-    choices: Any = Candidates(front=steps[-1:])
+    careful = map(candidate_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
+    front: Any = FakeFront(choices=steps[-1:])
     judge: Any = ProvingJudge(iter(losses))
-    front = CarefulSearch(Goal(keep=0.99), choices, judge, careful)
-    verified = verification.verify_choice(front, built_of(steps[0]))
+    front_search = CarefulSearch(Goal(keep=0.99), front, judge, careful)
+    verified = verification.verify_candidate(front_search, candidate_of(steps[0]))
     found = verified.verifications
-    assert verified.meets_goal and verified.best.choice.loss == kept
+    assert verified.meets_goal and verified.candidate.choice.loss == kept
     assert [each.loss for each in found] == losses and len(found) == proofs
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
     assert judge.parts == parts[:proofs]

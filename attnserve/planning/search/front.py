@@ -1,0 +1,138 @@
+"""The Pareto front of the choices for a model, and the plan of each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from attnserve.literals import Precision
+from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
+    BlockConfig,
+    ReusePair,
+    TiedBlocks,
+    passes_of,
+)
+from attnserve.planning.blocks.loss_curves import BlockLosses
+from attnserve.planning.blocks.pareto import Choice, pareto_front
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, paired_groups
+from attnserve.planning.search.model_timing import ModelTiming
+from graph_passes.passes.base import RewritePass
+from graph_passes.passes.fold_biases import FoldBiases
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
+from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
+
+__all__ = ["Front"]
+
+
+@dataclass(frozen=True, eq=False)
+class Front:
+    """The choices that no other choice beats in both predicted loss and time.
+
+    Attributes:
+        timing, losses: The measurements from which the configurations are predicted.
+        units: The units of the model, in order of execution.
+        choices: The front, by rising loss.
+        precision: The precision of all models.
+        nothing_removed: The front of the choices without removal: fused operators, and the
+            precision of each block.
+    """
+
+    timing: ModelTiming
+    losses: BlockLosses
+    units: Sequence[Unit]
+    choices: Sequence[Choice]
+    precision: Precision
+    nothing_removed: Sequence[Choice] = ()
+
+    @classmethod
+    def of(cls, timing: ModelTiming, losses: BlockLosses, precision: Precision) -> Front:
+        """Compute the front from latencies and losses."""
+        estimates = Estimates(
+            timing.blocks,
+            losses.curves,
+            timing.num_requested,
+            timing.float_latencies,
+            losses.conversion,
+        )
+        units = [estimates.unit(part) for part in paired_groups(timing.groups, losses.pairs)]
+        every = [range(len(unit.configs)) for unit in units]
+        return cls(
+            timing=timing,
+            losses=losses,
+            units=units,
+            choices=_front(units, every),
+            precision=precision,
+            nothing_removed=_front(units, [unit.unreduced for unit in units]),
+        )
+
+    def predicted_ms(self, choice: Choice) -> float:
+        """The predicted time of the whole model."""
+        return self.timing.other_ms + choice.ms
+
+    def predicted_speedup(self, choice: Choice) -> float:
+        """The predicted speed-up over the original in the requested precision."""
+        return self.timing.original_ms / max(self.predicted_ms(choice), 1e-9)
+
+    def configs(self, choice: Choice) -> Iterator[tuple[Unit, UnitConfig]]:
+        """Each unit with its configuration in a choice."""
+        for unit, index in zip(self.units, choice.picks, strict=True):
+            yield unit, unit.configs[index]
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice."""
+        passes: list[RewritePass] = []
+        float_blocks: list[str] = []
+        masks: dict[str, list[int]] = {}
+        edges: dict[str, dict[int, tuple[str, int]]] = {}
+        for unit, unit_config in self.configs(choice):
+            sources = {config.source for config in unit_config.blocks}
+            for place, (group, config) in enumerate(
+                zip(unit.groups, unit_config.blocks, strict=True)
+            ):
+                mask = self._mask(group, config, unit.pair)
+                in_float = place in unit_config.in_float
+                for block in group.blocks:
+                    passes += passes_of(block, config, mask)
+                    masks[block.name] = mask
+                    if config.source is not None:
+                        assert unit.pair is not None
+                        edges[block.name] = unit.pair.edges(mask)
+                    operator = self.timing.latency(block, in_float=in_float).operator
+                    float_blocks += [block.name] if in_float else []
+                    needs_plain = config.needs_plain_operators or block.name in sources
+                    if operator == "gelu":
+                        passes.append(FuseGelu([block.name]))
+                    elif operator != AS_EXPORTED and not needs_plain:
+                        passes.append(FuseAttention({block.name: operator}))
+        passes.append(ReuseAttention(renumbered(edges, masks)))
+        if self.timing.residual_fusion is not None:
+            passes += [FoldBiases(), self.timing.residual_fusion]
+        return Plan.merged(passes, self.precision, float_blocks)
+
+    def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
+        """1 for each head or neuron of a group that is kept."""
+        curves = self.losses.curves
+        if not config.kept or config.kept == group.count:
+            return [1] * group.count
+        if config.source is None:
+            return curves[group.key].mask(config.kept)
+        assert pair is not None
+        return pair.masks(curves[pair.source.key], config.kept)[1]
+
+
+def _front(units: Sequence[Unit], allowed: Sequence[Sequence[int]]) -> list[Choice]:
+    """The Pareto front of some configurations of each unit, which are given by index."""
+    front = pareto_front([
+        [(unit.configs[index].loss, unit.configs[index].ms) for index in indices]
+        for unit, indices in zip(units, allowed, strict=True)
+    ])  # fmt: skip
+    return [
+        replace(
+            choice,
+            picks=tuple(indices[pick] for indices, pick in zip(allowed, choice.picks, strict=True)),
+        )
+        for choice in front
+    ]
