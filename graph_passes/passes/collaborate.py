@@ -249,8 +249,8 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
 
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Mixing) -> None:
-        is_used = isinstance(params, DenseMixing) or not block.q.rotary_terms
-        if block.q.num_heads and params.factors is None and is_used:
+        needs_rank = isinstance(params, DenseMixing) or not block.q.rotary_terms
+        if block.q.num_heads and params.factors is None and needs_rank:
             _check_rank(block, params.rank)
 
     @classmethod
