@@ -31,7 +31,7 @@ from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
 from tests.stories import LENGTH, stories
 
 GROUPS, SIZE = 4, 8
@@ -54,9 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     names = [block.name for block in find_attention(original).blocks]
     results: list[dict[str, Any]] = []
     for size in SIZES:
-        for form, head_size in (("truncated", size), ("shared", None)):
+        mixings = {
+            "truncated": SparseMixing(rank=GROUPS * size, head_size=size),
+            "shared": DenseMixing(rank=GROUPS * size),
+        }
+        for form, params in mixings.items():
             for calibrated in (True, False):
-                params = SharedDimensions(rank=GROUPS * size, head_size=head_size)
                 model = original.clone()
                 job = Job(
                     artifact, original, data if calibrated else None,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Self
+from typing import Annotated, ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf
+from pydantic import BaseModel, Discriminator, Field, InstanceOf, Tag
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
@@ -45,7 +45,9 @@ from graph_passes.passes.invariants import CacheShape
 
 __all__ = [
     "Collaborate",
-    "SharedDimensions",
+    "DenseMixing",
+    "Mixing",
+    "SparseMixing",
     "collaborate_refusal",
     "exact_rank",
     "factor",
@@ -56,35 +58,58 @@ WEAK_FILL = -1e3
 """Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
 
 
-class SharedDimensions(BaseModel):
-    """The parameters of collaborative heads.
+class _Mixing(BaseModel, frozen=True, extra="forbid"):
+    """What all mixings have.
 
     Attributes:
-        rank: R, the number of dimensions that the heads share, from 1 to H*K (exact). Under rotary
-            positions, the size of one key head for all groups, from 2 to G*K (exact).
-        head_size: The mean number of dimensions that a head reads, for sparse mixing; None for
-            dense mixing, in which every head reads all R. Under rotary positions, the number of
-            elements that each head keeps.
+        rank: R, the number of dimensions from which all heads read together, from 1 to H*K (exact).
+        head_size: The mean number of dimensions that a head reads; None if it reads all R.
         cache: Rewrite cached keys too, which changes inputs and outputs of the graph.
         factors: The factor matrices (default: computed from the weights). Not stored in plan.json.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     rank: int = Field(ge=1)
-    head_size: int | None = Field(default=None, ge=1)
+    head_size: int | None
     cache: bool = False
     factors: InstanceOf[CollaborativeFactors] | InstanceOf[RotaryFactors] | None = Field(
         default=None, exclude=True
     )
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether each head reads only some of the shared dimensions."""
-        return self.head_size is not None
+
+class DenseMixing(_Mixing, frozen=True):
+    """Every head reads all R dimensions.
+
+    Under rotary positions, they are the elements of one key head of all groups, from 2 to G*K
+    (exact).
+    """
+
+    head_size: None = None
 
 
-class Collaborate(AttentionPass[SharedDimensions], FittedPass):
+class SparseMixing(_Mixing, frozen=True):
+    """Every head reads some of the R dimensions; if R is large enough, each has its own.
+
+    Under rotary positions, each head keeps its own ``head_size`` elements, whatever R is.
+    """
+
+    head_size: int = Field(ge=1)
+
+
+def _tag(params: object) -> str:
+    """The type of parameters: plan.json tells them apart by ``head_size``, or its absence."""
+    is_json = isinstance(params, Mapping)
+    size = params.get("head_size") if is_json else getattr(params, "head_size", None)
+    return "dense" if size is None else "sparse"
+
+
+Mixing = Annotated[
+    Annotated[DenseMixing, Tag("dense")] | Annotated[SparseMixing, Tag("sparse")],
+    Discriminator(_tag),
+]
+"""The parameters of collaborative heads: which of the shared dimensions each head reads."""
+
+
+class Collaborate(AttentionPass[Mixing], FittedPass):
     """Share query and key dimensions between heads (eq. 6 and 7 of arXiv 2006.16362).
 
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
@@ -126,17 +151,15 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
     ) -> Collaborate:
         """Return a pass that installs precomputed factors, by block name."""
         return cls({
-            name: SharedDimensions(
-                rank=whole.rank, head_size=whole.rank if sparse else None, cache=cache,
-                factors=whole,
-            )
+            name: SparseMixing(rank=whole.rank, head_size=whole.rank, cache=cache, factors=whole)
+            if sparse else DenseMixing(rank=whole.rank, cache=cache, factors=whole)
             for name, whole in factors.items()
         })  # fmt: skip
 
     @property
     def needs_refit(self) -> bool:
         """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
-        return any(not params.is_sparse for params in self.targets.values())
+        return any(isinstance(params, DenseMixing) for params in self.targets.values())
 
     def blocks_to_fit(self, analyses: Analyses) -> list[AttentionBlock]:
         """The blocks that lose dimensions."""
@@ -225,22 +248,23 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
         return None if factors is None else factors.relative_error
 
     @classmethod
-    def validate_params(cls, block: AttentionBlock, params: SharedDimensions) -> None:
-        is_truncated = bool(block.q.rotary_terms) and params.is_sparse  # R is not used
-        if block.q.num_heads and params.factors is None and not is_truncated:
+    def validate_params(cls, block: AttentionBlock, params: Mixing) -> None:
+        needs_rank = isinstance(params, DenseMixing) or not block.q.rotary_terms
+        if block.q.num_heads and params.factors is None and needs_rank:
             _check_rank(block, params.rank)
 
     @classmethod
     def refusal(
-        cls, block: AttentionBlock, params: SharedDimensions | None, analyses: Analyses
+        cls, block: AttentionBlock, params: Mixing | None, analyses: Analyses
     ) -> Refusal | None:
         if params is None:
             return collaborate_refusal(block, shared=True)
-        if refusal := collaborate_refusal(block, caches=params.cache, shared=not params.is_sparse):
+        is_sparse = isinstance(params, SparseMixing)
+        if refusal := collaborate_refusal(block, caches=params.cache, shared=not is_sparse):
             return refusal
         if block.k.is_cached and block.graph is not analyses.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
-        if block.k.is_cached and params.is_sparse:
+        if block.k.is_cached and is_sparse:
             return Refusal(
                 "cache_sparse",
                 "its cache holds shared dimensions: only dense mixing reads them",
@@ -261,7 +285,7 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
         """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
         decompose_fused(analyses, self.targets.keys())
 
-    def rewrite(self, targets: AttentionTargets[SharedDimensions], analyses: Analyses) -> None:
+    def rewrite(self, targets: AttentionTargets[Mixing], analyses: Analyses) -> None:
         info = small_shapes(analyses)
         factored = [(block, params, _factors(block, params)) for block, params in targets]
         uses = Counter(id(factors.key) for _, _, factors in factored)
@@ -269,21 +293,21 @@ class Collaborate(AttentionPass[SharedDimensions], FittedPass):
             make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
             if isinstance(factors, RotaryFactors):
                 logits = rotary_logits(make, block, factors)
-            elif params.is_sparse:
+            elif isinstance(params, SparseMixing):
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             else:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
             _replace_logits(make, block, logits, info)
 
 
-def _is_lossy(block: AttentionBlock, params: SharedDimensions) -> bool:
-    size = params.head_size or block.head_size
-    if block.q.rotary_terms and params.head_size is not None:
-        return size < block.head_size
-    return params.rank < exact_rank(block) or size < block.head_size
+def _is_lossy(block: AttentionBlock, params: Mixing) -> bool:
+    is_shortened = isinstance(params, SparseMixing) and params.head_size < block.head_size
+    if block.q.rotary_terms and isinstance(params, SparseMixing):
+        return is_shortened
+    return is_shortened or params.rank < exact_rank(block)
 
 
-def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[AttentionBlock]]:
+def _equal_weights(targets: AttentionTargets[Mixing]) -> list[list[AttentionBlock]]:
     """Blocks grouped by equal query and key weights and equal parameters."""
     groups: dict[tuple[object, ...], list[AttentionBlock]] = {}
     for block, params in targets:
@@ -295,9 +319,7 @@ def _equal_weights(targets: AttentionTargets[SharedDimensions]) -> list[list[Att
     return list(groups.values())
 
 
-def _factors(
-    block: AttentionBlock, params: SharedDimensions
-) -> CollaborativeFactors | RotaryFactors:
+def _factors(block: AttentionBlock, params: Mixing) -> CollaborativeFactors | RotaryFactors:
     """The given factors; by default, factors computed from the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 

@@ -21,7 +21,7 @@ from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, FittedPass, small_shapes
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, SparseMixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
@@ -337,7 +337,7 @@ def passes_of(block: Block, config: BlockConfig, mask: Sequence[int]) -> list[Bl
     if config.kept < block.num_heads:
         passes.append(PruneHeads({name: mask}))
     if config.head_size is not None:
-        shared = SharedDimensions(
+        shared = SparseMixing(
             rank=config.rank or config.kept * block.head_size,  # without a rank nothing is shared
             head_size=config.head_size - 1,  # the content term has one dimension
         )

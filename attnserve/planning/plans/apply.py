@@ -14,7 +14,9 @@ from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import PlanStep, RunPass
 from graph_passes.emit.fused_attention import OPSETS
-from graph_passes.errors import InvalidArgument
+from graph_passes.errors import CannotRewrite, InvalidArgument
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.fuse_attention import FuseAttention
 
 if TYPE_CHECKING:
@@ -39,7 +41,11 @@ def start(
         model: The model to change, in float32.
         fit, key, labels: See ``State``.
         applied: Earlier rewrites of the model, if there are any.
+
+    Raises:
+        CannotRewrite: The plan names an attention block that is not certified.
     """
+    _require_certified(plan, job)
     operators = plan.targets(FuseAttention).values()
     if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(model, needed)
@@ -47,6 +53,21 @@ def start(
         job, model, plan.precision, tuple(plan.float_blocks),
         fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
     )  # fmt: skip
+
+
+def _require_certified(plan: Plan, job: Job) -> None:
+    """Refuse blocks that are found but not certified, which only an edited plan names."""
+    named = plan.targets(AttentionPass)
+    if not named or named.keys() <= {block.name for block in job.matches.blocks}:
+        return
+    reasons = {unmatched.node: unmatched.reason for unmatched in job.matches.unmatched}
+    for block in find_attention(job.original).blocks:
+        if block.name in named and block.product in reasons:
+            raise CannotRewrite(
+                f"the plan names a block that is not certified: {reasons[block.product][:300]}",
+                f"remove {block.name} from the plan; `attnserve inspect` lists certified blocks",
+                code="rewrite.not_certified",
+            )
 
 
 def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: str = "") -> State:

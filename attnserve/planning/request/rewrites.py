@@ -26,7 +26,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
@@ -113,7 +113,7 @@ def _own_heads(
 
 def _shared(
     request: Request, own_heads: Mapping[str, int], *, others: bool
-) -> dict[SizedMixing, dict[str, SharedDimensions]]:
+) -> dict[SizedMixing, dict[str, Mixing]]:
     """The shared dimensions of each layer, for each mixing that the request allows.
 
     Args:

@@ -15,7 +15,13 @@ from attnserve.options import Rewrites
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import padded_size
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.collaborate import SharedDimensions, collaborate_refusal, exact_rank
+from graph_passes.passes.collaborate import (
+    DenseMixing,
+    Mixing,
+    SparseMixing,
+    collaborate_refusal,
+    exact_rank,
+)
 
 __all__ = ["SharingChooser", "SizedMixing"]
 
@@ -65,7 +71,7 @@ class SharingChooser:
 
     def choose(
         self, layers: Sequence[tuple[AttentionBlock, int]], mixing: SizedMixing
-    ) -> dict[str, SharedDimensions]:
+    ) -> dict[str, Mixing]:
         """The parameters of each layer that can be factored.
 
         Args:
@@ -77,7 +83,7 @@ class SharingChooser:
         """
         rewrites = self.rewrites
         is_named = rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping)
-        dimensions: dict[str, SharedDimensions] = {}
+        dimensions: dict[str, Mixing] = {}
         for block, rank in layers:
             name = block.name
             refusal = self._refusal(block, mixing)
@@ -112,8 +118,11 @@ class SharingChooser:
                     f"{name} lies in the body of another node, which calibration cannot observe: "
                     "it is factored by its weights alone"
                 )
-            dimensions[name] = SharedDimensions(
-                rank=rank, head_size=size, cache=rewrites.collab_cache
+            cache = rewrites.collab_cache
+            dimensions[name] = (
+                DenseMixing(rank=rank, cache=cache)
+                if size is None
+                else SparseMixing(rank=rank, head_size=size, cache=cache)
             )
         return dimensions
 

@@ -24,7 +24,7 @@ from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.operators import FUSED_OPERATORS
 from graph_passes.passes.base import AttentionPass, RewritePass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, exact_rank
+from graph_passes.passes.collaborate import Collaborate, exact_rank
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fuse_attention import IDIOMS, FuseAttention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -87,8 +87,8 @@ def even_heads(heads: int) -> list[int]:
 
 def share(block: AttentionBlock, *, sparse: bool) -> Collaborate:
     """All dimensions, which is exact."""
-    rank, size = exact_rank(block), block.head_size if sparse else None
-    return Collaborate({block.name: SharedDimensions(rank=rank, head_size=size)})
+    params = {"rank": exact_rank(block), "head_size": block.head_size if sparse else None}
+    return Collaborate({block.name: params})
 
 
 EMISSIONS = {

@@ -18,7 +18,13 @@ from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, factor, sharing_refusal
+from graph_passes.passes.collaborate import (
+    Collaborate,
+    DenseMixing,
+    SparseMixing,
+    factor,
+    sharing_refusal,
+)
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
@@ -145,7 +151,7 @@ def test_collaborate_ranks_differ_by_layer() -> None:
     model = two_layers()
     blocks, _ = find_attention(model)
     ranks = {block.name: rank for block, rank in zip(blocks, (4, EXACT), strict=True)}
-    Collaborate({name: SharedDimensions(rank=rank) for name, rank in ranks.items()})(model)
+    Collaborate({name: DenseMixing(rank=rank) for name, rank in ranks.items()})(model)
     matches = read_attention(model)
     assert {block.name: block.head_size for block in matches.blocks} == ranks
     assert matches.unmatched == ()
@@ -205,7 +211,7 @@ def test_collaborate_inexact_case_is_refused(case: str) -> None:
     refusal = sharing_refusal(block)
     assert refusal and refusal.code == code
     with raises(CannotRewrite, f"rewrite.{code}"):
-        Collaborate({block.name: SharedDimensions(rank=4)})(model)
+        Collaborate({block.name: DenseMixing(rank=4)})(model)
 
 
 def test_collaborate_flattened_tokens_are_refused() -> None:
@@ -225,7 +231,7 @@ def test_term_of_the_keys_alone_is_refused(rewrite: str) -> None:
     model = attention(mask=mask, inputs=f"float[batch, sequence, {D}] x", constants={"gate": gate})
     assert only(model).content is not None and only(model).form == "standard"
     passes = {
-        "collaborate": Collaborate({NAME: SharedDimensions(rank=EXACT)}),
+        "collaborate": Collaborate({NAME: DenseMixing(rank=EXACT)}),
         "prune": PruneHeads({NAME: [1, 1, 0]}),
     }
     with raises(CannotRewrite, "rewrite.key_term"):
@@ -238,12 +244,12 @@ def test_collaborate_one_remaining_head_a_second_time_is_refused() -> None:
     collaborate(model, K)
     assert only(model).content is not None
     with raises(CannotRewrite, "rewrite.key_term"):
-        Collaborate({NAME: SharedDimensions(rank=K)})(model)
+        Collaborate({NAME: DenseMixing(rank=K)})(model)
 
 
 def test_collaborate_second_time_is_refused() -> None:
     with raises(CannotRewrite, "rewrite.collaborative"):
-        Collaborate({NAME: SharedDimensions(rank=4)})(collaborate(attention(), 5))
+        Collaborate({NAME: DenseMixing(rank=4)})(collaborate(attention(), 5))
 
 
 def test_collaborate_fused_operator_is_decomposed() -> None:
@@ -355,8 +361,8 @@ def test_collaborate_sparse_macs_match_formula() -> None:
     "rewrite",
     [
         PruneHeads({NAME: (1, 0, 1)}),
-        Collaborate({NAME: SharedDimensions(rank=4)}),
-        Collaborate({NAME: SharedDimensions(rank=4, head_size=2)}),
+        Collaborate({NAME: DenseMixing(rank=4)}),
+        Collaborate({NAME: SparseMixing(rank=4, head_size=2)}),
     ],
     ids=["prune", "share", "share sparsely"],
 )
@@ -392,5 +398,5 @@ def test_collaborate_packed_values_in_another_order_of_axes(head_size: int | Non
     arrays = feeds(model)
     before = run(model, arrays)
     block = only(model)
-    Collaborate({block.name: SharedDimensions(rank=EXACT, head_size=head_size)})(model)
+    Collaborate({block.name: {"rank": EXACT, "head_size": head_size}})(model)
     np.testing.assert_allclose(run(model, arrays), before, atol=1e-5, rtol=0)

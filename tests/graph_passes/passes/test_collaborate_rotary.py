@@ -16,7 +16,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions, exact_rank
+from graph_passes.passes.collaborate import Collaborate, exact_rank
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests import architectures
@@ -53,7 +53,7 @@ def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
 
 
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
-    shared = SharedDimensions(rank=rank, head_size=head_size)
+    shared = {"rank": rank, "head_size": head_size}
     with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
         names = [block.name for block in analyses.get(find_attention).blocks]
         Collaborate(dict.fromkeys(names, shared))(model)

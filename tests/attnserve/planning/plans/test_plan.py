@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.checks.certify import Certified
 from attnserve.context import ONE_THREAD, RunContext
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import ORDER, Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.steps import Cast, Distill
-from graph_passes.errors import AttnserveError, InvalidArgument
+from graph_passes.blocks import AttentionBlock, Unmatched
+from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument
 from graph_passes.passes.base import registered_passes
-from graph_passes.passes.collaborate import Collaborate, SharedDimensions
+from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
@@ -45,8 +47,8 @@ def passes() -> list[Any]:
         ReuseAttention({NAMES[3]: {2: (NAMES[1], 0), 0: (NAMES[2], 1)}}),
         PruneNeurons({"ffn_0": [1, 0, 0, 1, 1, 0], "ffn_1": [0] * 11 + [1]}),
         Collaborate({
-            NAMES[2]: SharedDimensions(rank=6, head_size=3),
-            NAMES[3]: SharedDimensions(rank=K, cache=True),
+            NAMES[2]: SparseMixing(rank=6, head_size=3),
+            NAMES[3]: DenseMixing(rank=K, cache=True),
         }),
         FuseAttention({NAMES[1]: "attention"}),
         FuseGelu(["ffn_1"]),
@@ -103,7 +105,7 @@ def test_plan_round_trip_keeps_order_empty_and_measured_plans():
 
 def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
     singles = [
-        Collaborate({NAMES[3]: SharedDimensions(rank=K)}),
+        Collaborate({NAMES[3]: DenseMixing(rank=K)}),
         PruneHeads({NAMES[2]: [0, 1, 1]}),
         PruneHeads({}),
         PruneHeads({NAMES[1]: [1, 0, 1]}),
@@ -264,6 +266,23 @@ def test_apply_plan_that_does_not_fit_the_model_is_refused(mistake: str):
     content, code = MISMATCHES[mistake]
     with raises(AttnserveError, code) as caught:
         applied(content)
+    check_length(caught.value)
+
+
+def test_apply_plan_of_a_block_that_is_not_certified_is_refused_before_its_rewrite(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def certify(
+        model: ir.Model, block: AttentionBlock, *args: Any, **options: Any
+    ) -> Certified | Unmatched:
+        reason = f"read as attention {block.name!r}, not certified: no kernel"
+        is_certified = block.name == NAMES[0]
+        return Certified(block, 0.0) if is_certified else Unmatched(block.product, reason)
+
+    monkeypatch.setattr("attnserve.checks.certify.certify", certify)
+    with raises(CannotRewrite, "rewrite.not_certified", "no kernel", NAMES[1]) as caught:
+        applied([PRUNE])
+    assert "attnserve inspect" in caught.value.fix and "\n" not in str(caught.value.what)
     check_length(caught.value)
 
 
