@@ -10,11 +10,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["ATTNSERVE_PROBE_CACHE"] = "false"  # results of one test must not serve another
 # Without bytecode, every child process compiles all modules, and every test process all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-if hasattr(os, "sched_setaffinity") and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
-    # One core per test process, set before any library counts the cores: thread pools of two
-    # processes on the same cores slow each other down.
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+# For child and test processes; plugins of pytest have imported numpy in this one already.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import gc
 import importlib.util
@@ -22,6 +19,7 @@ import string
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,6 +67,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker or not config.getoption("numprocesses", None):  # this process runs tests
+        _use_one_core(int(worker.removeprefix("gw")) if worker else os.getpid())
     if not config.getoption("--on-gpu"):
         return
     from attnserve.runtime import onnx_runtime, session
@@ -81,6 +82,17 @@ def pytest_configure(config: pytest.Config) -> None:
         return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
     onnx_runtime._providers = on_gpu  # type: ignore[assignment]
+
+
+def _use_one_core(number: int) -> None:
+    """Use one core, and one thread of BLAS: waiting threads take the time of the others."""
+    with suppress(ImportError):
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(1)
+    if hasattr(os, "sched_setaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
 @pytest.hookimpl(tryfirst=True)

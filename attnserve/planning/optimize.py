@@ -262,7 +262,7 @@ def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
     other_fidelities = tuple(
         compare_on(other.fit, name, meter=job.meter(data=other)) for name, other in job.others
     )
-    costs = model_cost(original), model_cost(rewritten.model)
+    costs = [model_cost(each, memory=False) for each in (original, rewritten.model)]
     before, after = (_cost(cost, model, job.counted) for cost, model in
                      zip(costs, (original, rewritten.model), strict=True))  # fmt: skip
     after = after.model_copy(update={"bytes": parameter_bytes(converted)})

@@ -59,3 +59,9 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(60)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports without figures: to draw them takes most of the time of ``analyze``."""
+    monkeypatch.setattr("attnserve.reports.analyze.FIGURES", ())

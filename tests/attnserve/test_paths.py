@@ -32,6 +32,7 @@ def test_public_functions_accept_strings(tiny: Path, sentences: Path, tmp_path: 
     assert fidelity.data == sentences.name
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_evaluate_and_analyze_accept_strings(tiny: Path, sentences: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     rows = tmp_path / "rows.tsv"

@@ -67,6 +67,7 @@ def work_is_refused(*_: object, **__: object) -> None:
 SEARCHING = pytest.param("plan", marks=pytest.mark.timing(seconds=20))
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
 def test_command_without_output_writes_beside_the_model(
     cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str
@@ -81,6 +82,7 @@ def test_command_without_output_writes_beside_the_model(
     assert shown == written if command == "analyze" else shown.parent == written and shown.is_file()
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("command", [*sorted(DEFAULTS.keys() - {"plan"}), SEARCHING])
 def test_default_output_that_exists_needs_force(
     cli: Cli, model: Path, sentences: Path, tmp_path: Path, command: str,

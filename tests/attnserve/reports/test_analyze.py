@@ -84,6 +84,7 @@ def test_analyze_writes_readable_json_the_mask_and_the_page(written: Path):
     assert all(len(bits) == 4 and sum(bits) == 2 for bits in mask.values())
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_analyze_same_call_writes_same_bytes(written: Path, tiny: Path, sentences: Path, tmp_path):
     analyze(tiny, tmp_path / "there yet", calib=sentences, threads=1)
     for name in ("analysis.json", "mask.json"):
@@ -93,6 +94,7 @@ def test_analyze_same_call_writes_same_bytes(written: Path, tiny: Path, sentence
 # Refused input
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_analyze_nonempty_folder_needs_force(tiny: Path, sentences: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("keep me")
     with raises(InvalidOutput, "output.exists"):
@@ -191,12 +193,14 @@ def test_page_escapes_hostile_names(analysis: Analysis):
     assert page.text.count(HOSTILE) >= 6
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_page_commands_quote_paths_for_the_shell(analysis: Analysis):
     lines = commands(analysis, model="my model; rm -rf x", calib="a'b.txt")
     assert lines and all("'my model; rm -rf x'" in line for line in lines)
     assert all("""'a'"'"'b.txt'""" in line for line in lines)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_page_commands_use_options_of_optimize(analysis: Analysis):
     names = [name for each in parameters(analysis) for name in each]
     lines = " ".join(commands(analysis))
