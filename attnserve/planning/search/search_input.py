@@ -13,7 +13,7 @@ from attnserve.data.datasets import Dataset, content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.search_record import Asked
+from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
@@ -41,7 +41,7 @@ class SearchInput:
     job: Job
     data: Dataset
     checked: Sequence[Workload]
-    asked: Asked
+    asked: GoalRecord
 
     @classmethod
     def of(cls, goal: Goal, job: Job) -> SearchInput:
@@ -94,10 +94,10 @@ def _workloads_to_check(job: Job) -> list[Workload]:
     return accepted
 
 
-def _asked(goal: Goal, job: Job) -> Asked:
+def _asked(goal: Goal, job: Job) -> GoalRecord:
     """The request as plan.json records it."""
     target, context = job.target, job.context
-    asked = Asked(
+    asked = GoalRecord(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
         measure=goal.measure,
