@@ -10,7 +10,7 @@ from attnserve.models.measured import Fidelity, Measured, Quality, ShapeLatency,
 from attnserve.models.recorded import Recorded, Whole
 
 __all__ = [
-    "Asked",
+    "GoalRecord",
     "Round",
     "SearchRecord",
     "TrainingRounds",
@@ -25,7 +25,7 @@ def _present_name(measure: object) -> object:
     return measure
 
 
-class Asked(Recorded, frozen=True):
+class GoalRecord(Recorded, frozen=True):
     """The request of a search; see ``options.Goal``."""
 
     keep: float | None = None
@@ -102,7 +102,7 @@ class SearchRecord(Measured, frozen=True):
         speedup: The geometric mean over the requested lengths.
     """
 
-    asked: Asked = Asked()
+    asked: GoalRecord = GoalRecord()
     verdict: str | None = None
     gain: bool = False
     fidelity: Fidelity | None = None

@@ -29,7 +29,7 @@ from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import LineageEntry
-from attnserve.models.search_record import Asked
+from attnserve.models.search_record import GoalRecord
 from attnserve.runtime.interface import Batch
 from attnserve.serving.activations import logits_of
 from attnserve.serving.backends import RunnerOptions
@@ -111,7 +111,7 @@ def _guaranteed(entry: LineageEntry) -> float | None:
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":
         return None
-    asked = search.asked if search is not None and search.gain else Asked()
+    asked = search.asked if search is not None and search.gain else GoalRecord()
     if asked.keep is not None and asked.measure != "score":
         return asked.keep
     return quality.value if quality.ci95 is None else quality.ci95[0]

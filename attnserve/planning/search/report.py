@@ -12,7 +12,7 @@ import numpy as np
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency, Share
 from attnserve.models.recorded import present
-from attnserve.models.search_record import Asked, TrainingRounds, VerificationRecord
+from attnserve.models.search_record import GoalRecord, TrainingRounds, VerificationRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.reports.plots import plot_front
@@ -80,7 +80,7 @@ class PlanReport:
 
     model: Source
     calibration: Calibration
-    asked: Asked
+    asked: GoalRecord
     verdict: str
     layers: Sequence[Decision]
     front: Sequence[Point]

@@ -13,7 +13,7 @@ from attnserve.data.datasets import content_digest
 from attnserve.job import JobWithData
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.search_record import Asked
+from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
@@ -40,7 +40,7 @@ class SearchInput:
 
     job: JobWithData
     checked: Sequence[Workload]
-    asked: Asked
+    asked: GoalRecord
 
     @classmethod
     def of(cls, goal: Goal, job: JobWithData) -> SearchInput:
@@ -89,11 +89,11 @@ def _workloads_to_check(job: JobWithData) -> list[Workload]:
     return accepted
 
 
-def _asked(goal: Goal, job: JobWithData) -> Asked:
+def _asked(goal: Goal, job: JobWithData) -> GoalRecord:
     """The request as plan.json records it."""
     target, context = job.target, job.context
     device = context.device
-    asked = Asked(
+    asked = GoalRecord(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
         measure=goal.measure,
