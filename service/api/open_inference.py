@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Annotated, Any
 
@@ -213,7 +214,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
             "runtime": model.runtime,
             "precision": model.precision,
             "refused": model.operators.get("refused", {}),
-            "long_rows": model.operators.get("long_rows"),
+            **({"long_rows": asdict(model.long_rows)} if model.long_rows else {}),
         },
         inputs=_describe(model.inputs),
         outputs=_describe(model.outputs),
