@@ -114,7 +114,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     before, after = report.before, report.after
     if report.plan.precision != "float32":
         count = len(report.plan.float_blocks)
-        suffix = f", {count} block{'s' * (count > 1)} in float32" if count else ""
+        suffix = f", {count} block{'s' * (count > 1)} not converted" if count else ""
         print_line(f"weights in {report.plan.precision}{suffix}")
     print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:

@@ -117,7 +117,7 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
         return f"it has too few {what} to remove any"
     if len(unit.configs) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts = ["it stays in float32"] if place in now.in_float else list[str]()
+    parts = ["it is not converted"] if place in now.in_float else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
 
+import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.evaluate import score_session
@@ -17,7 +18,6 @@ from attnserve.checks.scores import Score, share_kept
 from attnserve.job import Job, JobWithData
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
-from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
@@ -31,7 +31,6 @@ from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
-from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
@@ -120,14 +119,12 @@ class Judge:
     memory, because the search ends with one of them.
 
     Attributes:
-        table: Measures latencies.
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited, if there is one.
         measured: (loss, cosine) of each candidate, those before an interruption included.
     """
 
     search_input: SearchInput
-    table: LatencyTable
     checkpoint: SearchCheckpoint
     allowed: float | None = None
     task: ScoredTask | None = None
@@ -218,54 +215,59 @@ class Judge:
         return mean_speedup(speeds, [workload.length for workload in self.job.requested])
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
-        """Time a model and the float32 original in interleaved order.
+        """Time a model and the float32 original; see ``time_models``.
 
-        Workloads at which the model seems slower are timed again.
+        If the model seems slower at a workload, both are timed again, and both runs count.
+
+        Raises:
+            CannotRewrite: See ``_times``.
         """
-        job, table = self.job, self.table
-        feeds = tuple(
-            example_inputs(job.original, workload, job.context.seed) for workload in workloads
-        )
-        parts = {"original": Part(job.original, feeds), "new": Part(model, feeds)}
-        progress = job.context.stage("time the whole model")
-        times = table.measure(parts, progress=progress)
-        pairs = list(zip(times["original"], times["new"], strict=True))
-        if slow := [i for i, (before, after) in enumerate(pairs) if before < MIN_SPEEDUP * after]:
-            for part in parts.values():
-                for index in slow:
-                    table.times_ms.pop(part.key(index), None)
-            times = table.measure(parts, progress=progress)
-            pairs = list(zip(times["original"], times["new"], strict=True))
+        models = [self.job.original, model]
+        timed, times = self._times(models, workloads)
+        if any(_median_speedup(rows) < MIN_SPEEDUP for rows in times):
+            _, again = self._times(models, timed)
+            times = [np.hstack(pair) for pair in zip(times, again, strict=True)]
         return [
             ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
-                original_ms=before,
-                ms=after,
-                speedup=before / after,
+                original_ms=float(np.median(rows[0])),
+                ms=float(np.median(rows[1])),
+                speedup=_median_speedup(rows),
             )
-            for workload, (before, after) in zip(workloads, pairs, strict=True)
+            for workload, rows in zip(timed, times, strict=True)
         ]
 
     def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         """The speed-up of one candidate over another at the requested lengths (interleaved runs).
 
         Raises:
-            CannotRewrite: The two models cannot run side by side, for example for lack of memory.
+            CannotRewrite: See ``_times``.
+        """
+        _, times = self._times([slow.model, fast.model], self.job.requested, PAIR_SECONDS)
+        return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
+
+    def _times(
+        self,
+        models: Sequence[ir.Model],
+        workloads: Sequence[Workload],
+        seconds: float | None = None,
+    ) -> tuple[list[Workload], list[np.ndarray]]:
+        """See ``time_models``.
+
+        Raises:
+            CannotRewrite: The models cannot run side by side, for example for lack of memory.
         """
         job = self.job
-        feeds = example_feeds(job.original, job.requested, job.context.seed)
-        timed = time_models(
-            [slow.model, fast.model], feeds, context=job.context, seconds=PAIR_SECONDS
-        )
+        feeds = example_feeds(job.original, workloads, job.context.seed)
+        timed = time_models(models, feeds, context=job.context, seconds=seconds)
         if timed is None:
             raise CannotRewrite(
                 "two models of the search cannot be timed beside each other",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        _, times = timed
-        return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
+        return timed
 
     def _compare(self, model: ir.Model, part: HeldOut, job: JobWithData) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
@@ -283,6 +285,11 @@ class Judge:
             share = self.task.share(model, fidelity, part, job)
             losses.append(share.losses.bounded if is_bounded else share.losses.measured)
         return Verification(fidelity, share, max(losses, default=0.0))
+
+
+def _median_speedup(rows: np.ndarray) -> float:
+    """The median over the rounds of the first model's time over the second's."""
+    return float(np.median(rows[0] / rows[1]))
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:

@@ -83,7 +83,7 @@ def search(goal: Goal, job: JobWithData) -> SearchResult:
     timing = time_model(search_input, newest, groups)
     losses = _estimate_losses(search_input, newest, timing, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
-    judge = Judge(search_input, timing.table, checkpoint, allowed, task)
+    judge = Judge(search_input, checkpoint, allowed, task)
     front_search = FrontSearch(goal, Front.of(timing, losses, precision), judge)
     best = front_search.run()
     if best is not None and goal.keep is not None:

@@ -62,13 +62,13 @@ def test_plan_of_a_decoder_times_the_phase(
 ):  # fmt: skip
     """int4 is timed one token at a time. A replay measures in the phase of the plan."""
     timed = set[int]()
-    part = judge.Part
+    time_models = judge.time_models
 
-    def noted(model: Any, feeds: Any) -> Any:
-        timed.update(feed["input_ids"].shape[1] for feed in feeds)
-        return part(model, feeds)
+    def noted(models: Any, feeds: Any, **how: Any) -> Any:
+        timed.update(feed["input_ids"].shape[1] for feed in feeds.values())
+        return time_models(models, feeds, **how)
 
-    monkeypatch.setattr(judge, "Part", noted)
+    monkeypatch.setattr(judge, "time_models", noted)
     monkeypatch.setattr("attnserve.planning.search.search_input.CHECKED_LENGTHS", (LENGTH,))
     path = tmp_path / "plan.json"
     report = plan(llama, path, keep=0.5, calib=rows, threads=1, sequence=LENGTH, **options)
