@@ -98,7 +98,7 @@ run in the background."""
 
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
 """Memory that operator fusion needs, in bytes: a floor, and a part per byte of the weights for
-several copies."""
+several copies in each runtime."""
 
 NICE = 5
 """Nice value of the fusion, so that requests have priority."""
@@ -349,7 +349,8 @@ class LoadChecker:
         all.
         """
         with self._cache.new_file(content) as file:
-            reason = _lacks_resources(result.facts.weight_bytes, file)
+            runtimes = 2 if self._device.runtime == AUTO else 1
+            reason = _lacks_resources(result.facts.weight_bytes, file, runtimes)
             if file is None or reason is not None:
                 return result.unfused(reason or "there is no folder for it")
             try:
@@ -511,14 +512,15 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 
-def _lacks_resources(weights: int, new: Path | None) -> str | None:
+def _lacks_resources(weights: int, new: Path | None, runtimes: int) -> str | None:
     """Why memory or disk space is insufficient for the fusion of a model; None if sufficient.
 
     Args:
         weights: Their size in bytes.
         new: Where the fused model is written.
+        runtimes: The number of runtimes that are compared.
     """
-    memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights
+    memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()
     if memory > has:
         return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
