@@ -11,7 +11,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import Device, RunContext
+from attnserve.context import AUTO, Device, RunContext
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.literals import Precision
@@ -33,7 +33,6 @@ from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
-    Speedup,
     paired_speedup,
     shape_sampler,
 )
@@ -90,20 +89,25 @@ class ServedTimer:
         return self.made[key][1]
 
     def time(
-        self, models: Callable[[], Sequence[ir.Model]], workloads: Sequence[Workload]
+        self,
+        models: Callable[[], Sequence[ir.Model]],
+        workloads: Sequence[Workload],
+        runtimes: Sequence[str] = (),
     ) -> tuple[list[Workload], list[np.ndarray]] | None:
         """``time_models`` on example inputs.
 
         Args:
             models: Creates the models.
+            runtimes: See ``time_models``.
 
         Returns:
             None if the models cannot be created or timed on this machine; the log contains the
             reason.
         """
-        feeds = example_feeds(self.job.original, workloads, self.job.context.seed)
+        job = self.job
+        feeds = example_feeds(job.original, workloads, job.context.seed)
         try:
-            return time_models(models(), feeds, context=self.job.context)
+            return time_models(models(), feeds, context=job.context, runtimes=runtimes)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
@@ -116,6 +120,9 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
+        If one runtime alone computes the precision, all are timed in the default runtime too:
+        serving selects the faster one for each.
+
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
@@ -127,61 +134,94 @@ class ServedTimer:
         inputs = ([v.name for v in model.graph.inputs] for model in (self.job.original, converted))
         if len(set(map(tuple, inputs))) > 1:
             return None
-        if is_bfloat16(converted) and self.job.context.device.provider == "cpu":
+        device = self.job.context.device
+        if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        is_lossy, rows = bool(plan.lossy_blocks), dict[str, int]()
+        runtimes = [device.runtime]
+        if SCHEMES[plan.precision].runtime:
+            runtimes.append(replace(device, runtime=AUTO).runtime_name)
+        stages: list[_Stages] = []
 
         def models() -> list[ir.Model]:
-            named = {"original": self.job.original, "fused": self.served(self.job.original)}
-            if plan.precision != "float32":
-                named["final"] = converted
-                if is_lossy:
-                    named["precise"] = self.served(
-                        self.job.original, plan.precision, plan.float_blocks
-                    )
-            elif is_lossy:
-                named |= {"final": rewritten, "final fused": self.served(rewritten)}
-            distinct = {id(model): model for model in named.values()}
-            rows.update({name: list(distinct).index(id(model)) for name, model in named.items()})
-            return list(distinct.values())
+            stages.append(self._stages(rewritten, converted, plan))
+            return stages[0].distinct
 
-        timed = self.time(models, self.job.workloads)
-        if timed is None:
-            return None
-        times = {name: [runs[row] for runs in timed[1]] for name, row in rows.items()}
-        device = self.job.context.device
-        return _speed(timed[0], times, plan.precision, is_lossy=is_lossy, device=device)
+        timed = self.time(models, self.job.workloads, runtimes)
+        return None if timed is None else _speed(stages[0], *timed, device)
+
+    def _stages(self, rewritten: ir.Model, converted: ir.Model, plan: Plan) -> _Stages:
+        original, is_lossy = self.job.original, bool(plan.lossy_blocks)
+        fused = self.served(original)
+        final = precise = []
+        if plan.precision != "float32":
+            final = [converted]
+            if is_lossy:
+                precise = [self.served(original, plan.precision, plan.float_blocks)]
+        elif is_lossy:
+            final = [rewritten, self.served(rewritten)]
+        return _Stages([original], [original, fused], final, precise, plan.precision)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """The models that are timed, by stage; of each stage, serving selects the fastest.
+
+    Attributes:
+        exported: The original.
+        fused: The original as it is served.
+        final: The rewritten model, converted and fused; none if it is the original.
+        precise: The fused original in the precision of the rewritten model; none if nothing else
+            is changed.
+        precision: The precision of the rewritten model.
+    """
+
+    exported: Sequence[ir.Model]
+    fused: Sequence[ir.Model]
+    final: Sequence[ir.Model]
+    precise: Sequence[ir.Model]
+    precision: Precision
+
+    @property
+    def distinct(self) -> list[ir.Model]:
+        """All models, each once."""
+        models = (*self.exported, *self.fused, *self.final, *self.precise)
+        return list({id(model): model for model in models}.values())
 
 
 def _speed(
-    workloads: Sequence[Workload],
-    times: Mapping[str, Sequence[np.ndarray]],
-    precision: Precision,
-    *,
-    is_lossy: bool,
-    device: Device,
+    stages: _Stages, workloads: Sequence[Workload], times: Sequence[np.ndarray], device: Device
 ) -> ServedSpeed:
-    """The speed-ups; of a model and its fused copy, the faster counts: serving selects it."""
+    """The speed-ups of stages.
 
-    def faster(*names: str) -> str:
-        able = [name for name in names if name in times]
-        return min(able, key=lambda name: sum(np.log(np.median(runs)) for runs in times[name]))
+    Args:
+        times: Milliseconds at each workload, (runtimes x models, rounds); see ``time_models``.
+    """
+    models = [id(model) for model in stages.distinct]
 
-    def gain(before: str, after: str) -> Speedup:
-        return paired_speedup(times[before], times[after])
+    def fastest(stage: Sequence[ir.Model]) -> list[np.ndarray]:
+        """The times of the fastest model and runtime of a stage, at each workload."""
+        of_stage = {models.index(id(model)) for model in stage}
+        rows = [row for row in range(len(times[0])) if row % len(models) in of_stage]
+        best = min(rows, key=lambda row: sum(np.log(np.median(each[row])) for each in times))
+        return [each[best] for each in times]
 
-    reference = faster("original", "fused")
-    final = faster("final", "final fused") if "final" in times else reference
-    changed = None if precision == "float32" else ("precise" if is_lossy else "final")
-    pairs = zip(times[reference], times[final], strict=True)
+    exported, fused = fastest(stages.exported), fastest(stages.fused)
+    final = fastest(stages.final) if stages.final else fused
+    changed = None
+    if stages.precision != "float32":
+        changed = fastest(stages.precise) if stages.precise else final
+    is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
     return ServedSpeed(
         shapes=tuple((workload.batch, workload.length) for workload in workloads),
         phase=workloads[0].phase,
-        fusion=gain("original", reference),
-        precision=None if changed is None else gain(reference, changed),
-        removal=gain(changed or reference, final) if is_lossy else None,
-        served=gain(reference, final),
-        served_by_shape=tuple(paired_speedup([a], [b]).value for a, b in pairs),
+        fusion=paired_speedup(exported, fused),
+        precision=None if changed is None else paired_speedup(fused, changed),
+        removal=paired_speedup(changed or fused, final) if is_lossy else None,
+        served=paired_speedup(fused, final),
+        served_by_shape=tuple(
+            paired_speedup([before], [after]).value
+            for before, after in zip(fused, final, strict=True)
+        ),
         device=device,
     )
 
@@ -203,27 +243,32 @@ def time_models(
     *,
     context: RunContext,
     seconds: float | None = None,
+    runtimes: Sequence[str] = (),
 ) -> tuple[list[Workload], list[np.ndarray]] | None:
     """The workloads that all models run, and milliseconds at each of them: (models, rounds).
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
+        runtimes: The names of the runtimes, by default that of the context. The times then are
+            (runtimes x models, rounds): all models in the first runtime come first.
 
     Returns:
         None if a model accepts none of the shapes.
     """
-    total = SECONDS_PER_MODEL * len(models) if seconds is None else seconds
+    devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
+    count = len(models) * len(devices)
+    total = SECONDS_PER_MODEL * count if seconds is None else seconds
     progress = context.stage("time what is served")
     with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
-            call = _Sessions(models, context.device).call
+            call = _Sessions(models, devices).call
         else:
             files = _written(models, stack)
-            call = stack.enter_context(Worker(_Sessions, files, context.device)).call
+            call = stack.enter_context(Worker(_Sessions, files, devices)).call
         accepted: list[int] = call("accept", list(feeds.values()))
         if not accepted:
             return None
-        samplers = [partial(call, "sample", index) for index in range(len(models))]
+        samplers = [partial(call, "sample", index) for index in range(count)]
         times = TIMER.measure(samplers, total, progress=progress)
     workloads = list(feeds)
     return [workloads[index] for index in accepted], list(times.transpose(2, 0, 1))
@@ -241,10 +286,10 @@ def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
 
 
 class _Sessions:
-    """Sessions of several models, for interleaved timing; ``call`` is that of ``Worker``."""
+    """Sessions of models on each device, for interleaved timing; ``call`` is that of ``Worker``."""
 
-    def __init__(self, models: Sequence[ir.Model | Path], device: Device) -> None:
-        self.sessions = [open_session(model, device) for model in models]
+    def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
+        self.sessions = [open_session(model, device) for device in devices for model in models]
         self.samplers: list[Callable[[int], np.ndarray]] = []
 
     def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.context import RunContext
+from attnserve.context import Device, RunContext
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
 from attnserve.models.measured import ServedSpeed
@@ -75,6 +76,29 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: li
     timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
     speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned, lossy("float32"))
     assert values(speed) == [1.0, None, 2.0, 2.0]
+
+
+def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
+    tiny: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serving would run the original in the other runtime."""
+    original = load_model(tiny / "model.onnx")
+    runtimes: list[str] = []
+    fake = served_speed.time_models
+
+    def noted(models: Any, feeds: Any, **how: Any) -> Any:
+        runtimes.extend(how["runtimes"])
+        return fake(list(models) * len(runtimes), feeds)
+
+    monkeypatch.setattr(served_speed, "time_models", noted)
+    timed += [12, 10, 5]  # original, fused, converted, in OpenVINO
+    timed += [8, 7, 6]  # the same in ONNX Runtime
+    job = job_of(original, target=AT)
+    job = replace(job, context=RunContext(Device(runtime="openvino")))
+    plan = Plan.merged([], "bfloat16-cpu", ())
+    speed = ServedTimer(job).measure(original.clone(), original.clone(), plan)
+    assert runtimes == ["openvino", "onnxruntime"]
+    assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
 
 
 def test_served_timer_leaves_the_same_blocks_in_float(
