@@ -23,7 +23,7 @@ Provider = Literal["cpu", "cuda"]
 """The kind of processor."""
 
 AUTO = "auto"
-"""The runtime that is fastest where serving measures it, and ONNX Runtime elsewhere."""
+"""The fastest runtime where serving measures it; elsewhere see ``runtime_of``."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""

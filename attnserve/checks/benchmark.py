@@ -30,6 +30,8 @@ from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run, with_keywords
+from attnserve.precision.convert import precision_of
+from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
@@ -40,7 +42,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
-from attnserve.runtime.session import RUNTIMES, open_session
+from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.versions import package_versions
 from graph_passes.analysis.cost import model_cost
 from graph_passes.analysis.shapes import has_cache
@@ -91,6 +93,8 @@ class Measurement:
             session and without weights outside the arena; None on the CPU and if ONNX Runtime does
             not report it.
         decoding: None for a model without a cache.
+        runtime: The name of the runtime.
+        precision: The data types that it computes with.
     """
 
     model: str
@@ -103,6 +107,8 @@ class Measurement:
     seed: int = 0
     peak_gpu_bytes: int | None = None
     decoding: Decoding | None = None
+    runtime: str = "onnxruntime"
+    precision: str = "float32"
 
     def percentile_ms(self, percent: float) -> float:
         """A percentile of the samples in milliseconds."""
@@ -152,6 +158,8 @@ class Measurement:
             "speedup_ci95": list(self.speedup_ci95),
             "macs": self.macs,
             "peak_rss_bytes": self.peak_rss_bytes,
+            "runtime": self.runtime,
+            "precision": self.precision,
             **({} if self.peak_gpu_bytes is None else {"peak_gpu_bytes": self.peak_gpu_bytes}),
             **({} if self.decoding is None else asdict(self.decoding)),
         }
@@ -224,11 +232,11 @@ def bench(
     _check_arguments(models, batches, sequences, rounds)
     machine = describe_machine(run.device)
     workloads = [Workload.of(*shape) for shape in product(batches, sequences)]
-    subjects = [_examine(model, workloads, run.seed) for model in models]
+    subjects = [_examine(model, workloads, run) for model in models]
     results: list[Measurement] = []
     phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
     with ExitStack() as stack:
-        children = [stack.enter_context(_child(subject, run.device)) for subject in subjects]
+        children = [stack.enter_context(_child(subject)) for subject in subjects]
         for index, workload in enumerate(workloads):
 
             def report(phase: int, done: int, in_total: int, index: int = index) -> None:
@@ -252,6 +260,8 @@ def bench(
                     peak_rss_bytes=child.peak_rss_bytes(),
                     seed=run.seed,
                     decoding=decoding,
+                    runtime=child.subject.device.runtime_name,
+                    precision=child.subject.precision,
                 )
                 for child, row, decoding in zip(children, samples, decodings, strict=True)
             ]
@@ -330,20 +340,28 @@ class _Subject:
     """A model, and its inputs and MACs at each workload.
 
     ``cache_bytes`` is the cache size per token; 0 without a cache. ``counted`` maps the requested
-    workloads to those that run: fixed sizes of the model replace theirs.
+    workloads to those that run: fixed sizes of the model replace theirs. ``device`` has the runtime
+    of the model, and ``precision`` is what that computes with.
     """
 
     model: str
     artifact: Artifact
+    device: Device
+    precision: str
     inputs: dict[Workload, dict[str, np.ndarray]]
     macs: dict[Workload, int | None]
     cache_bytes: int
     counted: dict[Workload, Workload]
 
 
-def _examine(model: Path | str, workloads: Sequence[Workload], seed: int) -> _Subject:
-    artifact = open_artifact(Path(model))
+def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Subject:
+    artifact, seed = open_artifact(Path(model)), run.seed
     graph = load_model(artifact)
+    device = replace(run.device, runtime=runtime_of(graph, run.device))
+    precision = precision_in(
+        precision_of(graph),
+        in_bfloat16=computes_in_bfloat16(graph) and RUNTIMES[device.runtime].computes_bfloat16,
+    )
     cache_bytes = _cache_bytes(graph, workloads[0])
     inputs = {each: example_inputs(graph, each, seed) for each in workloads}
     for workload in workloads if cache_bytes else ():
@@ -357,7 +375,7 @@ def _examine(model: Path | str, workloads: Sequence[Workload], seed: int) -> _Su
         for each in workloads
     }
     counted = {each: with_fixed_sizes(graph, each) for each in workloads}
-    return _Subject(str(model), artifact, inputs, macs, cache_bytes, counted)
+    return _Subject(str(model), artifact, device, precision, inputs, macs, cache_bytes, counted)
 
 
 def _cache_bytes(graph: ir.Model, workload: Workload) -> int:
@@ -456,10 +474,10 @@ class _Child:
 
 
 @contextmanager
-def _child(subject: _Subject, device: Device) -> Generator[_Child]:
+def _child(subject: _Subject) -> Generator[_Child]:
     """Open a session over a model in a new process."""
     try:
-        worker = Worker(_Runner, subject.artifact.model, device)
+        worker = Worker(_Runner, subject.artifact.model, subject.device)
     except WorkerCrashed as error:
         raise _died(subject, error) from error
     with worker:

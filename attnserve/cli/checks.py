@@ -298,6 +298,8 @@ def bench(
     names, legend = _model_names(models)
     for line in legend:
         print_line(line)
+    for name, result in zip(names, report.results, strict=False):
+        print_line(f"{name} runs in {result.runtime}, {result.precision}")
     table = make_table(
         f"latency in ms by batch x tokens, {run.threads or 'all'} thread(s), {run.provider}",
         ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 % CI", ">GMACs", ">GMAC/s", ">MiB")

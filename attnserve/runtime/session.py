@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.context import CPU, Device
+from attnserve.context import AUTO, CPU, Device
 from attnserve.plugins import Registry
 from attnserve.runtime.cuda import PARITY, Cuda
+from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch, Runtime, Session, SessionOptions
+from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.openvino_runtime import OpenVino
-from graph_passes.errors import AttnserveError, InvalidArgument
+from graph_passes.errors import AttnserveError, InvalidArgument, MissingExtra
 
-__all__ = ["RUNTIMES", "Batch", "open_session", "why_no_cuda"]
+__all__ = ["RUNTIMES", "Batch", "open_session", "runtime_of", "why_no_cuda"]
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
 """Runtimes by name (``Device.runtime``)."""
@@ -44,7 +47,22 @@ def open_session(
             code="session.threads",
         )
     options = SessionOptions(optimize, spinning, cuda, copied, profile)
-    return RUNTIMES[device.runtime_name].open(source, device, options)
+    return RUNTIMES[runtime_of(source, device)].open(source, device, options)
+
+
+def runtime_of(source: Path | ir.Model, device: Device) -> str:
+    """The name of the runtime that opens a model on a device.
+
+    ``AUTO`` is ONNX Runtime, or the runtime that computes the precision that the model states.
+    """
+    if device.runtime != AUTO or device.provider != "cpu":
+        return device.runtime_name
+    model = source if isinstance(source, ir.Model) else ir.from_proto(read_in_place(source))
+    for runtime in RUNTIMES if computes_in_bfloat16(model) else ():
+        with suppress(MissingExtra):
+            if runtime.computes_bfloat16 and runtime.version():
+                return runtime.name
+    return device.runtime_name
 
 
 def why_no_cuda() -> str | None:

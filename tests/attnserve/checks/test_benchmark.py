@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from attnserve.checks import benchmark as measure
 from attnserve.checks.benchmark import BenchReport, Measurement, bench
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD, Device
+from attnserve.options import Run
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
@@ -82,6 +84,8 @@ def test_bench_json_has_the_keys_of_the_contract(report: BenchReport):
         "speedup_ci95",
         "macs",
         "peak_rss_bytes",
+        "runtime",
+        "precision",
     ]
     assert json.loads(json.dumps(content, allow_nan=False)) == content
     assert content["machine"]["onnxruntime"] and content["machine"]["threads"] == 1
@@ -130,7 +134,9 @@ def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
         return told and told + len(asked)
 
     monkeypatch.setattr(OnnxRuntime, "peak_bytes", peak)
-    monkeypatch.setattr(measure, "_child", lambda subject, device: child(subject, ONE_THREAD))
+    monkeypatch.setattr(
+        measure, "_child", lambda subject: child(replace(subject, device=ONE_THREAD))
+    )
     models = [folder / "small.onnx", folder / "large.onnx"]
     report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
     assert asked == [(name, (1, n)) for n in (8, 16) for name in ("small", "large")]
@@ -204,8 +210,8 @@ def test_bench_too_long_sequence_names_the_maximum_length(folder: Path, tmp_path
 
 
 def test_bench_process_that_dies_names_its_model(folder: Path):
-    subject = measure._examine(folder / "small.onnx", [Workload.of(1, 8)], 0)
-    with measure._child(subject, ONE_THREAD) as child:
+    subject = measure._examine(folder / "small.onnx", [Workload.of(1, 8)], Run(threads=1))
+    with measure._child(subject) as child:
         child.worker.process.kill()
         with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
             child.feed(Workload.of(1, 8))

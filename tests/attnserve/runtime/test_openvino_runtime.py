@@ -21,7 +21,7 @@ from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import RunFailed, Session
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.observer import Observer, state_of
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import open_session, runtime_of
 from attnserve.runtime.stop import STOP, Stop
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from tests.errors import raises
@@ -229,6 +229,23 @@ def test_model_is_computed_in_bfloat16_only_if_it_says_so(tmp_path: Path):
             errors.append(float(np.abs(got - exact).max() / np.abs(exact).max()))
     # float32 rounds at 2^-24, bfloat16 at 2^-8.
     assert max(errors[:2]) < 1e-5 < 1e-4 < min(errors[2:])
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+def test_runtime_auto_is_the_one_that_computes_the_stated_precision(
+    from_file: bool, tmp_path: Path
+):
+    for states_it, expected in ((False, "onnxruntime"), (True, "openvino")):
+        model = table()
+        if states_it:
+            compute_in_bfloat16(model)
+        save_model(model, tmp_path / "model.onnx")
+        source = tmp_path / "model.onnx" if from_file else model
+        auto = Device(threads=1, runtime="auto")
+        assert runtime_of(source, auto) == expected
+        opened = open_session(source, auto)
+        assert isinstance(opened, openvino_runtime.OpenVinoSession) == states_it
+        assert runtime_of(source, ONE_THREAD) == "onnxruntime"
 
 
 def test_graph_that_openvino_refuses_is_an_error_with_the_next_step():
