@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 
 from attnserve.options import Rewrites
 from graph_passes.blocks import AttentionBlock
-from graph_passes.emit.collaborative import padded_size
+from graph_passes.emit.collaborative import max_read_size, padded_size
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.collaborate import (
     DenseMixing,
@@ -85,20 +85,19 @@ class SharingChooser:
         is_named = rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping)
         dimensions: dict[str, Mixing] = {}
         for block, asked_rank in layers:
-            name = block.name
             outcome = self._refusal(block, mixing)
             if outcome is None:
                 _check_sizes(rewrites, block, asked_rank)
-            own_heads = self.own_heads.get(name)
+            own_heads = self.own_heads.get(block.name)
             if own_heads is None or not (own_heads or outcome):
                 continue  # no head is left to factor
             if outcome is not None and is_named:
-                raise outcome.error(name, "leave this layer out of `layers`")
+                raise outcome.error(block.name, "leave this layer out of `layers`")
             rank, size = _sizes(rewrites, block, own_heads, asked_rank, mixing)
             outcome = outcome or _mixing(block, own_heads, rank, size, cache=rewrites.collab_cache)
             self.warnings += self._warnings(block, rank, size, outcome)
             if not isinstance(outcome, Refusal):
-                dimensions[name] = outcome
+                dimensions[block.name] = outcome
         return dimensions
 
     def _warnings(
@@ -121,17 +120,15 @@ class SharingChooser:
 
     def _refusal(self, block: AttentionBlock, mixing: SizedMixing) -> Refusal | None:
         """Why the queries and keys of a block cannot be reduced by a mixing; None if they can."""
-        caches = self.rewrites.collab_cache
         shared = self.rewrites.head_dk is None and mixing.kind != "own"
-        refusal = collaborate_refusal(block, caches=caches, shared=shared)
-        if refusal is None or refusal.code != "cached":
-            return refusal
-        if collaborate_refusal(block, caches=True, shared=shared) is not None:
-            return refusal
-        return Refusal(
-            refusal.code,
-            "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
-        )
+        refusal = collaborate_refusal(block, caches=self.rewrites.collab_cache, shared=shared)
+        is_cached = refusal is not None and refusal.code == "cached"
+        if is_cached and collaborate_refusal(block, caches=True, shared=shared) is None:
+            return Refusal(
+                "cached",
+                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+            )
+        return refusal
 
 
 def _check_sizes(rewrites: Rewrites, block: AttentionBlock, rank: int) -> None:
@@ -229,13 +226,9 @@ def head_sizes(block: AttentionBlock) -> list[int]:
     """The numbers of dimensions of a head that cost less than its own, ascending.
 
     Kernels pad a head to the next size (``padded_size``), so that only padded sizes are worth
-    choosing. The content term takes one more dimension. Under rotary positions there is no such
-    term, and sizes are even, because positions turn pairs of elements.
+    choosing. Under rotary positions there is no content term, which takes one more dimension, and
+    sizes are even, because positions turn pairs of elements.
     """
     if block.q.rotary_terms:
         return [k for k in range(2, block.head_size, 2) if padded_size(k) == k]
-    return [
-        k
-        for k in range(1, block.head_size)
-        if padded_size(k + 1) == k + 1 and padded_size(k + 1) <= block.head_size
-    ]
+    return [k for k in range(1, block.head_size) if max_read_size(k, block.head_size) == k]
