@@ -249,8 +249,7 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
 
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Mixing) -> None:
-        needs_rank = isinstance(params, DenseMixing) or not block.q.rotary_terms
-        if block.q.num_heads and params.factors is None and needs_rank:
+        if block.q.num_heads and params.factors is None and _has_shared(block, params):
             _check_rank(block, params.rank)
 
     @classmethod
@@ -301,10 +300,14 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
 
 
 def _is_lossy(block: AttentionBlock, params: Mixing) -> bool:
-    is_shortened = isinstance(params, SparseMixing) and params.head_size < block.head_size
-    if block.q.rotary_terms and isinstance(params, SparseMixing):
-        return is_shortened
-    return is_shortened or params.rank < exact_rank(block)
+    if params.head_size is not None and params.head_size < block.head_size:
+        return True
+    return _has_shared(block, params) and params.rank < exact_rank(block)
+
+
+def _has_shared(block: AttentionBlock, params: Mixing) -> bool:
+    """Whether R means anything: under rotary positions, truncated heads share nothing."""
+    return isinstance(params, DenseMixing) or not block.q.rotary_terms
 
 
 def _equal_weights(targets: AttentionTargets[Mixing]) -> list[list[AttentionBlock]]:
