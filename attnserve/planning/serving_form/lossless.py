@@ -102,7 +102,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     try:
         passes = fusion_passes(model, device.provider)
     except CannotRewrite:
-        if len(compared_runtimes(device)) == 1:
+        if len(compared_runtimes(model, device)) == 1:
             raise
         passes = ()  # another runtime may be faster
     try:
@@ -127,24 +127,28 @@ def _fuse_and_check(
     device: Device,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    variants = list_variants(model, passes, path, device)
+    runtimes = compared_runtimes(model, device)
+    variants = list_variants(model, passes, path, runtimes)
     files = {variant.file: variant for variant in variants}
-    first = replace(device, runtime=device.runtime_name)
+    stated = replace(device, runtime=runtimes[0])
     try:
         for variant in files.values():
             variant.write(model)
-        reference = Reference.of(source.model, model, first)
+        reference = Reference.of(source.model, model, stated)
         workloads = timed_workloads(source.max_length)
         inputs = [feed for feed, _ in runnable(model, workloads, reference.session)]
-        equal, refused = _open_equal(variants, reference, inputs, first)
-        original, times = time_variants(reference.session, [each.session for each in equal], inputs)
+        equal, refused = _open_equal(variants, reference, inputs, stated)
+        unfused = [each for each in equal if each.is_file_in(device.runtime_name)]
+        original, times = _time(unfused[0].session if unfused else reference.session, equal, inputs)
         index = fastest(original, times)
         chosen, chosen_times = equal[index], times[index]
         long_rows: LongRows | None = None
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
             split = _fastest_split(equal, times, inputs, chosen_times)
             chosen, chosen_times, long_rows = split or (chosen, chosen_times, None)
-        if (slow := too_slow(original, chosen_times)) is not None:
+        # Without a result the file is served in the default runtime, which must be equal then.
+        may_refuse = len(runtimes) == 1 or bool(unfused)
+        if may_refuse and (slow := too_slow(original, chosen_times)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
         if chosen.variant.file != path:  # not renamed: it names the file of its external data
             replace(chosen.variant, file=path).write(model)
@@ -178,6 +182,20 @@ class _EqualVariant:
     min_cosine: float
     max_error: float
 
+    def is_file_in(self, runtime: str) -> bool:
+        """Whether it is the graph as it is, in a runtime."""
+        return not self.variant.passes and self.variant.runtime == runtime
+
+
+def _time(
+    original: Session, equal: Sequence[_EqualVariant], inputs: Sequence[Batch]
+) -> tuple[Times, list[Times]]:
+    """``time_variants``, with the original among the variants timed once."""
+    others = [each.session for each in equal if each.session is not original]
+    times, of_others = time_variants(original, others, inputs)
+    found = {id(session): each for session, each in zip(others, of_others, strict=True)}
+    return times, [found.get(id(each.session), times) for each in equal]
+
 
 def _fastest_split(
     variants: Sequence[_EqualVariant],
@@ -210,34 +228,33 @@ def _fastest_split(
 
 
 def _open_equal(
-    variants: Sequence[Variant], reference: Reference, inputs: Sequence[Batch], first: Device
+    variants: Sequence[Variant], reference: Reference, inputs: Sequence[Batch], stated: Device
 ) -> tuple[list[_EqualVariant], dict[str, str]]:
     """Open, run and compare all variants: those that are equal, and why a runtime runs not all.
 
     Args:
         inputs: The inputs that are timed.
-        first: The device, in the runtime of the original.
+        stated: The device, in the runtime of the reference.
 
     Raises:
-        CannotRewrite: A variant of the first runtime differs, or no runtime runs any.
-        AttnserveError: The first runtime refuses or fails to run one.
+        CannotRewrite: A variant in the runtime of the reference differs.
+        AttnserveError: That runtime refuses or fails to run one.
     """
     equal: list[_EqualVariant] = []
     refused: dict[str, str] = {}
     for variant in variants:
         try:
-            session = open_session(variant.file, replace(first, runtime=variant.runtime))
+            session = reference.session
+            if variant.passes or variant.runtime != stated.runtime:
+                session = open_session(variant.file, replace(stated, runtime=variant.runtime))
             differences = reference.compare(session)
             for feed in inputs:
                 session.run(None, feed)  # allocates, and picks kernels
         except AttnserveError as error:
-            if variant.runtime == first.runtime:
+            if variant.runtime == stated.runtime:
                 raise
             refused[variant.runtime] = error.what
             log.info("%s: %s", variant.runtime, error.what)
         else:
             equal.append(_EqualVariant(variant, session, *differences))
-    if not equal:
-        why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise CannotRewrite(why, "use the model as it is", code="fusion.refused")
     return equal, refused

@@ -13,7 +13,7 @@ from attnserve.context import AUTO, Device
 from attnserve.fusion import fuse
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.session import RUNTIMES
+from attnserve.runtime.session import RUNTIMES, runtime_of
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import MissingExtra
 from graph_passes.matching.find import find_attention
@@ -63,39 +63,39 @@ class Variant:
 
 
 def list_variants(
-    model: ir.Model, passes: Sequence[RewritePass], path: Path, device: Device
+    model: ir.Model, passes: Sequence[RewritePass], path: Path, runtimes: Sequence[str]
 ) -> list[Variant]:
     """All variants in each runtime, all blocks fused first; nothing is written.
 
-    The graph as it is counts only in runtimes that are compared.
+    The graph as it is counts only if several runtimes are compared.
 
     Args:
         path: The file of the first variant; the others lie beside it.
     """
-    first, *others = compared_runtimes(device)
     fusions = _fusions(model, passes) if passes else []
-    if others:
+    if len(runtimes) > 1:
         fusions = [*fusions, ()]
     names = (f"{path.stem}.{number}{path.suffix}" for number in range(1, len(fusions)))
     files = [path, *map(path.with_name, names)]
     return [
         Variant(fusion, file, runtime)
-        for runtime in (first, *others)
+        for runtime in runtimes
         for fusion, file in zip(fusions, files, strict=True)
-        if fusion or runtime != first
     ]
 
 
-def compared_runtimes(device: Device) -> list[str]:
-    """The names of the runtimes to compare: that of the device, or all that are installed."""
+def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
+    """The names of the runtimes to compare: that of the device; for ``AUTO`` all that are
+    installed, first the one that computes what the model states (``runtime_of``)."""
+    first = runtime_of(model, device)
     if device.runtime != AUTO or device.provider != "cpu":
-        return [device.runtime_name]
-    installed: list[str] = []
+        return [first]
+    others: list[str] = []
     for runtime in RUNTIMES:
         with suppress(MissingExtra):
-            runtime.version()
-            installed.append(runtime.name)
-    return installed
+            if runtime.name != first and runtime.version():
+                others.append(runtime.name)
+    return [first, *others]
 
 
 def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
