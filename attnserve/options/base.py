@@ -31,8 +31,16 @@ from typing import (
     overload,
 )
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "Cli",
@@ -138,6 +146,16 @@ class Options(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 self.refuse(error, values)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuse a boolean in place of a number: ``collab_dk=True`` is not one dimension."""
+        if not isinstance(value, bool):
+            return value
+        if option_type(cls.model_fields[str(field.field_name)]).kind is not bool:
+            raise PydanticCustomError("boolean", "another type than a boolean")
+        return value
 
     @classmethod
     def has_option(cls, name: str) -> bool:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field
 
@@ -79,13 +79,20 @@ def read_lengths(value: Any) -> Any:
             raise ValueError("expected a number of tokens, or a range of them")
         low, high = match.groups()
         value = int(low) if high is None else (int(low), int(high))
-    if isinstance(value, int | tuple | list):
-        ends = [value] if isinstance(value, int) else list(cast(tuple[int, int], value))
-        if len(ends) > 2 or not 1 <= ends[0] <= ends[-1]:
-            raise ValueError(
-                "expected a length of at least 1, or a range from the shortest to the longest"
-            )
+    if isinstance(value, int | tuple | list) and not _are_lengths(value):
+        raise ValueError(
+            "expected a length of at least 1, or a range from the shortest to the longest"
+        )
     return value
+
+
+def _are_lengths(value: int | tuple[Any, ...] | list[Any]) -> bool:
+    """Whether a value is a length, or the shortest and the longest one."""
+    ends = [value] if isinstance(value, int) else value
+    try:
+        return len(ends) in (1, 2) and 1 <= ends[0] <= ends[-1]
+    except TypeError:  # texts or pairs in place of numbers
+        return False
 
 
 def read_minutes(value: Any) -> Any:
@@ -104,8 +111,15 @@ def read_path(value: Any) -> Any:
 
 
 def read_paths(value: Any) -> Any:
-    """A tuple of no, one or several paths."""
-    return tuple(as_paths(value))
+    """A tuple of no, one or several paths.
+
+    Raises:
+        ValueError: The value, or one of its items, is no path.
+    """
+    try:
+        return tuple(as_paths(value))
+    except TypeError as error:
+        raise ValueError("expected a path, or several") from error
 
 
 Allowed = Literal["ffn"]
