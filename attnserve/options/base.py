@@ -91,7 +91,6 @@ class Cli:
         panel: The panel of the help; "" for the first one.
         flags: The names, if they are not made from that of the field.
         switches: Flags for single values, before the option that takes any value.
-        help: The help of the option, if it is not the docstring of the field.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
     """
@@ -100,7 +99,6 @@ class Cli:
     panel: str | None = None
     flags: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
-    help: str | None = None
     is_text: bool = False
     is_argument: bool = False
 
@@ -136,7 +134,7 @@ class Options(BaseModel):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
         for name, text in field_docstrings(cls.__module__).get(cls.__qualname__, {}).items():
-            if name in cls.model_fields and cls.model_fields[name].description is None:
+            if name in cls.model_fields:
                 cls.model_fields[name].description = text
 
     if not TYPE_CHECKING:  # type checkers see pydantic's constructor, with the fields

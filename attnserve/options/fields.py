@@ -19,16 +19,6 @@ CALIBRATION = "Calibration"
 PRECISION = "Precision"
 
 
-MEASURE_HELP = (
-    "Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),"
-    " KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine"
-    " (cosine). auto chooses by the kind of output."
-)
-
-
-INT8_HELP = "Quantize to int8 with 7-bit weights (every CPU)."
-
-
 def fail(what: str, fix: str, code: str) -> NoReturn:
     """Raise ``InvalidArgument``, which is imported on use because ``--help`` does not need it."""
     from graph_passes.errors import InvalidArgument
@@ -148,7 +138,7 @@ Converted = Annotated[
         switches=(
             Switch("--fp16", "float16", "Convert to float16."),
             Switch("--bf16", "bfloat16", "Convert to bfloat16 (GPU only)."),
-            Switch("--int8", "int8", INT8_HELP),
+            Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU)."),
             Switch(
                 "--int8-full",
                 "int8-full",
@@ -160,6 +150,5 @@ Converted = Annotated[
                 "Quantize weights to 4 bits (decoders that run one token at a time).",
             ),
         ),
-        help="Convert to a precision by its name, also of another package.",
     ),
 ]

@@ -23,6 +23,7 @@ from attnserve.options import (
     Write,
     with_keywords,
 )
+from attnserve.options.base import field_docstrings
 from graph_passes.errors import InvalidArgument
 from tests.attnserve.options.cases import CASES, GROUPS
 from tests.errors import raises
@@ -36,10 +37,11 @@ def test_value_out_of_bounds_is_refused_and_named(group: type[Options], name: st
     assert caught.value.code == f"{group.area}.range"
 
 
-def test_every_option_has_help():
+def test_help_of_every_option_is_its_docstring():
     for group in GROUPS:
+        docstrings = field_docstrings(group.__module__)[group.__name__]
         for name, field in group.model_fields.items():
-            assert field.description, f"{group.__name__}.{name}"
+            assert field.description == docstrings[name], f"{group.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,8 @@ class _Path(PathLike[str]):
 
 def test_paths_may_be_any_path_like_object():
     path: Any = _Path()
-    assert Data(calib=path, also_prove=[path], tokenizer=path).tokenizer == Path("a.txt")
+    paths: Any = [path]
+    assert Data(calib=path, also_prove=paths, tokenizer=path).tokenizer == Path("a.txt")
     assert Goal(keep=0.9, task="sts", eval_data=path).eval_data == Path("a.txt")
 
 
