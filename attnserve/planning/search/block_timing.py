@@ -192,17 +192,13 @@ class BlockTimer:
             return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
-        for config in [
-            config for config in wanted if config.rank is not None and config in configs
-        ]:
-            own = configs.get(config._replace(rank=None))
-            if own is not None and MIN_REMOVAL_GAIN * self.mean(configs[config]) < self.mean(own):
-                fewer = [
-                    config.with_heads(other.kept)
-                    for other in wanted
-                    if other.head_size and not other.rank
-                ]
-                configs |= self._time_configs(part, fewer, fastest, original)
+        for config in [config for config in wanted if config in configs]:
+            other = config.less_lossy
+            if other is None or other not in configs:
+                continue
+            if MIN_REMOVAL_GAIN * self.mean(configs[config]) < self.mean(configs[other]):
+                more = config.follow_ups(wanted)
+                configs |= self._time_configs(part, more, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
 
     def _time_configs(

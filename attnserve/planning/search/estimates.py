@@ -70,15 +70,16 @@ def changes_to_measure(
 ) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
-    Shared dimensions are left out unless they are faster, by ``MIN_REMOVAL_GAIN``, than as many
-    separate dimensions of each head, which lose less.
+    A configuration is left out unless it is faster, by ``MIN_REMOVAL_GAIN``, than the one that
+    loses less (``BlockConfig.less_lossy``).
     """
     configs = {config: float(np.mean(ms[:num_requested])) for config, ms in timed.configs.items()}
     changes: list[BlockConfig] = []
     for config, ms in configs.items():
-        own = configs.get(config._replace(rank=None), ms)
+        other = config.less_lossy
+        is_worth_it = other is None or MIN_REMOVAL_GAIN * ms < configs.get(other, ms)
         is_change = config.kept in (0, group.count) and config != BlockConfig(group.count)
-        if is_change and (config.rank is None or MIN_REMOVAL_GAIN * ms < own):
+        if is_change and is_worth_it:
             changes.append(config)
     return changes
 
