@@ -7,12 +7,9 @@ from __future__ import annotations
 
 __all__ = [
     "LOW_QUALITY",
-    "MAX_BLOCK_SLOWDOWN",
     "MIN_GAIN",
     "MIN_LOSSLESS_GAIN",
-    "MIN_MIXING_SPEEDUP",
     "MIN_REMOVAL_GAIN",
-    "MIN_SHARED_GAIN",
     "MIN_SPEEDUP",
     "ROUNDING",
     "SAME_ERROR",
@@ -23,40 +20,31 @@ __all__ = [
 
 # ---- speed -----------------------------------------------------------------------------------
 
+# Noise.
 MIN_GAIN = 1.01
 """The lowest speed-up that counts as a gain. Of models whose speeds differ by less, the one with
 less loss is taken, so that the noise of a timing decides nothing. Of two fused models, the lower
 end of a 95 % interval must reach it."""
 
+SAME_MS = 1.02
+"""The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
+the times of blocks, and is less exact than ``MIN_GAIN``."""
+
+# What a change costs.
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by a fused one. It is above
 ``MIN_GAIN``, because the fused model needs a file and a check of its own."""
 
 MIN_REMOVAL_GAIN = 1.03
-"""The lowest speed-up of a removal over the fused original in the same precision, at the lower end
-of its 95 % interval. It is above ``MIN_GAIN``, because a removal costs quality."""
+"""The lowest speed-up that is worth a loss of quality, above ``MIN_GAIN``: of a removal over the
+fused original in the same precision, at the lower end of its 95 % interval, and of shared over
+separate dimensions of one block, before their loss is measured."""
 
-MIN_SHARED_GAIN = 1.03
-"""The lowest speed-up of shared over separate dimensions of one block at which their loss is
-measured: less is within the noise of the timing of a block, and the factorization takes a quarter
-of a search."""
-
+# A tolerated slowdown.
 MIN_SPEEDUP = 0.97
-"""The lowest accepted speed-up of a whole model at any timed length. It is below 1, so that the
-noise at a single length refuses no model."""
-
-MIN_MIXING_SPEEDUP = 0.98
-"""The lowest accepted speed-up of a mixing over the fused original at any shape, at the upper end
-of its 95 % interval. It is stricter than ``MIN_SPEEDUP``, because it refuses no model: another
-mixing is preferred."""
-
-MAX_BLOCK_SLOWDOWN = 1.03
-"""The highest accepted time of a block at any length, relative to the exported block. It keeps the
-whole model above ``MIN_SPEEDUP``."""
-
-SAME_MS = 1.02
-"""The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
-the times of blocks, and is less exact than ``MIN_GAIN``."""
+"""The lowest accepted speed-up at any timed length: of a whole model over the original, of a block
+over the exported one, and of a mixing over the fused original, at the upper end of its 95 %
+interval. It is below 1, so that the noise at a single length refuses nothing."""
 
 # ---- quality ---------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import pytest
 
 import attnserve
 from attnserve.cli.app import main
+from attnserve.planning.plans.plan import ORDER
 from docs.hooks import reference, tables
 from service.settings import RaySettings, Settings
 
@@ -106,6 +107,12 @@ def resolves(name: str) -> bool:
     except (ImportError, AttributeError):
         return False
     return True
+
+
+def test_table_of_rewrites_has_the_order_of_plans():
+    page = (ROOT / "docs" / "howto" / "rewrites-by-hand.md").read_text(encoding="utf-8")
+    passes = re.findall(r"^\| `--[^|]* \| `(\w+)` \|", page, re.MULTILINE)
+    assert passes == list(ORDER[: ORDER.index("fuse_attention")])
 
 
 def test_readme_has_at_most_150_lines():

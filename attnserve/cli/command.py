@@ -108,44 +108,78 @@ def _place(parameter: Parameter, panels: Sequence[str]) -> int:
 
 
 def _fields(
-    name: str,
-    field: FieldInfo,
-    kind: type[Options],
-    defaults: Any,
-) -> Iterator[_Field]:
-    """The options of a field: one for each of its switches, and one for any value.
+    name: str, field: FieldInfo, kind: type[Options], defaults: Options | None
+) -> list[_Field]:
+    """The parameters of a field: an argument, or an option for each switch and one for any value.
 
     Args:
         defaults: A group whose values are the defaults, if the command has its own.
     """
     about = option_type(field)
-    panel = kind.panel if about.cli.panel is None else about.cli.panel
+    if about.cli.is_argument:
+        return [_argument(name, field, about)]
+    panel = (kind.panel if about.cli.panel is None else about.cli.panel) or None
+    # Without a value, switches may set the field.
+    default = None if about.cli.switches else getattr(defaults, name, field.get_default())
+    return [
+        *_switches(name, about, panel),
+        _option(name, field, about, kind, default=default, panel=panel),
+    ]
+
+
+def _argument(name: str, field: FieldInfo, about: OptionType) -> _Field:
+    """The positional argument of a field."""
+    argument = typer.Argument(metavar=about.cli.metavar, help=_help(field))
+    return _Field(name, _parameter(name, _shown_type(about), argument, ...))
+
+
+def _switches(name: str, about: OptionType, panel: str | None) -> Iterator[_Field]:
+    """A flag for each value of a field that has one."""
     for switch in about.cli.switches:
-        option = typer.Option(
-            switch.flag, metavar="", help=switch.help, rich_help_panel=panel or None
-        )
+        option = typer.Option(switch.flag, metavar="", help=switch.help, rich_help_panel=panel)
         parameter_name = switch.flag.removeprefix("--").replace("-", "_")
         yield _Field(name, _parameter(parameter_name, bool, option, False), switch)
-    text = about.cli.help or (field.description or "").partition("\n\n")[0]
-    value_type: Any = _shown_type(about)
-    if about.cli.is_argument:
-        argument = typer.Argument(metavar=about.cli.metavar, help=text)
-        yield _Field(name, _parameter(name, value_type, argument, ...))
-        return
-    default = None if about.cli.switches else getattr(defaults, name, field.get_default())
-    is_left = kind.reads_environment or about.cli.is_text or get_origin(value_type) is list
+
+
+def _option(
+    name: str,
+    field: FieldInfo,
+    about: OptionType,
+    kind: type[Options],
+    *,
+    default: Any,
+    panel: str | None,
+) -> _Field:
+    """The option that takes any value of a field.
+
+    Args:
+        default: The value without the option; None for no value.
+    """
+    value_type = _shown_type(about)
+    text = _help(field)
+    group_sets_default = (
+        kind.reads_environment or about.cli.is_text or get_origin(value_type) is list
+    )
+    if group_sets_default:  # Typer gets none, and the help names it
+        text += _default_text(default)
+        default = None
     option = typer.Option(
-        *_flags(name, about, None if is_left else default),
+        *_flags(name, about, default),
         metavar="" if value_type is bool else about.cli.metavar,
-        help=text + (_default_text(default) if is_left else ""),
-        rich_help_panel=panel or None,
+        help=text,
+        rich_help_panel=panel,
         callback=limit_threads if (kind, name) == (Run, "threads") else None,
         **_bounds(about),
     )
-    default = None if is_left else default
-    if default is None:
-        value_type |= None
-    yield _Field(name, _parameter(name, value_type, option, default))
+    return _Field(
+        name,
+        _parameter(name, value_type | None if default is None else value_type, option, default),
+    )
+
+
+def _help(field: FieldInfo) -> str:
+    """The first paragraph of the docstring of a field."""
+    return (field.description or "").partition("\n\n")[0]
 
 
 def _default_text(default: Any) -> str:

@@ -205,11 +205,9 @@ def _show_plan(report: PlanReport) -> None:
         )
         for decision, name in zip(report.layers, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"
-            size = "" if decision.head_size is None else f" x {decision.head_size}"
-            size += "" if decision.rank is None else f" of {decision.rank} shared"
             table.add_row(
                 name,
-                f"{decision.kept} of {decision.count} {unit}{size}",
+                f"{decision.kept} of {decision.count} {unit}{decision.config.size}",
                 decision.written + (", float32" if decision.in_float else ""),
                 f"{decision.ms_before:.3f}",
                 f"{decision.ms_after:.3f}",

@@ -1,9 +1,10 @@
 """The options of the commands, as types. Each option is stated once, in ``groups``.
 
-The docstring of a field is its help, its bounds are its check, and its value travels to the code
-that uses it. The options of the command line (``attnserve.cli.command``), the keywords of the
-Python functions (``with_keywords``), the reference and the tests of invalid values are generated
-from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
+The first paragraph of a field's docstring is its help (only a text with computed values is a
+``description``), its bounds are its check, and its value travels to the code that uses it. The
+options of the command line (``attnserve.cli.command``), the keywords of the Python functions
+(``with_keywords``), the reference and the tests of invalid values are generated from these types.
+Nothing heavy is imported: ``attnserve --help`` needs them.
 """
 
 from attnserve.options.base import (

@@ -31,8 +31,16 @@ from typing import (
     overload,
 )
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "Cli",
@@ -83,7 +91,6 @@ class Cli:
         panel: The panel of the help; "" for the first one.
         flags: The names, if they are not made from that of the field.
         switches: Flags for single values, before the option that takes any value.
-        help: The help of the option, if it is not the docstring of the field.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
     """
@@ -92,7 +99,6 @@ class Cli:
     panel: str | None = None
     flags: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
-    help: str | None = None
     is_text: bool = False
     is_argument: bool = False
 
@@ -128,7 +134,7 @@ class Options(BaseModel):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
         for name, text in field_docstrings(cls.__module__).get(cls.__qualname__, {}).items():
-            if name in cls.model_fields and cls.model_fields[name].description is None:
+            if name in cls.model_fields:
                 cls.model_fields[name].description = text
 
     if not TYPE_CHECKING:  # type checkers see pydantic's constructor, with the fields
@@ -138,6 +144,16 @@ class Options(BaseModel):
                 super().__init__(**values)
             except ValidationError as error:
                 self.refuse(error, values)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_boolean(cls, value: Any, field: ValidationInfo) -> Any:
+        """Refuse a boolean in place of a number: ``collab_dk=True`` is not one dimension."""
+        if not isinstance(value, bool):
+            return value
+        if option_type(cls.model_fields[str(field.field_name)]).kind is not bool:
+            raise PydanticCustomError("boolean", "another type than a boolean")
+        return value
 
     @classmethod
     def has_option(cls, name: str) -> bool:

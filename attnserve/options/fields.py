@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, cast
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field
 
@@ -17,16 +17,6 @@ from attnserve.paths import as_paths
 # Panels of the help; ``groups`` has the others.
 CALIBRATION = "Calibration"
 PRECISION = "Precision"
-
-
-MEASURE_HELP = (
-    "Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),"
-    " KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine"
-    " (cosine). auto chooses by the kind of output."
-)
-
-
-INT8_HELP = "Quantize to int8 with 7-bit weights (every CPU)."
 
 
 def fail(what: str, fix: str, code: str) -> NoReturn:
@@ -79,13 +69,20 @@ def read_lengths(value: Any) -> Any:
             raise ValueError("expected a number of tokens, or a range of them")
         low, high = match.groups()
         value = int(low) if high is None else (int(low), int(high))
-    if isinstance(value, int | tuple | list):
-        ends = [value] if isinstance(value, int) else list(cast(tuple[int, int], value))
-        if len(ends) > 2 or not 1 <= ends[0] <= ends[-1]:
-            raise ValueError(
-                "expected a length of at least 1, or a range from the shortest to the longest"
-            )
+    if isinstance(value, int | tuple | list) and not _are_lengths(value):
+        raise ValueError(
+            "expected a length of at least 1, or a range from the shortest to the longest"
+        )
     return value
+
+
+def _are_lengths(value: int | tuple[Any, ...] | list[Any]) -> bool:
+    """Whether a value is a length, or the shortest and the longest one."""
+    ends = [value] if isinstance(value, int) else value
+    try:
+        return len(ends) in (1, 2) and 1 <= ends[0] <= ends[-1]
+    except TypeError:  # texts or pairs in place of numbers
+        return False
 
 
 def read_minutes(value: Any) -> Any:
@@ -104,8 +101,15 @@ def read_path(value: Any) -> Any:
 
 
 def read_paths(value: Any) -> Any:
-    """A tuple of no, one or several paths."""
-    return tuple(as_paths(value))
+    """A tuple of no, one or several paths.
+
+    Raises:
+        ValueError: The value, or one of its items, is no path.
+    """
+    try:
+        return tuple(as_paths(value))
+    except TypeError as error:
+        raise ValueError("expected a path, or several") from error
 
 
 Allowed = Literal["ffn"]
@@ -134,7 +138,7 @@ Converted = Annotated[
         switches=(
             Switch("--fp16", "float16", "Convert to float16."),
             Switch("--bf16", "bfloat16", "Convert to bfloat16 (GPU only)."),
-            Switch("--int8", "int8", INT8_HELP),
+            Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU)."),
             Switch(
                 "--int8-full",
                 "int8-full",
@@ -146,6 +150,5 @@ Converted = Annotated[
                 "Quantize weights to 4 bits (decoders that run one token at a time).",
             ),
         ),
-        help="Convert to a precision by its name, also of another package.",
     ),
 ]

@@ -22,8 +22,6 @@ from attnserve.literals import (
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
-    INT8_HELP,
-    MEASURE_HELP,
     PRECISION,
     Allowed,
     Converted,
@@ -67,9 +65,9 @@ RUN = "Run"
 class Rewrites(Options):
     """Rewrites that are requested by hand.
 
-    They are applied in this order: strip the cache, skip attention, prune heads, reuse
-    probabilities, prune neurons, refit, share dimensions, refit. Then operators are fused, and the
-    precision is converted. ``layers`` restricts the rewrites that do not name layers themselves.
+    They are applied in the order of ``attnserve.planning.plans.plan.ORDER``; blocks are refit
+    before and after dimensions are shared. Then operators are fused, and the precision is
+    converted. ``layers`` restricts the rewrites that do not name layers themselves.
     """
 
     panel = REWRITES
@@ -196,12 +194,10 @@ class Goal(Options):
     """Labeled data in a format of `evaluate`: the share `keep` applies to its score too."""
     task: TaskName | None = None
     """The task of `eval_data`, whose score must be kept."""
-    measure: Annotated[
-        SearchMeasure,
-        Field(description=MEASURE_HELP + " score limits the loss of the task score alone."),
-    ] = "auto"
-    """Measure of quality; "auto" chooses by the kind of output, and "score" limits the loss of the
-    task score alone."""
+    measure: SearchMeasure = "auto"
+    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
+    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
+    (cosine). auto chooses by the kind of output. score limits the loss of the task score alone."""
     allow: Annotated[
         tuple[Allowed, ...],
         BeforeValidator(read_names),
@@ -359,9 +355,10 @@ class Target(Options):
     area = "target"
 
     precision: Converted = "float32"
-    """Precision of the weights, after all rewrites.
+    """Convert to any registered precision, including one of another package.
 
-    A search leaves blocks in float32 whose int8 or int4 form is slower or loses too much."""
+    All rewrites come first. A search leaves blocks in float32 whose int8 or int4 form is slower or
+    loses too much."""
     batch: Annotated[int, Field(ge=1), Cli(metavar="N")] = 1
     """Batch size to optimize for."""
     sequence: Annotated[
@@ -437,12 +434,14 @@ class Training(Options):
 
     minutes: Annotated[FiniteFloat, Field(ge=0, examples=[20]), Cli(metavar="N")] = 20.0
     """Training time in minutes."""
-    int8: Annotated[bool, Field(description=INT8_HELP), Cli(panel=PRECISION)] = False
+    int8: Annotated[bool, Cli(panel=PRECISION)] = False
     """Train for int8 weights, and write the int8 model."""
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
-    measure: Annotated[Measure, Field(description=MEASURE_HELP)] = "auto"
-    """Measure of quality; "auto" chooses by the kind of output."""
+    measure: Measure = "auto"
+    """Measure of quality: correlation of text similarities (similarity), R^2 about the mean (r2),
+    KL divergence of classes (kl), agreement of the most probable token (top1), or mean cosine
+    (cosine). auto chooses by the kind of output."""
 
 
 GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from attnserve.checks.compare import compare
 from attnserve.job import Job
-from attnserve.limits import MIN_GAIN, MIN_MIXING_SPEEDUP, SAME_ERROR
+from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, SAME_ERROR
 from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -54,7 +54,7 @@ LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 
 def is_steady(report: MixingReport) -> bool:
     """Whether a mixing is at no shape significantly slower than the fused original."""
-    return report.slowest.high >= MIN_MIXING_SPEEDUP
+    return report.slowest.high >= MIN_SPEEDUP
 
 
 @dataclass(frozen=True, eq=False)

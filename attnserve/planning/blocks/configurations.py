@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -111,6 +111,37 @@ class BlockConfig(NamedTuple):
         shared = "" if self.rank is None else f" of {self.rank} shared ones"
         return f"queries and keys of {self.head_size} dimensions{shared}"
 
+    @property
+    def size(self) -> str:
+        """The size of the queries and keys of a kept head; empty if it is that of the original."""
+        text = "" if self.head_size is None else f" x {self.head_size}"
+        return text + ("" if self.rank is None else f" of {self.rank} shared")
+
+    @property
+    def sort_key(self) -> tuple[int, int, int]:
+        """Its place in reports: by the change, then by the number of heads."""
+        return self.head_size or 0, self.rank or 0, self.kept
+
+    @property
+    def less_lossy(self) -> BlockConfig | None:
+        """The configuration that loses less, and that it must outrun before its loss is measured.
+
+        For shared dimensions, as many separate ones of each head; None for other configurations.
+        """
+        return None if self.rank is None else self._replace(rank=None)
+
+    def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
+        """The configurations to time if it outruns ``less_lossy``: the same with fewer heads.
+
+        Args:
+            wanted: The configurations that are timed anyway.
+        """
+        return [
+            self.with_heads(other.kept)
+            for other in wanted
+            if self.less_lossy is not None and other == self.less_lossy._replace(kept=other.kept)
+        ]
+
     def with_heads(self, kept: int) -> BlockConfig:
         """The same configuration with fewer heads, which share proportionally fewer dimensions."""
         rank = None
@@ -121,9 +152,7 @@ class BlockConfig(NamedTuple):
     def __str__(self) -> str:
         if not self.kept:
             return "none"
-        text = f"{self.kept}" if self.head_size is None else f"{self.kept} x {self.head_size}"
-        text += "" if self.rank is None else f" of {self.rank} shared"
-        return text + ("" if self.source is None else f" as {self.source}")
+        return f"{self.kept}{self.size}" + ("" if self.source is None else f" as {self.source}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import Whole
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Lengths, Target
+from attnserve.planning.blocks.configurations import BlockConfig
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -69,6 +70,11 @@ class Decision(Whole, frozen=True):
     predicted_loss: float
     why: str
     in_float: bool = False
+
+    @property
+    def config(self) -> BlockConfig:
+        """The configuration of the block."""
+        return BlockConfig(**{name: getattr(self, name) for name in BlockConfig._fields})
 
 
 class Point(Whole, frozen=True):

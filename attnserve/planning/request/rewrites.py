@@ -75,11 +75,11 @@ def _plan_request(request: Request) -> PlannedRequest:
     masks = choose_masks(request, skipped)
     edges = choose_edges(request, skipped, masks)
     others: list[RewritePass] = [
+        *([StripCache()] if rewrites.strip_cache else []),
         SkipAttention(skipped),
         PruneHeads(masks),
         ReuseAttention(renumbered(edges, masks)),
         PruneNeurons(_neurons(request)),
-        *([StripCache()] if rewrites.strip_cache else []),
     ]
     own_heads = _own_heads(request, skipped, masks, edges)
     has_others = bool(skipped or masks or edges)

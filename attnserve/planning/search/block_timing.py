@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
-from attnserve.limits import MAX_BLOCK_SLOWDOWN, MIN_SHARED_GAIN
+from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
@@ -178,7 +178,7 @@ class BlockTimer:
             if new is not None and self._runs(self._converted(new)):
                 fused[operator] = new
         times = self._measure(original, fused)
-        bounds = MAX_BLOCK_SLOWDOWN * np.array(times[None])
+        bounds = np.array(times[None]) / MIN_SPEEDUP
         fastest: BlockOperator = AS_EXPORTED
         least = self.mean(times[None])
         for operator in fused:
@@ -192,17 +192,13 @@ class BlockTimer:
             return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
-        for config in [
-            config for config in wanted if config.rank is not None and config in configs
-        ]:
-            own = configs.get(config._replace(rank=None))
-            if own is not None and MIN_SHARED_GAIN * self.mean(configs[config]) < self.mean(own):
-                fewer = [
-                    config.with_heads(other.kept)
-                    for other in wanted
-                    if other.head_size and not other.rank
-                ]
-                configs |= self._time_configs(part, fewer, fastest, original)
+        for config in [config for config in wanted if config in configs]:
+            other = config.less_lossy
+            if other is None or other not in configs:
+                continue
+            if MIN_REMOVAL_GAIN * self.mean(configs[config]) < self.mean(configs[other]):
+                more = config.follow_ups(wanted)
+                configs |= self._time_configs(part, more, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
 
     def _time_configs(

@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from attnserve.limits import MAX_BLOCK_SLOWDOWN, MIN_SHARED_GAIN
+from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
 from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
@@ -70,15 +70,16 @@ def changes_to_measure(
 ) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
-    Shared dimensions are left out unless they are faster, by ``MIN_SHARED_GAIN``, than as many
-    separate dimensions of each head, which lose less.
+    A configuration is left out unless it is faster, by ``MIN_REMOVAL_GAIN``, than the one that
+    loses less (``BlockConfig.less_lossy``).
     """
     configs = {config: float(np.mean(ms[:num_requested])) for config, ms in timed.configs.items()}
     changes: list[BlockConfig] = []
     for config, ms in configs.items():
-        own = configs.get(config._replace(rank=None), ms)
+        other = config.less_lossy
+        is_worth_it = other is None or MIN_REMOVAL_GAIN * ms < configs.get(other, ms)
         is_change = config.kept in (0, group.count) and config != BlockConfig(group.count)
-        if is_change and (config.rank is None or MIN_SHARED_GAIN * ms < own):
+        if is_change and is_worth_it:
             changes.append(config)
     return changes
 
@@ -142,7 +143,7 @@ class Estimates:
         curve, other = (self.curves[group.key] for group in groups)
         conversion = sum(self.conversion.get(group.key, 0.0) for group in groups)
         for kept, ms in pair.times.items():
-            if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
+            if (MIN_SPEEDUP * np.array(ms) > original).any():
                 continue
             gone = pair.source.count - kept
             loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
@@ -176,7 +177,7 @@ class Estimates:
             ms = np.sum([latency.configs[config] for latency in times], axis=0)
             if config == unreduced:
                 loss = 0.0
-            elif curve is None or (ms > MAX_BLOCK_SLOWDOWN * original).any():
+            elif curve is None or (MIN_SPEEDUP * ms > original).any():
                 continue
             else:
                 loss = curve.loss_of(config)

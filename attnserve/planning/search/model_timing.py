@@ -13,7 +13,6 @@ import onnx_ir as ir
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import (
     Block,
-    BlockConfig,
     BlockLatency,
     ReusePair,
     TiedBlocks,
@@ -82,7 +81,7 @@ class ModelTiming:
                 if id(latency) in seen:
                     continue
                 seen.add(id(latency))
-                configs = sorted(latency.configs, key=_sort_key)
+                configs = sorted(latency.configs, key=lambda config: config.sort_key)
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
@@ -105,10 +104,6 @@ class ModelTiming:
                     "saved_ms": pair.saved_ms,
                 })  # fmt: skip
         return rows
-
-
-def _sort_key(config: BlockConfig) -> tuple[int, int, int]:
-    return config.head_size or 0, config.rank or 0, config.kept
 
 
 def time_model(

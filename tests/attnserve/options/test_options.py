@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,18 @@ from typing import Any
 import pytest
 
 import attnserve
-from attnserve.options import Data, Goal, Options, Rewrites, Target, with_keywords
+from attnserve.options import (
+    Data,
+    Goal,
+    Options,
+    Rewrites,
+    Run,
+    Target,
+    Training,
+    Write,
+    with_keywords,
+)
+from attnserve.options.base import field_docstrings
 from graph_passes.errors import InvalidArgument
 from tests.attnserve.options.cases import CASES, GROUPS
 from tests.errors import raises
@@ -24,10 +37,11 @@ def test_value_out_of_bounds_is_refused_and_named(group: type[Options], name: st
     assert caught.value.code == f"{group.area}.range"
 
 
-def test_every_option_has_help():
+def test_help_of_every_option_is_its_docstring():
     for group in GROUPS:
+        docstrings = field_docstrings(group.__module__)[group.__name__]
         for name, field in group.model_fields.items():
-            assert field.description, f"{group.__name__}.{name}"
+            assert field.description == docstrings[name], f"{group.__name__}.{name}"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +76,54 @@ def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text:
         group(**{name: text})
     assert f"`{name}`" in str(caught.value)
     assert caught.value.code == f"{group.area}.range"
+
+
+OTHER_TYPES: list[Any] = [
+    (), [], ("a", "b"), ("",), (None,), (math.nan, math.nan), (1.5, 2), ((1, 2),), [[1, 2]], [[]],
+    (1, 2, 3), math.nan, math.inf, -math.inf, 10**30, -1, 1j, {}, {1: 2}, {1}, b"x", object(),
+    float, "", "\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_values_of_other_types_raise_invalid_argument_only(group: type[Options]):
+    for name in group.model_fields:
+        for value in OTHER_TYPES:
+            with suppress(InvalidArgument):
+                group(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "value"),
+    [
+        *(
+            (Target, "sequence", value)
+            for value in ((), [], (5,), ("a", "b"), ((1, 2),), [[1]], (math.nan, 5), (1, 2, 3), 0)
+        ),
+        *((Data, name, value) for name in ("calib", "also_prove") for value in (1, (1, 2), [[]])),
+        *((Data, "calib_weights", value) for value in (1, ("a",), ((1, 2),), [None])),
+        *((Rewrites, "collab_dk", value) for value in (1.5, ("a",), ((1, 2),), {"0": "a"})),
+        *((Rewrites, "layers", value) for value in (1, (1,), ((),))),
+        *((Goal, "recover", value) for value in ((), math.nan, math.inf, 0)),
+    ],
+)  # fmt: skip
+def test_value_of_another_type_is_named(group: type[Options], name: str, value: Any):
+    with raises(InvalidArgument, f"{group.area}.range", f"`{name}`"):
+        group(**{name: value})
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [
+        (Rewrites, "collab_dk"), (Rewrites, "head_dk"), (Rewrites, "prune"), (Goal, "keep"),
+        (Goal, "recover"), (Target, "batch"), (Target, "sequence"), (Run, "threads"),
+        (Run, "seed"), (Write, "min_cosine"), (Training, "minutes"),
+    ],
+)  # fmt: skip
+def test_boolean_is_no_number(group: type[Options], name: str, value: bool):
+    with raises(InvalidArgument, f"{group.area}.range", f"`{name}`"):
+        group(**{name: value})
 
 
 @pytest.mark.parametrize("function", [attnserve.inspect, attnserve.report])
@@ -111,7 +173,8 @@ class _Path(PathLike[str]):
 
 def test_paths_may_be_any_path_like_object():
     path: Any = _Path()
-    assert Data(calib=path, also_prove=[path], tokenizer=path).tokenizer == Path("a.txt")
+    paths: Any = [path]
+    assert Data(calib=path, also_prove=paths, tokenizer=path).tokenizer == Path("a.txt")
     assert Goal(keep=0.9, task="sts", eval_data=path).eval_data == Path("a.txt")
 
 

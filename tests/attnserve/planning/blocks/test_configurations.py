@@ -209,6 +209,22 @@ def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
         assert set(np.flatnonzero(mask)) == set(curve.order[-kept:])
 
 
+def test_shared_config_must_outrun_separate_dimensions_and_is_followed_by_fewer_heads():
+    shared, separate = BlockConfig(4, 8, 16), BlockConfig(4, 8)
+    assert shared.less_lossy == separate
+    assert separate.less_lossy is None and BlockConfig(4).less_lossy is None
+    wanted = [BlockConfig(0), BlockConfig(2), BlockConfig(2, 8), separate, shared]
+    assert shared.follow_ups(wanted) == [BlockConfig(2, 8, 8), shared]
+    assert separate.follow_ups(wanted) == []
+
+
+def test_config_texts_and_order_name_the_size():
+    configs = [BlockConfig(4, 8, 16), BlockConfig(2, 8), BlockConfig(4), BlockConfig(0)]
+    assert [config.size for config in configs] == [" x 8 of 16 shared", " x 8", "", ""]
+    assert [str(config) for config in configs] == ["4 x 8 of 16 shared", "2 x 8", "4", "none"]
+    assert sorted(configs, key=lambda config: config.sort_key) == configs[::-1]
+
+
 def test_checkpoint_losses_round_trip(
     curves: dict[str, LossCurve], groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
