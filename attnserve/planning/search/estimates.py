@@ -37,7 +37,7 @@ class UnitConfig:
     ms: float
     in_float: frozenset[int] = frozenset()
 
-    def removes_nothing(self, groups: Sequence[TiedBlocks]) -> bool:
+    def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
         return self.blocks == tuple(BlockConfig(group.count) for group in groups)
 
@@ -48,7 +48,7 @@ class Unit:
 
     Attributes:
         pair: The pair, whose second attention may reuse heads of the first; else None.
-        configs: All configurations, by rising loss; then those that remove nothing.
+        configs: All configurations, by rising loss; then the unreduced ones.
     """
 
     groups: tuple[TiedBlocks, ...]
@@ -57,11 +57,9 @@ class Unit:
 
     @property
     def unreduced(self) -> list[int]:
-        """The indices of the configurations that remove nothing."""
+        """The indices of the unreduced configurations."""
         return [
-            index
-            for index, config in enumerate(self.configs)
-            if config.removes_nothing(self.groups)
+            index for index, config in enumerate(self.configs) if config.is_unreduced(self.groups)
         ]
 
 
@@ -122,7 +120,7 @@ class Estimates:
     def unit(self, part: TiedBlocks | ReusePair) -> Unit:
         """The unit of a group or a pair, without configurations that are slower at some shape.
 
-        Configurations without removal are included even if another is faster and loses less.
+        Unreduced configurations are included even if another is faster and loses less.
         """
         if isinstance(part, ReusePair):
             groups, pair = (part.source, part.reader), part
@@ -130,7 +128,7 @@ class Estimates:
         else:
             groups, pair = (part,), None
             configs = _rising(self._of_group(part))
-        per_group = [[c for c in self._of_group(g) if c.removes_nothing((g,))] for g in groups]
+        per_group = [[c for c in self._of_group(g) if c.is_unreduced((g,))] for g in groups]
         unreduced = [_joined(each) for each in product(*per_group)]
         return Unit(groups, pair, [*configs, *(c for c in unreduced if c not in configs)])
 

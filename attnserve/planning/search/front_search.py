@@ -219,13 +219,14 @@ class FrontSearch:
         as_fast = self.judge.speedup_over(lean, candidate).low <= 1
         return lean if as_fast and lean.loss <= candidate.loss else candidate
 
-    def without_removal(self) -> FrontSearch:
-        """The same search among the choices that remove nothing.
+    @property
+    def unreduced(self) -> FrontSearch:
+        """The same search among the unreduced choices.
 
         The fastest one is the fused original in the precision of the goal, if that keeps enough:
         otherwise some of its blocks stay float32.
         """
-        return replace(self, front=replace(self.front, choices=self.front.nothing_removed))
+        return replace(self, front=replace(self.front, choices=self.front.unreduced))
 
     def run_from_fastest(self) -> Candidate | None:
         """``run`` for a front whose fastest choice often meets the goal: it is built first.

@@ -64,9 +64,9 @@ class Candidate:
         return self.state.result
 
     @property
-    def removes(self) -> bool:
-        """Whether a pass of the plan is lossy."""
-        return bool(self.plan.lossy_blocks)
+    def is_unreduced(self) -> bool:
+        """Whether no pass of the plan is lossy."""
+        return not self.plan.lossy_blocks
 
 
 class SpeedCheck(NamedTuple):
@@ -115,7 +115,7 @@ class ScoredTask:
 class Judge:
     """Builds plans, and measures and times their models beside the original.
 
-    The latest model, the latest that keeps enough, and the latest that removes nothing stay in
+    The latest model, the latest that keeps enough, and the latest that is unreduced stay in
     memory, because the search ends with one of them.
 
     Attributes:
@@ -163,7 +163,7 @@ class Judge:
         self._latest = candidate = self._measured(choice, plan, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
             self._enough = candidate
-        if not candidate.removes:  # every result is compared with one that removes nothing
+        if candidate.is_unreduced:  # every result is compared with an unreduced one
             self._unreduced = candidate
         measured = candidate.loss, candidate.fidelity.mean_cosine
         self.measured[choice.picks] = measured

@@ -12,7 +12,7 @@ from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 
-__all__ = ["Verified", "prefer_no_removal", "verify_candidate", "verify_without_removal"]
+__all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 
 PARTS = (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN)
 """The data of each verification of a search, if those before failed.
@@ -31,7 +31,7 @@ class Verified:
             least loss missed it before.
         meets_goal: Whether the candidate may be returned: it keeps the quality of the goal, or
             differs from the original by rounding only.
-        note: Why the candidate removes nothing, although a removal was found; else empty.
+        note: Why the candidate is unreduced, although a reduced one was found; else empty.
     """
 
     candidate: Candidate
@@ -70,9 +70,9 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
     return Verified(candidate, verifications, meets_goal=is_exact)
 
 
-def verify_without_removal(front_search: FrontSearch) -> Verified | None:
-    """The verified candidate among those that remove nothing; None if none meets the goal."""
-    unreduced_search = front_search.without_removal()
+def verify_unreduced(front_search: FrontSearch) -> Verified | None:
+    """Verify an unreduced candidate; None if none meets the goal."""
+    unreduced_search = front_search.unreduced
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:
         return None
@@ -80,13 +80,13 @@ def verify_without_removal(front_search: FrontSearch) -> Verified | None:
     return verified if verified.meets_goal else None
 
 
-def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified:
-    """The verified candidate, or the one without removal if that is about as fast."""
+def prefer_unreduced(front_search: FrontSearch, verified: Verified) -> Verified:
+    """Replace a verified candidate by an unreduced one if that is about as fast."""
     judge = front_search.judge
     best = verified.candidate
-    if not best.removes:
+    if best.is_unreduced:
         return verified
-    unreduced_search = front_search.without_removal()
+    unreduced_search = front_search.unreduced
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:  # it misses the speed-up of the goal
         return verified
