@@ -144,12 +144,12 @@ class FrontSearch:
         """Build and measure a choice."""
         return self.judge.build(choice, self.front.plan(choice))
 
-    def loss(self, choice: Choice) -> float:
-        """The measured loss of a choice, which is built unless a checkpoint has it."""
-        return self.judge.loss(choice, self.front.plan(choice))
+    def measure_loss(self, choice: Choice) -> float:
+        """Measure the loss of a choice, which is built unless a checkpoint has it."""
+        return self.judge.measure_loss(choice, self.front.plan(choice))
 
-    def least_lossy(self) -> Candidate:
-        """Build the choice with the least loss: fused operators, and the precision."""
+    def build_first(self) -> Candidate:
+        """Build the first choice, with the least loss: fused operators, and the precision."""
         return self.build(self.front.choices[0])
 
     def run(self) -> Candidate | None:
@@ -159,14 +159,18 @@ class FrontSearch:
             CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
         """
         if self.goal.target_speedup is not None:
-            return self.least_loss(self.goal.target_speedup)
+            return self.find_least_lossy(self.goal.target_speedup)
         assert self.goal.keep is not None
-        return self.fastest(self.goal.keep)
+        return self.find_fastest(self.goal.keep)
 
-    def fastest(self, keep: float) -> Candidate | None:
-        """The fastest choice that meets the goal of quality."""
+    def find_fastest(self, keep: float) -> Candidate | None:
+        """Find the fastest choice that meets the goal of quality.
+
+        Returns:
+            None if even the first choice loses too much in float32.
+        """
         choices = self.front.choices
-        least_lossy = self.least_lossy()
+        least_lossy = self.build_first()
         measure = self.worst_measure(least_lossy)
         allowed = 1 - keep
         constant = self._constant(least_lossy)
@@ -198,7 +202,7 @@ class FrontSearch:
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> BisectStep:
-            loss = self.loss(choices[index]) ** power
+            loss = self.measure_loss(choices[index]) ** power
             measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
@@ -208,15 +212,15 @@ class FrontSearch:
         )  # fmt: skip
         return self.build(choices[low])
 
-    def as_fast_with_less_loss(self, candidate: Candidate) -> Candidate:
-        """A choice that loses less and is as fast within the interval of paired times."""
+    def find_less_lossy(self, candidate: Candidate) -> Candidate:
+        """Find a choice that loses less and is as fast within the interval of paired times."""
         front = self.front
         most = SAME_MS * front.predicted_ms(candidate.choice)
         other = next(c for c in front.choices if front.predicted_ms(c) <= most)
         if other.loss >= candidate.choice.loss:
             return candidate
         lean = self.build(other)
-        as_fast = self.judge.speedup_over(lean, candidate).low <= 1
+        as_fast = self.judge.measure_speedup_over(lean, candidate).low <= 1
         return lean if as_fast and lean.loss <= candidate.loss else candidate
 
     @property
@@ -237,12 +241,16 @@ class FrontSearch:
         fastest = self.build(self.front.choices[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            return fastest if fastest.loss <= allowed_loss(keep) else self.fastest(keep)
+            return fastest if fastest.loss <= allowed_loss(keep) else self.find_fastest(keep)
         assert speedup is not None
-        return self.least_loss(speedup) if self.judge.speedup(fastest) >= speedup else None
+        return (
+            self.find_least_lossy(speedup)
+            if self.judge.measure_speedup(fastest) >= speedup
+            else None
+        )
 
-    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
-        """A choice with less predicted loss, after the verification of another choice failed.
+    def step_back(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
+        """Build a choice with less predicted loss, after the verification of another one failed.
 
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
@@ -264,13 +272,13 @@ class FrontSearch:
         # The second condition of top1 is one that a constant predictor never meets.
         return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
-    def least_loss(self, speedup: float) -> Candidate:
-        """The choice with the least loss that reaches a speed-up, by the time of whole models."""
+    def find_least_lossy(self, speedup: float) -> Candidate:
+        """Find the choice with the least loss that reaches a speed-up of the whole model."""
         choices = self.front.choices
-        first = self._speedup_at(0)
+        first = self._measure_speedup(0)
         if first >= speedup:
-            return self.least_lossy()
-        last = self._speedup_at(len(choices) - 1)
+            return self.build_first()
+        last = self._measure_speedup(len(choices) - 1)
         if last < speedup:
             raise CheckFailed(
                 f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
@@ -280,7 +288,7 @@ class FrontSearch:
         reached = {0: first, len(choices) - 1: last}
 
         def is_slow(index: int) -> BisectStep:
-            measured = self._speedup_at(index)
+            measured = self._measure_speedup(index)
             reached[index] = measured
             return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
@@ -291,8 +299,8 @@ class FrontSearch:
         )  # fmt: skip
         return self.build(choices[high])
 
-    def _speedup_at(self, index: int) -> float:
-        return self.judge.speedup(self.build(self.front.choices[index]))
+    def _measure_speedup(self, index: int) -> float:
+        return self.judge.measure_speedup(self.build(self.front.choices[index]))
 
     def _predicted_ms(self, index: int) -> float:
         return self.front.predicted_ms(self.front.choices[index])

@@ -47,7 +47,7 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
         candidate: The result of the search; None if no choice meets the goal on the data to choose.
     """
     if candidate is None:
-        return Verified(front_search.least_lossy(), (), meets_goal=False)
+        return Verified(front_search.build_first(), (), meets_goal=False)
     judge = front_search.judge
     keep = front_search.goal.keep
     if keep is None:
@@ -55,9 +55,9 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
     verifications: list[Verification] = []
     for part in PARTS:
         if len(verifications) == len(PARTS) - 1:
-            candidate = front_search.least_lossy()
+            candidate = front_search.build_first()
         elif verifications:
-            candidate = front_search.more_careful(candidate, verifications[-1].loss, keep)
+            candidate = front_search.step_back(candidate, verifications[-1].loss, keep)
         verification = judge.verify(candidate, part)
         verifications.append(verification)
         if verification.loss <= allowed_loss(keep):
@@ -71,7 +71,7 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
 
 
 def verify_unreduced(front_search: FrontSearch) -> Verified | None:
-    """Verify an unreduced candidate; None if none meets the goal."""
+    """Find and verify an unreduced candidate; None if none meets the goal."""
     unreduced_search = front_search.unreduced
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:
@@ -90,14 +90,14 @@ def prefer_unreduced(front_search: FrontSearch, verified: Verified) -> Verified:
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:  # it misses the speed-up of the goal
         return verified
-    gain = judge.speedup_over(unreduced, best)
+    gain = judge.measure_speedup_over(unreduced, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return verified
     other = verify_candidate(unreduced_search, unreduced)
     if not other.meets_goal:
         return verified
     if other.candidate is not unreduced:  # more blocks stay float32
-        gain = judge.speedup_over(other.candidate, best)
+        gain = judge.measure_speedup_over(other.candidate, best)
         if gain.low >= MIN_REMOVAL_GAIN:
             return verified
     note = (

@@ -73,10 +73,10 @@ class Judge:
         self.built.append(choice)
         return candidate_of(choice)
 
-    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.gain
 
-    def speedup(self, candidate: Candidate) -> float:
+    def measure_speedup(self, candidate: Candidate) -> float:
         return FUSED.ms / candidate.choice.ms
 
 
@@ -121,18 +121,16 @@ def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
 @pytest.mark.parametrize(
     ("gain", "index"), [(NO_GAIN, 2), (Speedup(value=1.05, ci95=(1.01, 1.09)), 3)]
 )
-def test_as_fast_with_less_loss_takes_less_loss_at_the_same_speed(
-    gain: Speedup, index: int
-) -> None:
+def test_find_less_lossy_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
     judge = Judge(gain)
     built = judge.build(FRONT[3])
-    assert search(judge, keep=0.99).as_fast_with_less_loss(built).choice == FRONT[index]
+    assert search(judge, keep=0.99).find_less_lossy(built).choice == FRONT[index]
 
 
-def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> None:
+def test_find_less_lossy_builds_nothing_where_no_choice_is_as_fast() -> None:
     judge = Judge()
     built = judge.build(FRONT[4])
-    assert search(judge, keep=0.9).as_fast_with_less_loss(built) is built
+    assert search(judge, keep=0.9).find_less_lossy(built) is built
     assert judge.built == [FRONT[4]]
 
 
@@ -170,7 +168,7 @@ class PairedJudge:
     gain: Speedup
     others: dict[Candidate, Speedup] = field(default_factory=dict[Candidate, Speedup])
 
-    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.others.get(slow, self.gain)
 
 
@@ -267,13 +265,13 @@ class FakeJudge:
         self.measure = measure
         self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def loss(self, choice: Choice, plan: Plan = PLAN) -> float:
+    def measure_loss(self, choice: Choice, plan: Plan = PLAN) -> float:
         loss = self.measure(choice.loss) if choice.loss else 0.0
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
     def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
-        return candidate_of(choice, self.loss(choice))
+        return candidate_of(choice, self.measure_loss(choice))
 
 
 @pytest.mark.parametrize(
@@ -315,7 +313,7 @@ class CarefulSearch(FrontSearch):
 
     careful: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
-    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
+    def step_back(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
         return next(self.careful)
 
 
