@@ -48,7 +48,7 @@ from graph_passes.passes.collaborate import Collaborate
 __all__ = ["OptimizeReport", "optimize"]
 
 NOT_COMPARED = (
-    "forms of shared dimensions could not be timed on inputs of this model: dense mixing is used"
+    "mixings of shared dimensions could not be timed on inputs of this model: dense mixing is used"
 )
 
 
@@ -80,8 +80,8 @@ def optimize(
         rewrites: Rewrites by hand.
         goal: Goal of a search. The original is written if nothing is faster.
         data: Calibration data.
-        target: Precision, and shape at which the model should be fast. The sequence defaults to the
-            calibration data's median length, else 128.
+        target: Precision, and target workloads. The sequence defaults to the calibration data's
+            median length, else 128.
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
         write: Output options. An existing output is replaced only with ``force``; the input never.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.

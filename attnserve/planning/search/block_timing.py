@@ -53,8 +53,8 @@ class BlockTimer:
     """Times blocks of a model at several shapes, as exported and rewritten.
 
     Attributes:
-        feeds: Inputs of the model at each shape; the first ``num_requested`` are those at which it
-            should be fast.
+        feeds: Inputs of the model at each shape; the first ``num_requested`` are the target
+            workloads.
         precision: Precision of the model after all rewrites.
     """
 
@@ -154,7 +154,7 @@ class BlockTimer:
         return np.sum(saved, axis=0)
 
     def mean(self, times: Sequence[float] | np.ndarray) -> float:
-        """The mean over the shapes at which the model should be fast."""
+        """The mean over the target workloads."""
         return float(np.mean(times[: self.num_requested]))
 
     def _time_block(

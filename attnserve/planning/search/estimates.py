@@ -104,7 +104,7 @@ class Estimates:
     Attributes:
         timed: Latencies in the precision of the goal, by block.
         curves: Losses by the key of a group.
-        num_requested: The number of shapes at which the model should be fast.
+        num_requested: The number of target workloads.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """

@@ -1,7 +1,15 @@
-"""Search the Pareto front for the choice that meets a goal, with few builds.
+"""Search the Pareto front for the choice that meets a goal, with few candidates.
 
-Predicted losses and times put the choices in order; measured ones decide. A build needs a refit and
-a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+Predicted losses and times put the choices in order; measured ones decide. A candidate needs a refit
+and a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+
+Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice loses 0.
+
+1. A choice with a predicted loss of 0.01 is built (``FIRST_GUESS`` is 1). It loses 0.005.
+2. The limit is twice as far: the next one has ``EXTRAPOLATE * 2 * 0.01`` = 0.0196. It loses 0.02.
+3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196; the
+   next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
+4. This is allowed, and more than ``TIGHT * 0.01``: the search ends.
 """
 
 from __future__ import annotations
@@ -32,39 +40,45 @@ __all__ = [
 ]
 
 MAX_BUILDS = 6
-"""The number of choices that are built besides the first and the last."""
+"""The number of candidates besides the first and the last choice. More come closer to the limit."""
 
 TIGHT = 0.9
-"""Share of the allowed loss from which the search stops refining."""
+"""The search ends at a candidate with this share of the allowed loss, or more of it. Larger: the
+result is closer to the limit, after more candidates."""
 
 FIRST_GUESS = {"score": 4.0}
-"""Initial ratio of the predicted loss (1 - R^2 or a share of KL) to the loss of the measure; 1 for
-other measures. The first build replaces it."""
+"""Ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure, before any is
+measured; 1 for other measures. Larger: the first candidate loses more."""
 
 SQUARED = frozenset({"top1"})
 """Measures whose squared loss is proportional to the predicted loss: token ranks change when logits
 change, and independent changes add up in squares."""
 
 CAREFUL = 0.8
-"""Target share of the allowed loss after a failed verification."""
+"""Share of the allowed loss at which the choice after a failed verification is aimed. Smaller: it
+is slower, and fails less often."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
-"""Target of the next choice relative to the estimate; below 1 to stay within bounds."""
+"""Between two measured choices, the share of the way to the expected limit at which the next one is
+aimed; beyond the last one, the share of the predicted loss that is expected there. Smaller: the next
+choice exceeds the allowed loss less often."""
 
 MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
-"""Growth of the predicted loss by an extrapolation: enough for another choice, and not so much that
-the measured losses, which are seldom proportional, make the step useless."""
+"""Bounds of the factor by which an extrapolation increases the predicted loss. A smaller minimum
+may find the same choice again; a larger maximum goes further beyond the limit where measured losses
+are not proportional to predicted ones, as is usual."""
 
 MIN_STEP = 0.1
-"""Least share of the way to the upper choice: even the smallest change has the uncertainty of a
-score."""
+"""Least share of the way from the lower to the upper choice. Larger: a step exceeds the limit more
+often; smaller: it stays within the uncertainty of a score, which even the smallest change has."""
 
 MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
-"""Largest share of that way, and from the least lossy choice: interpolation from no loss aims too
-high until a lossy choice is known to keep enough."""
+"""Largest share of that way, and from the first choice of the front. Larger: the next choice loses
+more; an interpolation from no loss aims too high until a lossy choice is known to keep enough."""
 
 TIME_MARGIN = 0.05
-"""Least share of the way between two measured speeds from either of them."""
+"""Least share of the way between two measured speeds by which the next choice differs from each.
+Larger: the steps are closer to halves."""
 
 
 def first_guess(measure: str, loss: float) -> float:
@@ -306,7 +320,7 @@ class FrontSearch:
         return self.front.predicted_ms(self.front.choices[index])
 
     def is_near(self, low: int, high: int) -> bool:
-        """Whether two choices are so close that nothing between them is worth a build."""
+        """Whether two choices are so close that no choice between them is worth building."""
         if high == len(self.front.choices):
             return False
         return self._predicted_ms(low) < MIN_GAIN * self._predicted_ms(high)

@@ -51,8 +51,8 @@ __all__ = ["SearchResult", "search"]
 def search(goal: Goal, job: JobWithData) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
-    Times, losses and builds are stored in the user's cache folder until the search ends, so that an
-    interrupted search continues.
+    Times, losses and the measurements of candidates are stored in the user's cache folder until the
+    search ends, so that an interrupted search continues.
 
     Args:
         job: Its weights are finite.
