@@ -164,8 +164,8 @@ def _speed(
     """The speed-ups; of a model and its fused copy, the faster counts: serving selects it."""
 
     def faster(*names: str) -> str:
-        able = [name for name in names if name in times]
-        return min(able, key=lambda name: sum(np.log(np.median(runs)) for runs in times[name]))
+        timed = [name for name in names if name in times]
+        return min(timed, key=lambda name: sum(np.log(np.median(runs)) for runs in times[name]))
 
     def gain(before: str, after: str) -> Speedup:
         return paired_speedup(times[before], times[after])

@@ -142,8 +142,9 @@ class Estimates:
         for kept, ms in pair.times.items():
             if (np.array(ms) > MAX_BLOCK_SLOWDOWN * original).any():
                 continue
-            gone = pair.source.count - kept
-            loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
+            num_removed = pair.source.count - kept
+            loss = curve.at(num_removed) + other.at(num_removed)
+            loss += pair.loss * kept / pair.source.count
             blocks = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
             configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
         return _rising(configs)

@@ -7,8 +7,8 @@ Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice lose
 
 1. A choice with a predicted loss of 0.01 is built (``FIRST_GUESS`` is 1). It loses 0.005.
 2. The limit is twice as far: the next one has ``EXTRAPOLATE * 2 * 0.01`` = 0.0196. It loses 0.02.
-3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196; the
-   next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
+3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196;
+   the next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
 4. This is allowed, and more than ``TIGHT * 0.01``: the search ends.
 """
 
@@ -60,8 +60,8 @@ is slower, and fails less often."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
 """Between two measured choices, the share of the way to the expected limit at which the next one is
-aimed; beyond the last one, the share of the predicted loss that is expected there. Smaller: the next
-choice exceeds the allowed loss less often."""
+aimed; beyond the last one, the share of the predicted loss that is expected there. Smaller: the
+next choice exceeds the allowed loss less often."""
 
 MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
 """Bounds of the factor by which an extrapolation increases the predicted loss. A smaller minimum
