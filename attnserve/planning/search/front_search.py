@@ -39,7 +39,7 @@ __all__ = [
     "power_of",
 ]
 
-MAX_BUILDS = 6
+MAX_CANDIDATES = 6
 """The number of candidates besides the first and the last choice. More come closer to the limit."""
 
 TIGHT = 0.9
@@ -221,7 +221,7 @@ class FrontSearch:
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
-            0, len(choices), MAX_BUILDS,
+            0, len(choices), MAX_CANDIDATES,
             aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
         )  # fmt: skip
         return self.build(choices[low])
@@ -307,7 +307,7 @@ class FrontSearch:
             return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
         _, high = bisect(
-            0, len(choices) - 1, MAX_BUILDS,
+            0, len(choices) - 1, MAX_CANDIDATES,
             aim=lambda low, high: self._expected(low, high, speedup, reached),
             is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search import verification
 from attnserve.planning.search.front_search import (
-    MAX_BUILDS,
+    MAX_CANDIDATES,
     BisectStep,
     FrontSearch,
     bisect,
@@ -280,7 +280,7 @@ class FakeJudge:
      (lambda x: 0.0093 + 0.1 * x, 0.004)],
     ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
 )  # fmt: skip
-def test_front_search_uses_up_the_allowed_loss_in_few_builds(
+def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
     loss: Callable[[float], float], least: float
 ):
     fake: Any = FakeJudge(loss)
@@ -288,7 +288,7 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     found: Any = FrontSearch(Goal(keep=0.99), front, fake).run()
     assert found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
-    assert len(fake.measured) <= 1 + MAX_BUILDS
+    assert len(fake.measured) <= 1 + MAX_CANDIDATES
 
 
 @dataclass
