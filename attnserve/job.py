@@ -1,4 +1,4 @@
-"""The job of a command: a model, its data, and what it should be fast at."""
+"""The job of a command: a model, its data, and its target workloads."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Job:
         others: Data of ``also_prove``, by file name.
         tokenizer: The tokenizer that was given in place of the artifact's.
         measure: The measure of quality.
-        target: The precision and the shape at which the model should be fast.
+        target: The precision and the target workloads.
     """
 
     artifact: Artifact
@@ -103,7 +103,7 @@ class Job:
 
     @property
     def lengths(self) -> Lengths:
-        """The lengths at which the model should be fast."""
+        """The lengths of the target workloads."""
         if self.target.sequence is not None:
             return self.target.sequence
         return DEFAULT_LENGTH if self.data is None else self.data.length
@@ -115,7 +115,7 @@ class Job:
 
     @cached_property
     def requested(self) -> tuple[Workload, ...]:
-        """The workloads at which the model should be fast, for example (1, 16), (1, 128), (1, 512).
+        """The target workloads, for example (1, 16), (1, 128), (1, 512).
 
         A model with fixed axes may refuse them.
         """
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def longest(self) -> int:
-        """The longest length at which the model should be fast."""
+        """The longest length of the target workloads."""
         middle = middle_length(self.lengths)
         counted_length = self.counted.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
@@ -212,7 +212,7 @@ class JobWithData(Job):
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:
-    """The workloads of a target: the batch sizes and lengths that a model should be fast at.
+    """The target workloads, with the phase of the target or its default.
 
     ``served_lengths`` gives the lengths.
 
@@ -234,7 +234,7 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
-    """The lengths in tokens that a model should be fast at.
+    """The lengths of the target workloads in tokens.
 
     They are the requested ones, else the medians of four equal parts of the data by length, else
     ``DEFAULT_LENGTHS``.

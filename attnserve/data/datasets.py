@@ -163,7 +163,7 @@ def load_inputs(
             Rows of the other files are left out until the shares are right; without weights, all
             rows are used.
         tokenizer: Path of tokenizer.json; by default the artifact's.
-        sequence: The length, or range of lengths, that the model should be fast at. If texts are
+        sequence: The length, or range of lengths, of the target workloads. If texts are
             much shorter, rows of mixed lengths up to it, or over the range, are made of several
             texts of the same part, beside the texts.
         split: Split the distinct rows into parts; False puts all rows into each part, of which

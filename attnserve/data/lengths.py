@@ -1,4 +1,4 @@
-"""Sequence lengths at which a model should be fast: one length, or a range."""
+"""Sequence lengths of target workloads: one length, or a range."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _fastest(reports: Mapping[str, MixingReport]) -> MixingReport:
     Mixings that are slower than the original at some shape are taken only if all are.
     """
     steady = [report for report in reports.values() if is_steady(report)]
-    able = steady or list(reports.values())
-    most = max(report.speedup.value for report in able)
-    near = [report for report in able if MIN_GAIN * report.speedup.value >= most]
+    eligible = steady or list(reports.values())
+    most = max(report.speedup.value for report in eligible)
+    near = [report for report in eligible if MIN_GAIN * report.speedup.value >= most]
     return min(near, key=lambda report: math.inf if report.error is None else report.error)

@@ -48,7 +48,7 @@ from graph_passes.passes.collaborate import Collaborate
 __all__ = ["OptimizeReport", "optimize"]
 
 NOT_COMPARED = (
-    "forms of shared dimensions could not be timed on inputs of this model: dense mixing is used"
+    "mixings of shared dimensions could not be timed on inputs of this model: dense mixing is used"
 )
 
 
@@ -80,8 +80,8 @@ def optimize(
         rewrites: Rewrites by hand.
         goal: Goal of a search. The original is written if nothing is faster.
         data: Calibration data.
-        target: Precision, and shape at which the model should be fast. The sequence defaults to the
-            calibration data's median length, else 128.
+        target: Precision, and target workloads. The sequence defaults to the calibration data's
+            median length, else 128.
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
         write: Output options. An existing output is replaced only with ``force``; the input never.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
@@ -101,16 +101,16 @@ def optimize(
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
             job = JobWithData.for_search(artifact, original, goal, data, target, context)
-            rewritten = _searched(job, goal)
+            rewritten = _search(job, goal)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
-            rewritten = _replayed(job, saved)
+            rewritten = _replay(job, saved)
         else:
             job = Job.read(
                 artifact, original, data, target,
                 measure=goal.measure, joined=target.sequence, context=context,
             )  # fmt: skip
-            rewritten = _requested(job, rewrites)
+            rewritten = _apply_request(job, rewrites)
         report = _report(job, rewritten, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
@@ -169,28 +169,28 @@ class _Outcome:
         return self.state.applied
 
 
-def _searched(job: JobWithData, goal: Goal) -> _Outcome:
-    """The model of a search."""
+def _search(job: JobWithData, goal: Goal) -> _Outcome:
+    """Search for a plan, and return its model."""
     require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
     return _Outcome(result.report.plan, result.state, ServedTimer(job), search=result.report)
 
 
-def _replayed(job: JobWithData, saved: SavedPlan) -> _Outcome:
-    """The model of a plan.json, applied to the same model and data as in its search."""
+def _replay(job: JobWithData, saved: SavedPlan) -> _Outcome:
+    """Apply a plan.json to the same model and data as in its search."""
     plan = saved.plan_for(job.artifact, job.data)
     _require_empty_caches(job, plan)
     state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
     return _Outcome(plan, state, ServedTimer(job))
 
 
-def _requested(job: Job, rewrites: Rewrites) -> _Outcome:
-    """The model with the requested rewrites, in the fastest mixing if none is requested."""
+def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
+    """Apply the requested rewrites, in the fastest mixing if none is requested."""
     planned = plan_request(rewrites, job)
     timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
-        """The rewritten float32 model."""
+        """Rewrite the float32 model."""
         _require_empty_caches(job, plan)
         state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
         return _Outcome(plan, state, timer)
@@ -202,11 +202,11 @@ def _requested(job: Job, rewrites: Rewrites) -> _Outcome:
     else:
         rewritten = build(planned.plan)
     rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
-    return rewritten if job.target.precision == "float32" else _converted(job, rewritten)
+    return rewritten if job.target.precision == "float32" else _convert(job, rewritten)
 
 
-def _converted(job: Job, rewritten: _Outcome) -> _Outcome:
-    """The model in the precision of the target, with its final plan.
+def _convert(job: Job, rewritten: _Outcome) -> _Outcome:
+    """Convert the model to the precision of the target, and complete its plan.
 
     Operators are fused before the conversion, by passes that depend on the rewritten model.
     """

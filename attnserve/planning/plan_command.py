@@ -47,8 +47,8 @@ def plan(
         goal: Goal of the search.
         data: Calibration data. Three parts of a seventh of the distinct rows of each file are held
             out: to choose, to verify, and for a second verification.
-        target: The precision, and the shape at which the model should be fast; without a sequence,
-            the quartiles of the calibration data's lengths.
+        target: The precision, and the target workloads; without a sequence, the quartiles of the
+            calibration data's lengths.
         run: Runtime options; ``threads`` applies to the timed sessions, all other work uses every
             core.
 

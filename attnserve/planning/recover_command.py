@@ -178,14 +178,14 @@ def _checkpoint_key(
     job: JobWithData, artifact: Artifact, teacher: Artifact, training: Training, run: Run
 ) -> str:
     """Key of the training's checkpoint; equal for equal requests, whatever their time limit."""
-    texts = job.artifact
+    served = job.artifact
     return digest(
         {
             "student": fingerprint(artifact),
             "teacher": fingerprint(teacher),
             "data": [job.data.source.to_json(), content_digest(job.data)],
             "asked": [training.measure, run.provider, run.seed, training.int8, training.task],
-            "served": [texts.pooling, texts.dimensions, texts.output],
+            "served": [served.pooling, served.dimensions, served.output],
             "versions": {**versions(), **package_versions(["torch"])},
         }
     )

@@ -115,17 +115,17 @@ class Distillation:
         device = check_input(job)
         original = job.original
         data = job.data
-        texts = job.artifact
+        artifact = job.artifact
         self.rewritten = rewritten
         self.original = original
         self.data = data
-        self.texts = texts
+        self.artifact = artifact
         self.context = job.context
         self.precision: Precision = precision
         self.bits: Bits | None = SCHEMES[precision].bits
         self.float_blocks = float_blocks
         self.labels = labels
-        self.new_meter = partial(QualityMeter, original, texts, measure=measure, data=data)
+        self.new_meter = partial(QualityMeter, original, artifact, measure=measure, data=data)
         self.empty = empty_axes(original, rewritten)
         self.calibration = [self.feed(batch) for batch in data.fit]
         self.rounding = self._rounding()
@@ -174,9 +174,9 @@ class Distillation:
         places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
         examples = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]
         return DistillationLoss(
-            self.first.qualities, self._output_names, len(self.states), self.texts.pooling,
+            self.first.qualities, self._output_names, len(self.states), self.artifact.pooling,
             examples, self.teacher,
-            dimensions=self.texts.dimensions, resized=resized_outputs(self.original),
+            dimensions=self.artifact.dimensions, resized=resized_outputs(self.original),
             probabilities=probability_outputs(self.original),
             student_outputs=[value.name or "" for value in self.rewritten.graph.outputs],
         )  # fmt: skip

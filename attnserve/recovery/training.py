@@ -232,7 +232,8 @@ class _Trainer:
         if step < WARM_UP and not self.result.restarts:  # the mean over the first steps
             rate = self.result.learning_rate
             self.result.learning_rate += (rate_for(gainable) - rate) / (step + 1)
-        steps_since_start = step - self.result.since[0]  # steps since the last beginning
+        start, _ = self.result.since
+        steps_since_start = step - start
         warmth = min((steps_since_start + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
         for group in self.optimizer.param_groups:
             group["lr"] = self.result.learning_rate * warmth
@@ -298,7 +299,8 @@ class _Trainer:
         self.checkpoint.write(lambda file: torch.save(state, file))
 
     def _is_too_fast(self) -> bool:
-        losses = [loss for _, _, loss in self.result.history[self.result.since[1] :]]
+        _, first = self.result.since
+        losses = [loss for _, _, loss in self.result.history[first:]]
         return not self.result.is_better and len(losses) >= TOO_FAST
 
     def _restart(self) -> None:

@@ -67,7 +67,7 @@ def find_attention(model: ir.Model) -> FoundAttention:
     """Find all attention blocks of a model.
 
     Bodies of If, Loop and Scan are included; functions must be inlined before.
-    ``attnserve.checks.certify`` verifies a match by executing the graph.
+    ``attnserve.checks.certify`` certifies a match by executing the graph.
     """
     with Analyses.of(model) as analyses:
         info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)

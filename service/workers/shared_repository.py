@@ -71,8 +71,8 @@ class SharedRepository(Repository):
         A single worker that cannot follow a load, or is being replaced, must not make the server
         not ready.
         """
-        able = self._ready_here + sum(peer.ready for peer in self._peers())
-        return self._state.complete and 2 * able >= self._state.workers
+        num_ready = self._ready_here + sum(peer.ready for peer in self._peers())
+        return self._state.complete and 2 * num_ready >= self._state.workers
 
     @property
     def workers(self) -> tuple[int, int]:

@@ -75,7 +75,7 @@ def compare_speed(
     return speeds
 
 
-def speedup_over(judge: Judge, slow: Candidate, fast: Candidate) -> Speedup:
+def measure_speedup_over(judge: Judge, slow: Candidate, fast: Candidate) -> Speedup:
     before, after = (
         judge.requested_speedup(judge.compare_speed(one.model, judge.job.requested))
         for one in (slow, fast)
@@ -113,7 +113,7 @@ def measure_unfused(timer: ServedTimer, *arguments: Any, **named: Any) -> Served
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
-    monkeypatch.setattr(Judge, "speedup_over", speedup_over)
+    monkeypatch.setattr(Judge, "measure_speedup_over", measure_speedup_over)
     count_served(monkeypatch)
 
 

@@ -259,13 +259,13 @@ class LossCurve:
         share = config.kept / len(self.order)
         return kept + share * changes[config] if config in changes else None
 
-    def at(self, gone: int) -> float:
+    def at(self, num_removed: int) -> float:
         """The loss after a number of removals, interpolated as a power of the block's own loss."""
-        if gone == 0:
+        if num_removed == 0:
             return 0.0
         x = np.log(np.maximum([self.own_loss[n] for n in self.gone], 1e-12))
         y = np.log(np.maximum(self.loss, 1e-12))
-        here = float(np.log(max(self.own_loss[gone], 1e-12)))
+        here = float(np.log(max(self.own_loss[num_removed], 1e-12)))
         if len(x) == 1 or here <= x[0]:
             return float(np.exp(y[0] + min(here - x[0], 0.0)))  # proportionally
         place = min(int(np.searchsorted(x, here)), len(x) - 1)
@@ -347,8 +347,8 @@ def configs_of(block: Block) -> list[BlockConfig]:
 def _shorter(block: AttentionBlock) -> int | None:
     """Half of the head size, if queries and keys can be truncated to it."""
     half = block.head_size // 2
-    able = half and half % MULTIPLE == 0 and not block.k.is_cached and not sharing_refusal(block)
-    return half if able else None
+    is_possible = half and half % MULTIPLE == 0 and not block.k.is_cached
+    return half if is_possible and not sharing_refusal(block) else None
 
 
 def passes_of(block: Block, config: BlockConfig, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:

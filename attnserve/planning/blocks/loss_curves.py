@@ -101,27 +101,28 @@ def loss_curves(
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
     """
-    able = [group for group in groups if not group.refusal]
-    if not able:
+    reducible = [group for group in groups if not group.refusal]
+    if not reducible:
         return BlockLosses({}, (), {})
-    blocks = [block for group in able for block in group.blocks]
+    blocks = [block for group in reducible for block in group.blocks]
     measured, rest = _split(batches)
     estimator = LossEstimator(model, [block.name for block in blocks], measured, new_meter, context)
     curves: dict[str, LossCurve] = {}
-    sums = _by_group(able, last_map_moments(model, blocks, enough(rest, blocks), context=context))
+    moments = last_map_moments(model, blocks, enough(rest, blocks), context=context)
+    sums = _by_group(reducible, moments)
     for done, (group, total) in enumerate(sums, start=1):
         last = _last_map(group)
         elimination = _elimination(group, last, total)
         count = group.count
-        gone: list[int] = []
+        removals: list[int] = []
         losses: list[float] = []
         for share in MEASURED_SHARES:
             n = max(round(share * count), 1)
-            if n >= count or n in gone:
+            if n >= count or n in removals:
                 continue
             kept = np.setdiff1d(np.arange(count), elimination.order[:n])
             fitted = _fitted(total, last.weight, last.rows[kept].reshape(-1))
-            gone.append(n)
+            removals.append(n)
             losses.append(estimator.loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
         own = np.maximum.accumulate(elimination.losses)
@@ -129,12 +130,16 @@ def loss_curves(
             curves[group.key] = LossCurve(
                 order=tuple(elimination.order.tolist()),
                 own_loss=tuple(own.tolist()),
-                gone=tuple(gone),
+                gone=tuple(removals),
                 loss=tuple(rising.tolist()),
             )
-        context.progress("measure block losses", done, len(able))
+        context.progress("measure block losses", done, len(reducible))
     others = _ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
-    wanted = {g: changes[g.key] for g in able if changes and g.key in changes and g.key in curves}
+    wanted = {
+        group: changes[group.key]
+        for group in reducible
+        if changes and group.key in changes and group.key in curves
+    }
     for key, changed in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=tuple(changed))
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
@@ -229,22 +234,22 @@ class _ChangeLosses:
         blocks = {block.name: block for block in find_attention(plain).blocks}
         both = [[blocks[tied.names[0]] for tied in (pair.source, pair.reader)] for pair in pairs]
         measured = similarities(plain, both, self.batches, context=self.silent)
-        for done, (pair, pair_blocks, alike) in enumerate(
+        for done, (pair, pair_blocks, similarity) in enumerate(
             zip(pairs, both, measured, strict=True), start=1
         ):
-            if alike is not None:
+            if similarity is not None:
                 with suppress(AttnserveError):  # an impossible change is left out
-                    reusing = self._reusing(pair, pair_blocks, alike)
+                    reusing = self._reusing(pair, pair_blocks, similarity)
                     if reusing is not None:
                         yield reusing
             self.context.progress("measure pairs", done, len(pairs))
 
     def _reusing(
-        self, pair: ReusePair, blocks: Sequence[AttentionBlock], alike: HeadSimilarity
+        self, pair: ReusePair, blocks: Sequence[AttentionBlock], similarity: HeadSimilarity
     ) -> ReusePair | None:
         """A pair with its heads and its loss; None if not all heads are comparable."""
         reader = pair.reader.names[0]
-        edges = edges_of(Reuse("full"), blocks, [reader], masks={}, similarity=alike)
+        edges = edges_of(Reuse("full"), blocks, [reader], masks={}, similarity=similarity)
         taken = edges.get(reader, {})
         if len(taken) < pair.reader.count:
             return None

@@ -56,7 +56,7 @@ def _numbers(
     if curve is None:
         return numbers
     for kept in range(MULTIPLE, group.count, MULTIPLE):
-        gone = group.count - kept
-        loss = curve.at(gone) if is_measured else curve.own_loss[gone]
-        numbers.append((loss + TIE * gone, kept))
+        num_removed = group.count - kept
+        loss = curve.at(num_removed) if is_measured else curve.own_loss[num_removed]
+        numbers.append((loss + TIE * num_removed, kept))
     return numbers

@@ -53,8 +53,8 @@ class BlockTimer:
     """Times blocks of a model at several shapes, as exported and rewritten.
 
     Attributes:
-        feeds: Inputs of the model at each shape; the first ``num_requested`` are those at which it
-            should be fast.
+        feeds: Inputs of the model at each shape; the first ``num_requested`` are the target
+            workloads.
         precision: Precision of the model after all rewrites.
     """
 
@@ -72,20 +72,21 @@ class BlockTimer:
         """
         blocks = [block for group in groups for block in group.blocks]
         parts = self._cut_out(self.model, [_cut(block) for block in blocks])
-        alike: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
+        equal_work: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
         shapes = infer_shapes_small(self.model, batch=2, sequence=5)
         frozen = {block for group in groups if group.refusal is not None for block in group.blocks}
         opsets = self.model.opset_imports
-        able = {block: _operators(block, shapes, opsets) for block in blocks}
+        operators_of = {block: _operators(block, shapes, opsets) for block in blocks}
         for block, part in zip(blocks, parts, strict=True):
             keys = (part.key(index) for index in range(len(self.feeds)))
-            alike.setdefault((*keys, able[block], block in frozen), []).append((block, part))
+            work = (*keys, operators_of[block], block in frozen)
+            equal_work.setdefault(work, []).append((block, part))
         latencies: dict[Block, BlockLatency] = {}
-        for done, ((*_, operators, is_frozen), same) in enumerate(alike.items(), start=1):
-            first, part = same[0]
+        for done, ((*_, operators, is_frozen), equal) in enumerate(equal_work.items(), start=1):
+            first, part = equal[0]
             latency = self._time_block(first, part, operators, is_frozen=is_frozen)
-            latencies |= {block: latency for block, _ in same}
-            self.report("time blocks", done, len(alike))
+            latencies |= {block: latency for block, _ in equal}
+            self.report("time blocks", done, len(equal_work))
         return latencies
 
     def time_pairs(
@@ -96,7 +97,7 @@ class BlockTimer:
         Reuse needs plain operators, because fused ones return no probabilities. If it is not faster
         than both fused blocks with all their heads, smaller numbers of heads are not timed.
         """
-        able = [
+        reusable = [
             group
             for group in groups
             if group.kind == "attention" and group.refusal is None and len(group.blocks) == 1
@@ -105,17 +106,17 @@ class BlockTimer:
         timed_pairs: dict[
             tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
         ] = {}
-        for index, reader in enumerate(able):
-            source = next((s for s in reversed(able[:index]) if _can_reuse(s, reader)), None)
+        for index, reader in enumerate(reusable):
+            source = next((s for s in reversed(reusable[:index]) if _can_reuse(s, reader)), None)
             if source is None:
                 continue
-            now = timed[source.blocks[0]], timed[reader.blocks[0]]
-            if now not in timed_pairs:  # blocks with equal work are timed once
-                timed_pairs[now] = self._time_pair(source, reader, now)
-            times, saved_ms = timed_pairs[now]
+            latencies = timed[source.blocks[0]], timed[reader.blocks[0]]
+            if latencies not in timed_pairs:  # blocks with equal work are timed once
+                timed_pairs[latencies] = self._time_pair(source, reader, latencies)
+            times, saved_ms = timed_pairs[latencies]
             if times:
                 pairs.append(ReusePair(source, reader, times, saved_ms))
-            self.report("time pairs", index + 1, len(able))
+            self.report("time pairs", index + 1, len(reusable))
         return pairs
 
     def residual_fusion(self) -> tuple[RewritePass | None, float]:
@@ -154,7 +155,7 @@ class BlockTimer:
         return np.sum(saved, axis=0)
 
     def mean(self, times: Sequence[float] | np.ndarray) -> float:
-        """The mean over the shapes at which the model should be fast."""
+        """The mean over the target workloads."""
         return float(np.mean(times[: self.num_requested]))
 
     def _time_block(
@@ -221,7 +222,7 @@ class BlockTimer:
         return {config: times[config] for config in parts}
 
     def _time_pair(
-        self, source: TiedBlocks, reader: TiedBlocks, now: tuple[BlockLatency, BlockLatency]
+        self, source: TiedBlocks, reader: TiedBlocks, latencies: tuple[BlockLatency, BlockLatency]
     ) -> tuple[dict[int, tuple[float, ...]], float]:
         """Times of both blocks by the number of kept heads, and the time saved with all heads.
 
@@ -246,10 +247,10 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        fused_ms = sum(self.mean(block.configs[BlockConfig(source.count)]) for block in now)
+        fused_ms = sum(self.mean(block.configs[BlockConfig(source.count)]) for block in latencies)
         saved_ms = fused_ms - self.mean(times[source.count])
         if saved_ms > 0:
-            times |= timed([config.kept for config in now[0].configs
+            times |= timed([config.kept for config in latencies[0].configs
                             if 0 < config.kept < source.count
                             and config == BlockConfig(config.kept)])  # fmt: skip
         return times, saved_ms

@@ -37,7 +37,7 @@ class UnitConfig:
     ms: float
     in_float: frozenset[int] = frozenset()
 
-    def removes_nothing(self, groups: Sequence[TiedBlocks]) -> bool:
+    def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
         return self.blocks == tuple(BlockConfig(group.count) for group in groups)
 
@@ -48,7 +48,7 @@ class Unit:
 
     Attributes:
         pair: The pair, whose second attention may reuse heads of the first; else None.
-        configs: All configurations, by rising loss; then those that remove nothing.
+        configs: All configurations, by rising loss; then the unreduced ones.
     """
 
     groups: tuple[TiedBlocks, ...]
@@ -57,11 +57,9 @@ class Unit:
 
     @property
     def unreduced(self) -> list[int]:
-        """The indices of the configurations that remove nothing."""
+        """The indices of the unreduced configurations."""
         return [
-            index
-            for index, config in enumerate(self.configs)
-            if config.removes_nothing(self.groups)
+            index for index, config in enumerate(self.configs) if config.is_unreduced(self.groups)
         ]
 
 
@@ -107,7 +105,7 @@ class Estimates:
     Attributes:
         timed: Latencies in the precision of the goal, by block.
         curves: Losses by the key of a group.
-        num_requested: The number of shapes at which the model should be fast.
+        num_requested: The number of target workloads.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """
@@ -123,7 +121,7 @@ class Estimates:
     def unit(self, part: TiedBlocks | ReusePair) -> Unit:
         """The unit of a group or a pair, without configurations that are slower at some shape.
 
-        Configurations without removal are included even if another is faster and loses less.
+        Unreduced configurations are included even if another is faster and loses less.
         """
         if isinstance(part, ReusePair):
             groups, pair = (part.source, part.reader), part
@@ -131,7 +129,7 @@ class Estimates:
         else:
             groups, pair = (part,), None
             configs = _rising(self._of_group(part))
-        per_group = [[c for c in self._of_group(g) if c.removes_nothing((g,))] for g in groups]
+        per_group = [[c for c in self._of_group(g) if c.is_unreduced((g,))] for g in groups]
         unreduced = [_joined(each) for each in product(*per_group)]
         return Unit(groups, pair, [*configs, *(c for c in unreduced if c not in configs)])
 
@@ -145,8 +143,9 @@ class Estimates:
         for kept, ms in pair.times.items():
             if (MIN_SPEEDUP * np.array(ms) > original).any():
                 continue
-            gone = pair.source.count - kept
-            loss = curve.at(gone) + other.at(gone) + pair.loss * kept / pair.source.count
+            num_removed = pair.source.count - kept
+            loss = curve.at(num_removed) + other.at(num_removed)
+            loss += pair.loss * kept / pair.source.count
             blocks = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
             configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
         return _rising(configs)

@@ -55,15 +55,15 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
     timing, losses = front.timing, front.losses
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
-        now = unit.configs[index]
-        for place, (group, config) in enumerate(zip(unit.groups, now.blocks, strict=True)):
-            curve, in_float = losses.curves.get(group.key), place in now.in_float
+        chosen = unit.configs[index]
+        for place, (group, config) in enumerate(zip(unit.groups, chosen.blocks, strict=True)):
+            curve, in_float = losses.curves.get(group.key), place in chosen.in_float
             predicted_loss = _predicted_loss(curve, group, config, unit.pair)
             if timing.float_latencies and not in_float:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
             for block in group.blocks:
-                if unit.pair is not None and any(other.source for other in now.blocks):
+                if unit.pair is not None and any(other.source for other in chosen.blocks):
                     # half of the time of both blocks
                     ms_after = timing.mean(unit.pair.times[config.kept]) / 2
                     operator = config.plain_operators or AS_EXPORTED
@@ -108,8 +108,8 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
         place: The group in the unit.
         curve: The losses of the group, if something can be removed.
     """
-    group, now = unit.groups[place], unit.configs[index]
-    config = now.blocks[place]
+    group, chosen = unit.groups[place], unit.configs[index]
+    config = chosen.blocks[place]
     what = "heads" if group.kind == "attention" else "neurons"
     if group.refusal is not None:
         return f"nothing can be removed: {group.refusal}"
@@ -117,7 +117,7 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
         return f"it has too few {what} to remove any"
     if len(unit.configs) == 1:
         return f"no smaller number of {what} is faster at every length"
-    parts = ["it is not converted"] if place in now.in_float else list[str]()
+    parts = ["it is not converted"] if place in chosen.in_float else list[str]()
     removed = group.count - config.kept
     if not config.kept:
         parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")
@@ -134,13 +134,13 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
             f"reusing the probabilities of {config.source} in all heads loses {unit.pair.loss:.4f}"
         )
     following = next(iter(unit.configs[index + 1 :]), None)
-    if following is not None and following.ms < now.ms:
+    if following is not None and following.ms < chosen.ms:
         smaller = f"{following.blocks[place]} {what}"
-        if place in now.in_float and place not in following.in_float:
+        if place in chosen.in_float and place not in following.in_float:
             smaller += " without float32"
         pair = " and its pair" if unit.pair is not None else ""
         parts.append(
-            f"{smaller}{pair} would save {now.ms - following.ms:.3f} ms more and lose "
-            f"{following.loss - now.loss:.4f} more"
+            f"{smaller}{pair} would save {chosen.ms - following.ms:.3f} ms more and lose "
+            f"{following.loss - chosen.loss:.4f} more"
         )
     return "; ".join(parts)

@@ -36,8 +36,8 @@ class Front:
         units: The units of the model, in order of execution.
         choices: The front, by rising loss.
         precision: The precision of all models.
-        nothing_removed: The front of the choices without removal: fused operators, and the
-            precision of each block.
+        unreduced: The front of the unreduced choices: fused operators, and the precision of each
+            block.
     """
 
     timing: ModelTiming
@@ -45,7 +45,7 @@ class Front:
     units: Sequence[Unit]
     choices: Sequence[Choice]
     precision: Precision
-    nothing_removed: Sequence[Choice] = ()
+    unreduced: Sequence[Choice] = ()
 
     @classmethod
     def of(cls, timing: ModelTiming, losses: BlockLosses, precision: Precision) -> Front:
@@ -65,7 +65,7 @@ class Front:
             units=units,
             choices=_front(units, every),
             precision=precision,
-            nothing_removed=_front(units, [unit.unreduced for unit in units]),
+            unreduced=_front(units, [unit.unreduced for unit in units]),
         )
 
     def predicted_ms(self, choice: Choice) -> float:

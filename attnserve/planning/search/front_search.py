@@ -1,7 +1,15 @@
-"""Search the Pareto front for the choice that meets a goal, with few builds.
+"""Search the Pareto front for the choice that meets a goal, with few candidates.
 
-Predicted losses and times put the choices in order; measured ones decide. A build needs a refit and
-a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+Predicted losses and times put the choices in order; measured ones decide. A candidate needs a refit
+and a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+
+Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice loses 0.
+
+1. A choice with a predicted loss of 0.01 is built (``FIRST_GUESS`` is 1). It loses 0.005.
+2. The limit is twice as far: the next one has ``EXTRAPOLATE * 2 * 0.01`` = 0.0196. It loses 0.02.
+3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196;
+   the next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
+4. This is allowed, and more than ``TIGHT * 0.01``: the search ends.
 """
 
 from __future__ import annotations
@@ -31,40 +39,46 @@ __all__ = [
     "power_of",
 ]
 
-MAX_BUILDS = 6
-"""The number of choices that are built besides the first and the last."""
+MAX_CANDIDATES = 6
+"""The number of candidates besides the first and the last choice. More come closer to the limit."""
 
 TIGHT = 0.9
-"""Share of the allowed loss from which the search stops refining."""
+"""The search ends at a candidate with this share of the allowed loss, or more of it. Larger: the
+result is closer to the limit, after more candidates."""
 
 FIRST_GUESS = {"score": 4.0}
-"""Initial ratio of the predicted loss (1 - R^2 or a share of KL) to the loss of the measure; 1 for
-other measures. The first build replaces it."""
+"""Ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure, before any is
+measured; 1 for other measures. Larger: the first candidate loses more."""
 
 SQUARED = frozenset({"top1"})
 """Measures whose squared loss is proportional to the predicted loss: token ranks change when logits
 change, and independent changes add up in squares."""
 
 CAREFUL = 0.8
-"""Target share of the allowed loss after a failed verification."""
+"""Share of the allowed loss at which the choice after a failed verification is aimed. Smaller: it
+is slower, and fails less often."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
-"""Target of the next choice relative to the estimate; below 1 to stay within bounds."""
+"""Between two measured choices, the share of the way to the expected limit at which the next one is
+aimed; beyond the last one, the share of the predicted loss that is expected there. Smaller: the
+next choice exceeds the allowed loss less often."""
 
 MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
-"""Growth of the predicted loss by an extrapolation: enough for another choice, and not so much that
-the measured losses, which are seldom proportional, make the step useless."""
+"""Bounds of the factor by which an extrapolation increases the predicted loss. A smaller minimum
+may find the same choice again; a larger maximum goes further beyond the limit where measured losses
+are not proportional to predicted ones, as is usual."""
 
 MIN_STEP = 0.1
-"""Least share of the way to the upper choice: even the smallest change has the uncertainty of a
-score."""
+"""Least share of the way from the lower to the upper choice. Larger: a step exceeds the limit more
+often; smaller: it stays within the uncertainty of a score, which even the smallest change has."""
 
 MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
-"""Largest share of that way, and from the least lossy choice: interpolation from no loss aims too
-high until a lossy choice is known to keep enough."""
+"""Largest share of that way, and from the first choice of the front. Larger: the next choice loses
+more; an interpolation from no loss aims too high until a lossy choice is known to keep enough."""
 
 TIME_MARGIN = 0.05
-"""Least share of the way between two measured speeds from either of them."""
+"""Least share of the way between two measured speeds by which the next choice differs from each.
+Larger: the steps are closer to halves."""
 
 
 def first_guess(measure: str, loss: float) -> float:
@@ -144,12 +158,12 @@ class FrontSearch:
         """Build and measure a choice."""
         return self.judge.build(choice, self.front.plan(choice))
 
-    def loss(self, choice: Choice) -> float:
-        """The measured loss of a choice, which is built unless a checkpoint has it."""
-        return self.judge.loss(choice, self.front.plan(choice))
+    def measure_loss(self, choice: Choice) -> float:
+        """Measure the loss of a choice, which is built unless a checkpoint has it."""
+        return self.judge.measure_loss(choice, self.front.plan(choice))
 
-    def least_lossy(self) -> Candidate:
-        """Build the choice with the least loss: fused operators, and the precision."""
+    def build_first(self) -> Candidate:
+        """Build the first choice, with the least loss: fused operators, and the precision."""
         return self.build(self.front.choices[0])
 
     def run(self) -> Candidate | None:
@@ -159,14 +173,18 @@ class FrontSearch:
             CheckFailed: The precision alone loses too much, or the speed-up is out of reach.
         """
         if self.goal.target_speedup is not None:
-            return self.least_loss(self.goal.target_speedup)
+            return self.find_least_lossy(self.goal.target_speedup)
         assert self.goal.keep is not None
-        return self.fastest(self.goal.keep)
+        return self.find_fastest(self.goal.keep)
 
-    def fastest(self, keep: float) -> Candidate | None:
-        """The fastest choice that meets the goal of quality."""
+    def find_fastest(self, keep: float) -> Candidate | None:
+        """Find the fastest choice that meets the goal of quality.
+
+        Returns:
+            None if even the first choice loses too much in float32.
+        """
         choices = self.front.choices
-        least_lossy = self.least_lossy()
+        least_lossy = self.build_first()
         measure = self.worst_measure(least_lossy)
         allowed = 1 - keep
         constant = self._constant(least_lossy)
@@ -198,34 +216,35 @@ class FrontSearch:
             return self.index_of(self._next_guess(low, high, limit, measured))
 
         def keeps(index: int) -> BisectStep:
-            loss = self.loss(choices[index]) ** power
+            loss = self.measure_loss(choices[index]) ** power
             measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
         low, _ = bisect(
-            0, len(choices), MAX_BUILDS,
+            0, len(choices), MAX_CANDIDATES,
             aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
         )  # fmt: skip
         return self.build(choices[low])
 
-    def as_fast_with_less_loss(self, candidate: Candidate) -> Candidate:
-        """A choice that loses less and is as fast within the interval of paired times."""
+    def find_less_lossy(self, candidate: Candidate) -> Candidate:
+        """Find a choice that loses less and is as fast within the interval of paired times."""
         front = self.front
         most = SAME_MS * front.predicted_ms(candidate.choice)
         other = next(c for c in front.choices if front.predicted_ms(c) <= most)
         if other.loss >= candidate.choice.loss:
             return candidate
         lean = self.build(other)
-        as_fast = self.judge.speedup_over(lean, candidate).low <= 1
+        as_fast = self.judge.measure_speedup_over(lean, candidate).low <= 1
         return lean if as_fast and lean.loss <= candidate.loss else candidate
 
-    def without_removal(self) -> FrontSearch:
-        """The same search among the choices that remove nothing.
+    @property
+    def unreduced(self) -> FrontSearch:
+        """The same search among the unreduced choices.
 
         The fastest one is the fused original in the precision of the goal, if that keeps enough:
         otherwise some of its blocks stay float32.
         """
-        return replace(self, front=replace(self.front, choices=self.front.nothing_removed))
+        return replace(self, front=replace(self.front, choices=self.front.unreduced))
 
     def run_from_fastest(self) -> Candidate | None:
         """``run`` for a front whose fastest choice often meets the goal: it is built first.
@@ -236,12 +255,16 @@ class FrontSearch:
         fastest = self.build(self.front.choices[-1])
         keep, speedup = self.goal.keep, self.goal.target_speedup
         if keep is not None:
-            return fastest if fastest.loss <= allowed_loss(keep) else self.fastest(keep)
+            return fastest if fastest.loss <= allowed_loss(keep) else self.find_fastest(keep)
         assert speedup is not None
-        return self.least_loss(speedup) if self.judge.speedup(fastest) >= speedup else None
+        return (
+            self.find_least_lossy(speedup)
+            if self.judge.measure_speedup(fastest) >= speedup
+            else None
+        )
 
-    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
-        """A choice with less predicted loss, after the verification of another choice failed.
+    def step_back(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
+        """Build a choice with less predicted loss, after the verification of another one failed.
 
         Its loss is estimated from the mean of both measurements of the failed choice, because a
         failed verification alone is biased: it failed partly by chance.
@@ -263,13 +286,13 @@ class FrontSearch:
         # The second condition of top1 is one that a constant predictor never meets.
         return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
-    def least_loss(self, speedup: float) -> Candidate:
-        """The choice with the least loss that reaches a speed-up, by the time of whole models."""
+    def find_least_lossy(self, speedup: float) -> Candidate:
+        """Find the choice with the least loss that reaches a speed-up of the whole model."""
         choices = self.front.choices
-        first = self._speedup_at(0)
+        first = self._measure_speedup(0)
         if first >= speedup:
-            return self.least_lossy()
-        last = self._speedup_at(len(choices) - 1)
+            return self.build_first()
+        last = self._measure_speedup(len(choices) - 1)
         if last < speedup:
             raise CheckFailed(
                 f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
@@ -279,25 +302,25 @@ class FrontSearch:
         reached = {0: first, len(choices) - 1: last}
 
         def is_slow(index: int) -> BisectStep:
-            measured = self._speedup_at(index)
+            measured = self._measure_speedup(index)
             reached[index] = measured
             return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
         _, high = bisect(
-            0, len(choices) - 1, MAX_BUILDS,
+            0, len(choices) - 1, MAX_CANDIDATES,
             aim=lambda low, high: self._expected(low, high, speedup, reached),
             is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
         )  # fmt: skip
         return self.build(choices[high])
 
-    def _speedup_at(self, index: int) -> float:
-        return self.judge.speedup(self.build(self.front.choices[index]))
+    def _measure_speedup(self, index: int) -> float:
+        return self.judge.measure_speedup(self.build(self.front.choices[index]))
 
     def _predicted_ms(self, index: int) -> float:
         return self.front.predicted_ms(self.front.choices[index])
 
     def is_near(self, low: int, high: int) -> bool:
-        """Whether two choices are so close that nothing between them is worth a build."""
+        """Whether two choices are so close that no choice between them is worth building."""
         if high == len(self.front.choices):
             return False
         return self._predicted_ms(low) < MIN_GAIN * self._predicted_ms(high)

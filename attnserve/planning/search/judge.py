@@ -64,9 +64,9 @@ class Candidate:
         return self.state.result
 
     @property
-    def removes(self) -> bool:
-        """Whether a pass of the plan is lossy."""
-        return bool(self.plan.lossy_blocks)
+    def is_unreduced(self) -> bool:
+        """Whether no pass of the plan is lossy."""
+        return not self.plan.lossy_blocks
 
 
 class SpeedCheck(NamedTuple):
@@ -115,7 +115,7 @@ class ScoredTask:
 class Judge:
     """Builds plans, and measures and times their models beside the original.
 
-    The latest model, the latest that keeps enough, and the latest that removes nothing stay in
+    The latest model, the latest that keeps enough, and the latest that is unreduced stay in
     memory, because the search ends with one of them.
 
     Attributes:
@@ -144,8 +144,8 @@ class Judge:
         """The job of all that is not timed."""
         return self.job.on_all_threads()
 
-    def loss(self, choice: Choice, plan: Plan) -> float:
-        """The measured loss of a choice, from the checkpoint or by building its plan."""
+    def measure_loss(self, choice: Choice, plan: Plan) -> float:
+        """Measure the loss of a choice, or read it from the checkpoint."""
         stored = self.checkpoint.build(digest(plan.to_json()))
         if stored is not None:
             self.measured[choice.picks] = stored
@@ -160,10 +160,10 @@ class Judge:
         number = len(self.measured) + (choice.picks not in self.measured)
         job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
-        self._latest = candidate = self._measured(choice, plan, state, job)
+        self._latest = candidate = self._measure(choice, plan, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
             self._enough = candidate
-        if not candidate.removes:  # every result is compared with one that removes nothing
+        if candidate.is_unreduced:  # every result is compared with an unreduced one
             self._unreduced = candidate
         measured = candidate.loss, candidate.fidelity.mean_cosine
         self.measured[choice.picks] = measured
@@ -187,10 +187,10 @@ class Judge:
             applied=candidate.state.applied,
         )
         apply_steps((training, *plan.conversion), state)
-        return self._measured(candidate.choice, plan, state, job)
+        return self._measure(candidate.choice, plan, state, job)
 
-    def _measured(self, choice: Choice, plan: Plan, state: State, job: JobWithData) -> Candidate:
-        """The candidate of an applied plan, measured on the data to choose."""
+    def _measure(self, choice: Choice, plan: Plan, state: State, job: JobWithData) -> Candidate:
+        """Measure the model of an applied plan on the data to choose."""
         verification = self._compare(state.result, HeldOut.CHOOSE, job)
         return Candidate(
             choice, plan, state, verification.fidelity, verification.share, verification.loss
@@ -206,8 +206,8 @@ class Judge:
         gain = self.requested_speedup(speeds)
         return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
 
-    def speedup(self, candidate: Candidate) -> float:
-        """The measured speed-up of a candidate; see ``requested_speedup``."""
+    def measure_speedup(self, candidate: Candidate) -> float:
+        """Measure the speed-up of a candidate; see ``requested_speedup``."""
         return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
@@ -220,12 +220,12 @@ class Judge:
         If the model seems slower at a workload, both are timed again, and both runs count.
 
         Raises:
-            CannotRewrite: See ``_times``.
+            CannotRewrite: See ``_time``.
         """
         models = [self.job.original, model]
-        timed, times = self._times(models, workloads)
+        timed, times = self._time(models, workloads)
         if any(_median_speedup(rows) < MIN_SPEEDUP for rows in times):
-            _, again = self._times(models, timed)
+            _, again = self._time(models, timed)
             times = [np.hstack(pair) for pair in zip(times, again, strict=True)]
         return [
             ShapeLatency(
@@ -238,22 +238,22 @@ class Judge:
             for workload, rows in zip(timed, times, strict=True)
         ]
 
-    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
-        """The speed-up of one candidate over another at the requested lengths (interleaved runs).
+    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+        """Measure the speed-up of one candidate over another at the requested lengths, interleaved.
 
         Raises:
-            CannotRewrite: See ``_times``.
+            CannotRewrite: See ``_time``.
         """
-        _, times = self._times([slow.model, fast.model], self.job.requested, PAIR_SECONDS)
+        _, times = self._time([slow.model, fast.model], self.job.requested, PAIR_SECONDS)
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
-    def _times(
+    def _time(
         self,
         models: Sequence[ir.Model],
         workloads: Sequence[Workload],
         seconds: float | None = None,
     ) -> tuple[list[Workload], list[np.ndarray]]:
-        """See ``time_models``.
+        """Time models beside each other; see ``time_models``.
 
         Raises:
             CannotRewrite: The models cannot run side by side, for example for lack of memory.

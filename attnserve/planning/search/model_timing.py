@@ -55,7 +55,7 @@ class ModelTiming:
     other_ms: float
 
     def mean(self, times: Sequence[float]) -> float:
-        """The mean over the workloads that the model should be fast at."""
+        """The mean over the target workloads."""
         return float(np.mean(times[: self.num_requested]))
 
     def latency(self, block: Block, *, in_float: bool) -> BlockLatency:

@@ -51,8 +51,8 @@ __all__ = ["SearchResult", "search"]
 def search(goal: Goal, job: JobWithData) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
-    Times, losses and builds are stored in the user's cache folder until the search ends, so that an
-    interrupted search continues.
+    Times, losses and the measurements of candidates are stored in the user's cache folder until the
+    search ends, so that an interrupted search continues.
 
     Args:
         job: Its weights are finite.
@@ -87,7 +87,7 @@ def search(goal: Goal, job: JobWithData) -> SearchResult:
     front_search = FrontSearch(goal, Front.of(timing, losses, precision), judge)
     best = front_search.run()
     if best is not None and goal.keep is not None:
-        best = front_search.as_fast_with_less_loss(best)
+        best = front_search.find_less_lossy(best)
     if goal.recover is None:
         result = result_of(front_search, verify_candidate(front_search, best))
     else:

@@ -19,8 +19,8 @@ from attnserve.planning.search.judge import Candidate, SpeedCheck
 from attnserve.planning.search.report import PlanReport, Verification
 from attnserve.planning.search.verification import (
     Verified,
-    prefer_no_removal,
-    verify_without_removal,
+    prefer_unreduced,
+    verify_unreduced,
 )
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
@@ -48,10 +48,10 @@ def result_of(
     goal, judge = front_search.goal, front_search.judge
     if not verified.meets_goal:
         return _no_gain(front_search, verified.candidate, _missed(goal, verified), recovered)
-    verified = prefer_no_removal(front_search, verified)
+    verified = prefer_unreduced(front_search, verified)
     timed = judge.time(verified.candidate)
-    if timed.refusal and verified.candidate.removes:  # for example, slower at a length
-        unreduced = verify_without_removal(front_search)
+    if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
+        unreduced = verify_unreduced(front_search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
             verified = replace(unreduced, note=note)

@@ -12,7 +12,7 @@ from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate
 from attnserve.planning.search.report import Verification
 
-__all__ = ["Verified", "prefer_no_removal", "verify_candidate", "verify_without_removal"]
+__all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 
 PARTS = (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN)
 """The data of each verification of a search, if those before failed.
@@ -31,7 +31,7 @@ class Verified:
             least loss missed it before.
         meets_goal: Whether the candidate may be returned: it keeps the quality of the goal, or
             differs from the original by rounding only.
-        note: Why the candidate removes nothing, although a removal was found; else empty.
+        note: Why the candidate is unreduced, although a reduced one was found; else empty.
     """
 
     candidate: Candidate
@@ -47,7 +47,7 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
         candidate: The result of the search; None if no choice meets the goal on the data to choose.
     """
     if candidate is None:
-        return Verified(front_search.least_lossy(), (), meets_goal=False)
+        return Verified(front_search.build_first(), (), meets_goal=False)
     judge = front_search.judge
     keep = front_search.goal.keep
     if keep is None:
@@ -55,9 +55,9 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
     verifications: list[Verification] = []
     for part in PARTS:
         if len(verifications) == len(PARTS) - 1:
-            candidate = front_search.least_lossy()
+            candidate = front_search.build_first()
         elif verifications:
-            candidate = front_search.more_careful(candidate, verifications[-1].loss, keep)
+            candidate = front_search.step_back(candidate, verifications[-1].loss, keep)
         verification = judge.verify(candidate, part)
         verifications.append(verification)
         if verification.loss <= allowed_loss(keep):
@@ -70,9 +70,9 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
     return Verified(candidate, verifications, meets_goal=is_exact)
 
 
-def verify_without_removal(front_search: FrontSearch) -> Verified | None:
-    """The verified candidate among those that remove nothing; None if none meets the goal."""
-    unreduced_search = front_search.without_removal()
+def verify_unreduced(front_search: FrontSearch) -> Verified | None:
+    """Find and verify an unreduced candidate; None if none meets the goal."""
+    unreduced_search = front_search.unreduced
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:
         return None
@@ -80,24 +80,24 @@ def verify_without_removal(front_search: FrontSearch) -> Verified | None:
     return verified if verified.meets_goal else None
 
 
-def prefer_no_removal(front_search: FrontSearch, verified: Verified) -> Verified:
-    """The verified candidate, or the one without removal if that is about as fast."""
+def prefer_unreduced(front_search: FrontSearch, verified: Verified) -> Verified:
+    """Replace a verified candidate by an unreduced one if that is about as fast."""
     judge = front_search.judge
     best = verified.candidate
-    if not best.removes:
+    if best.is_unreduced:
         return verified
-    unreduced_search = front_search.without_removal()
+    unreduced_search = front_search.unreduced
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:  # it misses the speed-up of the goal
         return verified
-    gain = judge.speedup_over(unreduced, best)
+    gain = judge.measure_speedup_over(unreduced, best)
     if gain.low >= MIN_REMOVAL_GAIN:
         return verified
     other = verify_candidate(unreduced_search, unreduced)
     if not other.meets_goal:
         return verified
     if other.candidate is not unreduced:  # more blocks stay float32
-        gain = judge.speedup_over(other.candidate, best)
+        gain = judge.measure_speedup_over(other.candidate, best)
         if gain.low >= MIN_REMOVAL_GAIN:
             return verified
     note = (

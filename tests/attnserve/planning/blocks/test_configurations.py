@@ -279,15 +279,15 @@ def test_configs_lossy_conversion_keeps_block_in_float(
         for block, each in timed.items()
     }
     lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).unit(group).configs
-    # In float32 it is slower, and nothing is gained; the last one is kept as it removes nothing.
+    # In float32 it is slower, and nothing is gained; the last one is kept as it is unreduced.
     assert not any(config.in_float for config in lossless[:-1])
-    assert lossless[-1].removes_nothing((group,)) and lossless[-1].in_float
+    assert lossless[-1].is_unreduced((group,)) and lossless[-1].in_float
     lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).unit(group).configs
     assert lossy[0].in_float == {0} and lossy[0].loss == 0
     assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
     faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).unit(group).configs
     assert all(config.in_float for config in faster[:-1])  # int8 is slower and lossy
-    assert faster[-1].removes_nothing((group,))
+    assert faster[-1].is_unreduced((group,))
 
 
 def test_configs_of_pair_keep_blocks_in_float(

@@ -1,4 +1,4 @@
-"""Choices that lose less at the same speed, and choices that remove nothing."""
+"""Choices that lose less at the same speed, and unreduced choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search import verification
 from attnserve.planning.search.front_search import (
-    MAX_BUILDS,
+    MAX_CANDIDATES,
     BisectStep,
     FrontSearch,
     bisect,
@@ -41,9 +41,9 @@ PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 
 
-def candidate_of(choice: Choice, loss: float | None = None, *, removes: bool = False) -> Candidate:
+def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
     """A candidate with this loss, by default the predicted one, and maybe without a head."""
-    plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if removes else [])
+    plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if reduced else [])
     return Candidate(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
 
 
@@ -52,7 +52,7 @@ class FakeFront:
     """A front whose choices have a loss and a time, without blocks."""
 
     choices: Sequence[Choice] = tuple(FRONT)
-    nothing_removed: Sequence[Choice] = (FUSED, INT8)
+    unreduced: Sequence[Choice] = (FUSED, INT8)
     precision: Precision = "float32"
 
     def plan(self, choice: Choice) -> Plan:
@@ -73,10 +73,10 @@ class Judge:
         self.built.append(choice)
         return candidate_of(choice)
 
-    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.gain
 
-    def speedup(self, candidate: Candidate) -> float:
+    def measure_speedup(self, candidate: Candidate) -> float:
         return FUSED.ms / candidate.choice.ms
 
 
@@ -121,43 +121,40 @@ def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
 @pytest.mark.parametrize(
     ("gain", "index"), [(NO_GAIN, 2), (Speedup(value=1.05, ci95=(1.01, 1.09)), 3)]
 )
-def test_as_fast_with_less_loss_takes_less_loss_at_the_same_speed(
-    gain: Speedup, index: int
-) -> None:
+def test_find_less_lossy_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
     judge = Judge(gain)
     built = judge.build(FRONT[3])
-    assert search(judge, keep=0.99).as_fast_with_less_loss(built).choice == FRONT[index]
+    assert search(judge, keep=0.99).find_less_lossy(built).choice == FRONT[index]
 
 
-def test_as_fast_with_less_loss_builds_nothing_where_no_choice_is_as_fast() -> None:
+def test_find_less_lossy_builds_nothing_where_no_choice_is_as_fast() -> None:
     judge = Judge()
     built = judge.build(FRONT[4])
-    assert search(judge, keep=0.9).as_fast_with_less_loss(built) is built
+    assert search(judge, keep=0.9).find_less_lossy(built) is built
     assert judge.built == [FRONT[4]]
 
 
-def test_without_removal_is_the_fastest_precision_that_keeps_enough() -> None:
-    unreduced = search(Judge(), keep=0.99).without_removal()
+def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
+    unreduced = search(Judge(), keep=0.99).unreduced
     found = unreduced.run_from_fastest()
     assert found is not None and found.choice == INT8
     assert list(unreduced.front.choices) == [FUSED, INT8]
 
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
-def test_without_removal_reaches_the_speedup_or_is_none(
-    speedup: float, choice: Choice | None
-) -> None:
-    found = search(Judge(), target_speedup=speedup).without_removal().run_from_fastest()
+def test_unreduced_reaches_the_speedup_or_is_none(speedup: float, choice: Choice | None) -> None:
+    found = search(Judge(), target_speedup=speedup).unreduced.run_from_fastest()
     assert (found and found.choice) == choice
 
 
 @dataclass(frozen=True, eq=False)
 class Int8Search(FrontSearch):
-    """A search in int8, with this choice that removes nothing."""
+    """A search in int8, with this unreduced choice."""
 
     whole: Candidate | None = None
 
-    def without_removal(self) -> FrontSearch:
+    @property
+    def unreduced(self) -> FrontSearch:
         return self
 
     def run_from_fastest(self) -> Candidate | None:
@@ -171,23 +168,23 @@ class PairedJudge:
     gain: Speedup
     others: dict[Candidate, Speedup] = field(default_factory=dict[Candidate, Speedup])
 
-    def speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
+    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         return self.others.get(slow, self.gain)
 
 
 @dataclass
 class Settling:
-    """A search whose best choice removes something; the other one, nothing."""
+    """A search whose best choice is reduced; the other one is not."""
 
     gain: Speedup
     keeps: bool = True
     careful: Speedup | None = None
-    """The gain over another choice without removal, which the verification returns then."""
+    """The gain over another unreduced choice, which the verification returns then."""
     proved: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
         whole, careful = candidate_of(INT8), candidate_of(FUSED)
-        best = candidate_of(FRONT[3], removes=True)
+        best = candidate_of(FRONT[3], reduced=True)
         front: Any = FakeFront(precision="int8")
         judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
         front_search = Int8Search(Goal(keep=0.99), front, judge, whole)
@@ -199,13 +196,13 @@ class Settling:
 
         monkeypatch.setattr(verification, "verify_candidate", proved)
         first: Any = ["verification"]
-        found = verification.prefer_no_removal(front_search, Verified(best, first))
+        found = verification.prefer_unreduced(front_search, Verified(best, first))
         self.proved = list(found.verifications)
         return found.candidate, found.note
 
 
 @pytest.mark.parametrize(
-    ("gain", "keeps", "removes"),
+    ("gain", "keeps", "reduced"),
     [
         (Speedup(value=1.10, ci95=(1.03, 1.2)), True, True),
         (Speedup(value=1.10, ci95=(1.029, 1.2)), True, False),  # within the interval
@@ -217,35 +214,35 @@ class Settling:
         ),  # the other one failed its verification by chance
     ],
 )
-def test_prefer_no_removal_gain_within_three_percent_removes_nothing(
-    gain: Speedup, keeps: bool, removes: bool, monkeypatch: pytest.MonkeyPatch
+def test_prefer_unreduced_gain_within_three_percent_is_unreduced(
+    gain: Speedup, keeps: bool, reduced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settling = Settling(gain, keeps)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.lossy_blocks) == removes
-    assert bool(note) == (not removes) and (removes or "1.03x" in note)
-    assert settling.proved == (["verification"] if removes else ["verification of the whole"])
+    assert bool(found.plan.lossy_blocks) == reduced
+    assert bool(note) == (not reduced) and (reduced or "1.03x" in note)
+    assert settling.proved == (["verification"] if reduced else ["verification of the whole"])
 
 
 @pytest.mark.parametrize(
-    ("careful", "removes"),
+    ("careful", "reduced"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_prefer_no_removal_compares_with_the_model_that_would_be_written(
-    careful: Speedup, removes: bool, monkeypatch: pytest.MonkeyPatch
+def test_prefer_unreduced_compares_with_the_model_that_would_be_written(
+    careful: Speedup, reduced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest choice without removal failed its verification; the one after it may be slow."""
     settling = Settling(NO_GAIN, careful=careful)
     found, note = settling.run(monkeypatch)
-    assert bool(found.plan.lossy_blocks) == removes
-    assert removes or f"{careful.value:.2f}x" in note
+    assert bool(found.plan.lossy_blocks) == reduced
+    assert reduced or f"{careful.value:.2f}x" in note
 
 
-def test_prefer_no_removal_plan_without_removal_is_not_compared() -> None:
+def test_prefer_unreduced_plan_is_not_compared() -> None:
     no_judge, plain, proofs = None, candidate_of(FUSED), [Verification(FIDELITY, None, 0.0)]
     front_search = search(no_judge, keep=0.99)  # a comparison would need one
     verified = Verified(plain, proofs)
-    assert verification.prefer_no_removal(front_search, verified) is verified
+    assert verification.prefer_unreduced(front_search, verified) is verified
 
 
 class LongFront:
@@ -268,13 +265,13 @@ class FakeJudge:
         self.measure = measure
         self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def loss(self, choice: Choice, plan: Plan = PLAN) -> float:
+    def measure_loss(self, choice: Choice, plan: Plan = PLAN) -> float:
         loss = self.measure(choice.loss) if choice.loss else 0.0
         self.measured[choice.picks] = loss, 1 - loss
         return loss
 
     def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
-        return candidate_of(choice, self.loss(choice))
+        return candidate_of(choice, self.measure_loss(choice))
 
 
 @pytest.mark.parametrize(
@@ -283,7 +280,7 @@ class FakeJudge:
      (lambda x: 0.0093 + 0.1 * x, 0.004)],
     ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
 )  # fmt: skip
-def test_front_search_uses_up_the_allowed_loss_in_few_builds(
+def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
     loss: Callable[[float], float], least: float
 ):
     fake: Any = FakeJudge(loss)
@@ -291,7 +288,7 @@ def test_front_search_uses_up_the_allowed_loss_in_few_builds(
     found: Any = FrontSearch(Goal(keep=0.99), front, fake).run()
     assert found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
-    assert len(fake.measured) <= 1 + MAX_BUILDS
+    assert len(fake.measured) <= 1 + MAX_CANDIDATES
 
 
 @dataclass
@@ -316,7 +313,7 @@ class CarefulSearch(FrontSearch):
 
     careful: Iterator[Candidate] = field(default_factory=lambda: iter(()))
 
-    def more_careful(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
+    def step_back(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
         return next(self.careful)
 
 
