@@ -3,7 +3,7 @@
 Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
 is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
 that share query and key dimensions keep their form. Serving fuses the models that it loads
-(``planning.serving_form``). Every conversion of the precision fuses first. Products with
+(``planning.served_graph``). Every conversion of the precision fuses first. Products with
 quantized weights stay as they are.
 """
 

@@ -26,7 +26,7 @@ from rich.console import Console
 import attnserve
 from attnserve.context import ONE_THREAD
 from attnserve.models.artifact import open_artifact
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from benchmarks._common import (
     description,
     minilm,

@@ -351,4 +351,4 @@ def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         times[:, 0] = 2.0
         return times
 
-    monkeypatch.setattr("attnserve.planning.serving_form.timing.time_shapes", time)
+    monkeypatch.setattr("attnserve.planning.served_graph.timing.time_shapes", time)

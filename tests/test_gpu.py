@@ -14,7 +14,7 @@ from attnserve.context import ONE_THREAD, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda

@@ -4,7 +4,7 @@ A model file is untrusted: it may crash ONNX Runtime or never finish a run. The 
 runs it once; a crash or a timeout becomes an ``InvalidModel``. Results are cached by content, so
 that another check of the same files, also in another process, only reads them.
 
-Another child then tries lossless operator fusion (``serving_form``). The fused model is served
+Another child then tries lossless operator fusion (``served_graph``). The fused model is served
 if it is equivalent and faster. Fusion takes seconds for a small model and minutes for a large one,
 so it runs in the background while the original is served.
 """
@@ -494,7 +494,7 @@ def _fuse_in_child(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Write the fused model and return its report and ``GraphFacts.cost_json``."""
     # Imported here: only this process needs the modules that rewrite graphs.
-    from attnserve.planning.serving_form.lossless import fuse_lossless
+    from attnserve.planning.served_graph.lossless import fuse_lossless
 
     fused = fuse_lossless(artifact, new, device)
     costs = GraphFacts.read(replace(artifact, model=new)).cost_json()

@@ -9,7 +9,7 @@ __all__ = ["NOT_REWRITTEN", "PENDING", "Fused", "OperatorReport", "Unfused", "un
 
 
 class Fused(TypedDict):
-    """A model with fused operators; see ``planning.serving_form.lossless.FusionReport``."""
+    """A model with fused operators; see ``planning.served_graph.lossless.FusionReport``."""
 
     rewritten: Literal[True]
     attention: int

@@ -21,7 +21,7 @@ from attnserve.context import Device, Provider
 from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from benchmarks.gpu.forms import ORIGINAL, Size
 from benchmarks.gpu.measure import BUDGET, Form, Shape, Sized, why
 from graph_passes.analysis.cost import count_macs

@@ -2,7 +2,7 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and prints one line of JSON (``planning.serving_form.lossless.FusionReport``).
+Writes FILE, and prints one line of JSON (``planning.served_graph.lossless.FusionReport``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph.lossless import fuse_lossless
 
 if __name__ == "__main__":
     report = fuse_lossless(

@@ -23,7 +23,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.opset import raise_opset
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidOutput

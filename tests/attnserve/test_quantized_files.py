@@ -27,9 +27,9 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.serving_form import variants
-from attnserve.planning.serving_form.equality import Reference, distance
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph import variants
+from attnserve.planning.served_graph.equality import Reference, distance
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import quantize
 from attnserve.runtime.session import open_session

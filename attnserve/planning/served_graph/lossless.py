@@ -19,8 +19,8 @@ from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
 from attnserve.limits import MIN_GAIN
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.serving_form.equality import Reference, runnable
-from attnserve.planning.serving_form.timing import (
+from attnserve.planning.served_graph.equality import Reference, runnable
+from attnserve.planning.served_graph.timing import (
     Times,
     by_shape,
     fastest,
@@ -30,7 +30,7 @@ from attnserve.planning.serving_form.timing import (
     timed_workloads,
     too_slow,
 )
-from attnserve.planning.serving_form.variants import (
+from attnserve.planning.served_graph.variants import (
     MANY_VARIANTS_BYTES,
     Variant,
     compared_runtimes,

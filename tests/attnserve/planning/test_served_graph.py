@@ -21,8 +21,8 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.serving_form import equality, lossless, timing, variants
-from attnserve.planning.serving_form.lossless import fuse_lossless
+from attnserve.planning.served_graph import equality, lossless, timing, variants
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.runtime import session

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
-from attnserve.planning.serving_form.equality import shape_name
+from attnserve.planning.served_graph.equality import shape_name
 from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,

@@ -1,1 +1,0 @@
-"""Choose the graph and the runtime that serve a model: equal to the file, and faster."""
