@@ -11,12 +11,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
-from attnserve.limits import MIN_GAIN
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.equality import Reference, runnable
@@ -140,35 +140,36 @@ def _fuse_and_check(
         equal, refused = _open_equal(variants, reference, inputs, stated)
         unfused = [each for each in equal if each.is_file_in(device.runtime_name)]
         original, times = _time(unfused[0].session if unfused else reference.session, equal, inputs)
-        index = fastest(original, times)
-        chosen, chosen_times = equal[index], times[index]
-        long_rows: LongRows | None = None
+        candidates = [
+            _Candidate(each, found, None) for each, found in zip(equal, times, strict=True)
+        ]
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
-            split = _fastest_split(equal, times, inputs, chosen_times)
-            chosen, chosen_times, long_rows = split or (chosen, chosen_times, None)
+            candidates += _splits(candidates, inputs)
+        chosen = candidates[fastest(original, [each.times for each in candidates])]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
-        if may_refuse and (slow := too_slow(original, chosen_times)) is not None:
+        if may_refuse and (slow := too_slow(original, chosen.times)) is not None:
             raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        if chosen.variant.file != path:  # not renamed: it names the file of its external data
-            replace(chosen.variant, file=path).write(model)
+        variant = chosen.equal.variant
+        if variant.file != path:  # not renamed: it names the file of its external data
+            replace(variant, file=path).write(model)
     finally:
-        for file, variant in files.items():
+        for file, other in files.items():
             if file != path:
-                variant.remove()
-    fused = fused_operators(chosen.variant.passes)
-    gelu = [one for one in chosen.variant.passes if isinstance(one, FuseGelu)]
-    speedups = by_shape(original, chosen_times)
+                other.remove()
+    fused = fused_operators(variant.passes)
+    gelu = [one for one in variant.passes if isinstance(one, FuseGelu)]
+    speedups = by_shape(original, chosen.times)
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(one.targets) for one in gelu),
-        min_cosine=chosen.min_cosine,
-        max_error=chosen.max_error,
-        speedup=speedup(original, chosen_times).value,
+        min_cosine=chosen.equal.min_cosine,
+        max_error=chosen.equal.max_error,
+        speedup=speedup(original, chosen.times).value,
         speedups={shape: found.value for shape, found in speedups.items()},
         kept=sorted(fused_operators(passes).keys() - fused.keys()),
-        runtime=chosen.variant.runtime,
-        long_rows=long_rows,
+        runtime=variant.runtime,
+        long_rows=chosen.long_rows,
         refused=refused,
     )
 
@@ -197,33 +198,27 @@ def _time(
     return times, [found.get(id(each.session), times) for each in equal]
 
 
-def _fastest_split(
-    variants: Sequence[_EqualVariant],
-    times: Sequence[Times],
-    inputs: Sequence[Batch],
-    single: Times,
-) -> tuple[_EqualVariant, Times, LongRows] | None:
-    """A variant for short rows, and another runtime for long ones; None if one runtime is as fast.
+class _Candidate(NamedTuple):
+    """What may be served: a variant, and its runtime for long rows if that is another one."""
 
-    Both run the same file. The gain over the fastest variant alone must reach ``MIN_GAIN``.
+    equal: _EqualVariant
+    times: Times
+    long_rows: LongRows | None
 
-    Args:
-        single: The times of the fastest variant.
-    """
-    best, found = MIN_GAIN, None
-    for (short, short_times), (long, long_times) in itertools.permutations(
-        zip(variants, times, strict=True), 2
-    ):
-        if short.variant.file != long.variant.file:
-            continue
-        for above, split in splits(short_times, long_times, inputs).items():
-            if (gain := speedup(single, split).low) >= best:
-                worse = replace(
-                    short,
-                    min_cosine=min(short.min_cosine, long.min_cosine),
-                    max_error=max(short.max_error, long.max_error),
-                )
-                best, found = gain, (worse, split, LongRows(above, long.variant.runtime))
+
+def _splits(singles: Sequence[_Candidate], inputs: Sequence[Batch]) -> list[_Candidate]:
+    """The candidates that run one file in two runtimes, one for short and one for long rows."""
+    found: list[_Candidate] = []
+    for short, long in itertools.permutations(singles, 2):
+        if short.equal.variant.file == long.equal.variant.file:
+            both = replace(
+                short.equal,
+                min_cosine=min(short.equal.min_cosine, long.equal.min_cosine),
+                max_error=max(short.equal.max_error, long.equal.max_error),
+            )
+            for above, times in splits(short.times, long.times, inputs).items():
+                rows = LongRows(above, long.equal.variant.runtime)
+                found.append(_Candidate(both, times, rows))
     return found
 
 

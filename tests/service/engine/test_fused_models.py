@@ -37,7 +37,7 @@ play = partial(test_repository.play, limit_s=300, threads=1, probe=True, runtime
 """Run a script with a repository that checks its models."""
 
 
-ONE_RUNTIME = "lossless._fastest_split = lambda *times: None\n"
+ONE_RUNTIME = "lossless._splits = lambda *given: []\n"
 """The child chooses one runtime for all lengths."""
 
 
@@ -105,8 +105,9 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
     pytest.importorskip("openvino")
     child(
         "from attnserve.runtime.interface import LongRows\n"
-        "lossless._fastest_split = lambda equal, times, inputs, single: (\n"
-        "    equal[0], times[0], LongRows(8, 'openvino'))"
+        "lossless._splits = lambda singles, inputs: [\n"
+        "    singles[0]._replace(long_rows=LongRows(8, 'openvino'))]\n"
+        "lossless.fastest = lambda original, times: len(times) - 1"
     )
     texts = ["a dog", "a man is playing a guitar on the stage", "cats", "the sun is out " * 4]
     lengths: list[list[int]] = []
