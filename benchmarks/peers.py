@@ -7,8 +7,10 @@ All models come from all-MiniLM-L6-v2 and, where they need calibration, from the
 and 150 paragraphs of the first half of TEXT (one paragraph a line). Fidelity is the overlap of the
 10 nearest neighbors with those of the exported model, on 500 sentences and 400 paragraphs of the
 second half (``benchmarks.mixture.texts``). All models are timed in turns, in one process, on one
-thread, one text at a time. A peer that is not installed, or does not run on this CPU, is left out
-with the reason in the result file.
+thread, one text at a time: "turns" changes the length at each run, as requests do, and "repeated"
+repeats one length. "auto" is what ``attnserve serve`` chooses for a file: the faster runtime, or
+one for short and one for long texts. A peer that is not installed, or does not run on this CPU, is
+left out with the reason in the result file.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +38,31 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.embeddings import pool
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
+from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.interleaved_timer import BENCHMARK, paired_speedup, time_functions
+from attnserve.runtime.interleaved_timer import (
+    BENCHMARK,
+    paired_speedup,
+    time_functions,
+    time_shapes,
+)
 from attnserve.runtime.session import open_session
+from attnserve.serving.backends import RunnerOptions, open_runner
 from benchmarks._common import description, minilm, number_table, write_result
 from benchmarks.mixture import texts
 from benchmarks.planner import fused, other_tools
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import AttnserveError, CannotRewrite
 
 LENGTHS = (16, 32, 128, 512)
 
 NEIGHBORS = 10
 
-SECONDS = 40.0
-"""Time of the measurement at each length."""
+SECONDS = 25.0
+"""Time of the measurement at each length, of both kinds."""
+
+CAREFUL = 0.9995
+"""The similarity that the search keeps for an overlap of 0.99."""
 
 EXPORT = "as exported, ONNX Runtime float32"
 
@@ -66,10 +79,12 @@ class Peers:
     Attributes:
         models: The runs by name.
         left_out: The reasons by name.
+        choices: The runtimes of the models that are run as served, by name.
     """
 
     models: dict[str, Run]
     left_out: dict[str, str]
+    choices: dict[str, dict[str, Any]]
 
     def add(self, name: str, make: Callable[[], Run]) -> None:
         """Add a model, or the reason why it does not run here."""
@@ -95,7 +110,10 @@ def main(arguments: list[str] | None = None) -> int:
             _add_overlap(rows, peers.models, artifact, files[f"unseen {kind}"], kind)
     packages = ("onnxruntime", "openvino", "nncf")
     installed = {name: version(name) for name in packages if name not in peers.left_out}
-    write_result("peers", options, rows=rows, left_out=peers.left_out, versions=installed)
+    write_result(
+        "peers", options, rows=rows, left_out=peers.left_out, choices=peers.choices,
+        versions=installed,
+    )  # fmt: skip
     _show(rows)
     return 0
 
@@ -104,16 +122,20 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     original = folder / "original"
     artifact = open_artifact(original)
 
-    def optimized(precision: Precision, device: Device) -> Run:
-        """Our conversion, without a search, in a runtime."""
-        output = folder / f"{precision}"
+    def optimized(precision: Precision, keep: float | None = None) -> Path:
+        """Our conversion, without a search or with one."""
+        output = folder / f"{precision}-{keep}"
         if not output.exists():
+            goal: dict[str, Any] = {"sequence": 128} if keep is None else {"keep": keep}
             attnserve.optimize(
-                original, output, precision=precision, calib=calibration, threads=1, sequence=128
+                original, output, precision=precision, calib=calibration, threads=1, **goal
             )
-        return _opened(open_artifact(output).model, device)
+        return output
 
-    peers = Peers({}, {})
+    def converted(precision: Precision, device: Device) -> Run:
+        return _opened(open_artifact(optimized(precision)).model, device)
+
+    peers = Peers({}, {}, {})
     add = peers.add
     add(EXPORT, lambda: _opened(artifact.model, ONE_THREAD))
     add("as exported, OpenVINO float32", lambda: _opened(artifact.model, OPENVINO))
@@ -123,12 +145,36 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
         add(f"NNCF int8, rest {rest}", partial(nncf_int8, artifact, calibration, rest))
     add("fused, ONNX Runtime float32", lambda: _opened(fused(original, folder), ONE_THREAD))
     add("fused, OpenVINO float32", lambda: _opened(fused(original, folder), OPENVINO))
-    add("fused, OpenVINO bfloat16", lambda: optimized("bfloat16-cpu", OPENVINO))
-    add("fused int8-full, ONNX Runtime", lambda: optimized("int8-full", ONE_THREAD))
-    add("fused int8-full, OpenVINO, rest float32", lambda: optimized("int8-full", OPENVINO))
+    add("fused, OpenVINO bfloat16", lambda: converted("bfloat16-cpu", OPENVINO))
+    add("fused int8-full, ONNX Runtime", lambda: converted("int8-full", ONE_THREAD))
+    add("fused int8-full, OpenVINO, rest float32", lambda: converted("int8-full", OPENVINO))
     name = "fused int8-full, OpenVINO, rest bfloat16"
-    add(name, lambda: optimized("int8-full-bfloat16", OPENVINO))
+    add(name, lambda: converted("int8-full-bfloat16", OPENVINO))
+
+    def chosen(name: str, file: Callable[[], Path]) -> None:
+        add(f"{name}, auto", lambda: _served(file(), peers.choices.setdefault(name, {})))
+
+    chosen("fused float32", lambda: original)
+    for precision in ("bfloat16-cpu", "int8-full-bfloat16"):
+        chosen(f"fused {precision}", partial(optimized, precision))
+    careful = partial(optimized, "int8-full-bfloat16", keep=CAREFUL)
+    chosen(f"search --keep {CAREFUL}, int8-full-bfloat16", careful)
     return peers
+
+
+def _served(folder: Path, choice: dict[str, Any]) -> Run:
+    """What ``attnserve serve`` runs of a folder; ``choice`` gets its report."""
+    artifact, file = open_artifact(folder), folder / "served.onnx"
+    auto = Device(threads=1, runtime="auto")
+    try:
+        report = fuse_lossless(artifact, file, auto)
+    except CannotRewrite as error:  # it is served as it is
+        choice["why"] = error.what
+        return _opened(artifact.model, ONE_THREAD)
+    choice.update(runtime=report.runtime, long_rows=report.long_rows and asdict(report.long_rows))
+    device = replace(auto, runtime=report.runtime)
+    session = open_runner(file, RunnerOptions(device), long_rows=report.long_rows)
+    return lambda feed: session.run(None, feed)[0]
 
 
 def _opened(model: Path, device: Device) -> Run:
@@ -178,15 +224,22 @@ def nncf_int8(artifact: Artifact, calibration: Sequence[Path], rest: str | None 
 
 def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
     """The speed of each model over the exported one, with its interval, by length."""
-    rows: list[dict[str, Any]] = [{"model": name, "speedups": {}} for name in models]
     graph = load_model(artifact)
-    for length in LENGTHS:
-        feed = example_inputs(graph, Workload.of(1, length))
-        times = time_functions([partial(run, feed) for run in models.values()], SECONDS, BENCHMARK)
-        for row, ms in zip(rows, times, strict=True):
-            speedup = paired_speedup([times[0]], [ms])
-            row["speedups"][str(length)] = [speedup.value, speedup.low, speedup.high]
-            row.setdefault("p50_ms", {})[str(length)] = float(np.median(ms))
+    feeds = [example_inputs(graph, Workload.of(1, length)) for length in LENGTHS]
+    runs = [[partial(run, feed) for feed in feeds] for run in models.values()]
+    times = {
+        "turns": time_shapes(runs, SECONDS * len(LENGTHS), BENCHMARK),
+        "repeated": [time_functions(each, SECONDS, BENCHMARK) for each in zip(*runs, strict=True)],
+    }
+    rows: list[dict[str, Any]] = [{"model": name} for name in models]
+    for (kind, by_length), (index, row) in product(times.items(), enumerate(rows)):
+        row[kind] = {}
+        for length, ms in zip(LENGTHS, by_length, strict=True):
+            speedup = paired_speedup([ms[0]], [ms[index]])
+            row[kind][str(length)] = {
+                "speedup": [speedup.value, speedup.low, speedup.high],
+                "p50_ms": float(np.median(ms[index])),
+            }
     return rows
 
 
@@ -224,14 +277,15 @@ def _neighbors(vectors: np.ndarray) -> list[list[int]]:
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
     headings = (*(f"{length} tokens" for length in LENGTHS), "sentences", "paragraphs")
-    table = number_table("speed over the export, and overlap@10", headings)
-    for row in rows:
-        table.add_row(
-            row["model"],
-            *(f"{row['speedups'][str(length)][0]:.2f}x" for length in LENGTHS),
-            *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
-        )
-    Console(width=140).print(table)
+    for kind in ("turns", "repeated"):
+        table = number_table(f"speed over the export ({kind}), and overlap@10", headings)
+        for row in rows:
+            table.add_row(
+                row["model"],
+                *(f"{row[kind][str(length)]['speedup'][0]:.2f}x" for length in LENGTHS),
+                *(f"{row['overlap'][texts]:.3f}" for texts in ("sentences", "paragraphs")),
+            )
+        Console(width=140).print(table)
 
 
 if __name__ == "__main__":

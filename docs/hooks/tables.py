@@ -267,13 +267,17 @@ def nncf() -> str:
     return table(["model", "128 tokens", "512 tokens", "score kept", "similarity", "R^2"], rows)
 
 
-def peers() -> str:
-    """The encoder in both CPU runtimes beside its peers."""
+def peers(kind: str) -> str:
+    """The encoder in both CPU runtimes beside its peers.
+
+    Args:
+        kind: "turns", with another length at each run, or "repeated".
+    """
     lengths = ("16", "32", "128", "512")
     rows = [
         [
             row["model"],
-            *(times(row["speedups"][length][0]) for length in lengths),
+            *(times(row[kind][length]["speedup"][0]) for length in lengths),
             *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
         ]
         for row in load("peers")["rows"]
