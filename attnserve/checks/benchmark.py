@@ -355,7 +355,7 @@ class _Subject:
 
 
 def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Subject:
-    artifact, seed = open_artifact(Path(model)), run.seed
+    artifact = open_artifact(Path(model))
     graph = load_model(artifact)
     device = replace(run.device, runtime=runtime_of(graph, run.device))
     precision = precision_in(
@@ -363,12 +363,12 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
         in_bfloat16=computes_in_bfloat16(graph) and RUNTIMES[device.runtime].computes_bfloat16,
     )
     cache_bytes = _cache_bytes(graph, workloads[0])
-    inputs = {each: example_inputs(graph, each, seed) for each in workloads}
+    inputs = {each: example_inputs(graph, each, run.seed) for each in workloads}
     for workload in workloads if cache_bytes else ():
         for phase in DECODING:
             step = Workload.of(workload.batch, workload.length, phase)
             with suppress(InvalidArgument):  # a fixed number of new tokens
-                inputs[step] = example_inputs(graph, step, seed)
+                inputs[step] = example_inputs(graph, step, run.seed)
     cost = model_cost(graph)
     macs = {
         each: cost.macs_of({name: x.shape for name, x in inputs[each].items()})

@@ -137,8 +137,13 @@ class Reference:
 def _widened(
     accepted: Tolerance, feeds: Sequence[Batch], plain: Session, optimized: Session
 ) -> Tolerance:
-    """The tolerance of a model that rounds activations: that of its floating-point type, and
-    ``MARGIN`` times what the graph optimization of ONNX Runtime changes."""
+    """The tolerance of a model that rounds activations.
+
+    Args:
+        accepted: That of its floating-point type, to which ``MARGIN`` times the difference between
+            the sessions is added.
+        plain, optimized: The original without and with the graph optimization of ONNX Runtime.
+    """
     found = [
         distance(before, after)
         for feed in feeds

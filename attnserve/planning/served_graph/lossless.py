@@ -88,6 +88,11 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     and both runs decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN``
     outside the interval. The written file is what is compared and timed.
 
+    With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
+    the runtime that it states (``runtime_of``). The fastest runtime is chosen, or one for short and
+    one for long rows. If the default runtime does not give the outputs of the reference, the result
+    need not be faster.
+
     Args:
         source: The model; it is not changed.
         path: An .onnx file to write or replace; its content is undefined if an error is raised.

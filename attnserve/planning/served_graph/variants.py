@@ -85,8 +85,11 @@ def list_variants(
 
 
 def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
-    """The names of the runtimes to compare: that of the device; for ``AUTO`` all that are
-    installed, first the one that computes what the model states (``runtime_of``)."""
+    """The names of the runtimes to compare.
+
+    It is that of the device; for ``AUTO`` all that are installed, first the one that computes what
+    the model states (``runtime_of``).
+    """
     first = runtime_of(model, device)
     if device.runtime != AUTO or device.provider != "cpu":
         return [first]
