@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -23,7 +23,7 @@ from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import Whole
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Lengths, Target
-from attnserve.planning.blocks.configurations import BlockConfig
+from attnserve.planning.blocks.configurations import AnyConfig, BlockConfig
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -37,6 +37,8 @@ __all__ = [
     "Point",
     "SavedPlan",
 ]
+
+CONFIG: Final = TypeAdapter[AnyConfig](AnyConfig)
 
 FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
@@ -61,9 +63,9 @@ class Decision(Whole, frozen=True):
     kind: str
     kept: int
     count: int
-    head_size: int | None
-    rank: int | None
-    source: str | None
+    head_size: int | None = None
+    rank: int | None = None
+    source: str | None = None
     written: str
     ms_before: float
     ms_after: float
@@ -74,7 +76,9 @@ class Decision(Whole, frozen=True):
     @property
     def config(self) -> BlockConfig:
         """The configuration of the block."""
-        return BlockConfig(**{name: getattr(self, name) for name in BlockConfig._fields})
+        names = ("kept", "head_size", "rank", "source")
+        fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return CONFIG.validate_python(fields)
 
 
 class Point(Whole, frozen=True):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from attnserve.checks.certify import require_attention
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.blocks.configurations import MULTIPLE, group_blocks
+from attnserve.planning.blocks.configurations import MULTIPLE
+from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import loss_curves
 from attnserve.planning.heads.files import Masks, MutableEdges, layer_name
 from attnserve.planning.plans.plan import Plan

@@ -17,14 +17,14 @@ from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
     Block,
     BlockConfig,
-    BlockLatency,
     BlockOperator,
-    ReusePair,
-    TiedBlocks,
+    Kept,
     apply_config,
     apply_reuse,
     configs_of,
 )
+from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.measurements import BlockLatency, ReusePair
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch
@@ -190,7 +190,7 @@ class BlockTimer:
         fused_ms: dict[BlockOperator, tuple[float, ...]] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         if is_frozen:
-            return BlockLatency(times[None], fastest, {BlockConfig(count): start}, fused_ms)
+            return BlockLatency(times[None], fastest, {Kept(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
         for config in [config for config in wanted if config in configs]:
@@ -200,7 +200,7 @@ class BlockTimer:
             if MIN_REMOVAL_GAIN * self.mean(configs[config]) < self.mean(configs[other]):
                 more = config.follow_ups(wanted)
                 configs |= self._time_configs(part, more, fastest, original)
-        return BlockLatency(times[None], fastest, {**configs, BlockConfig(count): start}, fused_ms)
+        return BlockLatency(times[None], fastest, {**configs, Kept(count): start}, fused_ms)
 
     def _time_configs(
         self,
@@ -213,7 +213,7 @@ class BlockTimer:
         parts: dict[BlockConfig, Part] = {}
         for config in wanted:
             smaller = _smaller(part, config)
-            is_fused = operator != AS_EXPORTED and not config.needs_plain_operators
+            is_fused = operator != AS_EXPORTED and config.plain_operators is None
             if smaller is not None and is_fused:
                 smaller = _fused(smaller, operator)
             if smaller is not None:
@@ -247,12 +247,11 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        fused_ms = sum(self.mean(block.configs[BlockConfig(source.count)]) for block in latencies)
+        fused_ms = sum(self.mean(block.configs[Kept(source.count)]) for block in latencies)
         saved_ms = fused_ms - self.mean(times[source.count])
         if saved_ms > 0:
-            times |= timed([config.kept for config in latencies[0].configs
-                            if 0 < config.kept < source.count
-                            and config == BlockConfig(config.kept)])  # fmt: skip
+            fewer = [c.kept for c in latencies[0].configs if isinstance(c, Kept)]
+            times |= timed([kept for kept in fewer if kept < source.count])
         return times, saved_ms
 
     def _reusing_parts(self, source: TiedBlocks, reader: TiedBlocks, kept: int) -> Sequence[Part]:

@@ -9,14 +9,9 @@ from itertools import product
 import numpy as np
 
 from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
-from attnserve.planning.blocks.configurations import (
-    Block,
-    BlockConfig,
-    BlockLatency,
-    LossCurve,
-    ReusePair,
-    TiedBlocks,
-)
+from attnserve.planning.blocks.configurations import Block, BlockConfig, Kept, Reusing
+from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
 
 __all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_groups"]
 
@@ -39,7 +34,7 @@ class UnitConfig:
 
     def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
-        return self.blocks == tuple(BlockConfig(group.count) for group in groups)
+        return self.blocks == tuple(Kept(group.count) for group in groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +71,7 @@ def changes_to_measure(
     for config, ms in configs.items():
         other = config.less_lossy
         is_worth_it = other is None or MIN_REMOVAL_GAIN * ms < configs.get(other, ms)
-        is_change = config.kept in (0, group.count) and config != BlockConfig(group.count)
+        is_change = config.kept in (0, group.count) and config != Kept(group.count)
         if is_change and is_worth_it:
             changes.append(config)
     return changes
@@ -146,7 +141,7 @@ class Estimates:
             num_removed = pair.source.count - kept
             loss = curve.at(num_removed) + other.at(num_removed)
             loss += pair.loss * kept / pair.source.count
-            blocks = BlockConfig(kept), BlockConfig(kept, source=pair.source.names[0])
+            blocks = Kept(kept), Reusing(kept, pair.source.names[0])
             configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
         return _rising(configs)
 
@@ -169,7 +164,7 @@ class Estimates:
         """The configurations of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
         original = np.sum([latency.original for latency in times], axis=0)
-        unreduced = BlockConfig(group.count)
+        unreduced = Kept(group.count)
         curve = self.curves.get(group.key)
         configs: list[UnitConfig] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import numpy as np
 
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
     BlockConfig,
-    LossCurve,
-    ReusePair,
-    TiedBlocks,
+    Kept,
+    Replaced,
+    Reusing,
 )
+from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.measurements import LossCurve, ReusePair
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
 from attnserve.planning.search.estimates import Unit
@@ -56,6 +59,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
         chosen = unit.configs[index]
+        is_reusing = any(isinstance(config, Reusing) for config in chosen.blocks)
         for place, (group, config) in enumerate(zip(unit.groups, chosen.blocks, strict=True)):
             curve, in_float = losses.curves.get(group.key), place in chosen.in_float
             predicted_loss = _predicted_loss(curve, group, config, unit.pair)
@@ -63,7 +67,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
             for block in group.blocks:
-                if unit.pair is not None and any(other.source for other in chosen.blocks):
+                if unit.pair is not None and is_reusing:
                     # half of the time of both blocks
                     ms_after = timing.mean(unit.pair.times[config.kept]) / 2
                     operator = config.plain_operators or AS_EXPORTED
@@ -76,7 +80,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         block=block.name,
                         kind=group.kind,
                         count=group.count,
-                        **config._asdict(),
+                        **asdict(config),
                         written=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
@@ -92,9 +96,9 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
 def _predicted_loss(
     curve: LossCurve | None, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None
 ) -> float:
-    if curve is None or config == BlockConfig(group.count):
+    if curve is None or config == Kept(group.count):
         return 0.0
-    if config.source is None:
+    if not isinstance(config, Reusing):
         return curve.loss_of(config) or 0.0
     assert pair is not None
     return curve.at(group.count - config.kept) + pair.loss * config.kept / group.count
@@ -119,7 +123,7 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
         return f"no smaller number of {what} is faster at every length"
     parts = ["it is not converted"] if place in chosen.in_float else list[str]()
     removed = group.count - config.kept
-    if not config.kept:
+    if isinstance(config, Replaced):
         parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")
     elif removed:
         parts.append(
@@ -127,9 +131,9 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
             "the others cannot reproduce"
         )
     if config.change:
-        lost = (curve.loss_of(config) or 0.0) - (curve.loss_of(BlockConfig(config.kept)) or 0.0)
+        lost = (curve.loss_of(config) or 0.0) - (curve.loss_of(Kept(config.kept)) or 0.0)
         parts.append(f"{config.change} lose {lost:.4f}")
-    if config.source is not None and unit.pair is not None:
+    if isinstance(config, Reusing) and unit.pair is not None:
         parts.append(
             f"reusing the probabilities of {config.source} in all heads loses {unit.pair.loss:.4f}"
         )

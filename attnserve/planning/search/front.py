@@ -6,14 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnserve.literals import Precision
-from attnserve.planning.blocks.configurations import (
-    AS_EXPORTED,
-    BlockConfig,
-    ReusePair,
-    TiedBlocks,
-    passes_of,
-)
+from attnserve.planning.blocks.configurations import AS_EXPORTED, BlockConfig, Replaced, Reusing
+from attnserve.planning.blocks.groups import TiedBlocks
 from attnserve.planning.blocks.loss_curves import BlockLosses
+from attnserve.planning.blocks.measurements import ReusePair
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, paired_groups
@@ -88,21 +84,21 @@ class Front:
         masks: dict[str, list[int]] = {}
         edges: dict[str, dict[int, tuple[str, int]]] = {}
         for unit, unit_config in self.configs(choice):
-            sources = {config.source for config in unit_config.blocks}
+            sources = {c.source for c in unit_config.blocks if isinstance(c, Reusing)}
             for place, (group, config) in enumerate(
                 zip(unit.groups, unit_config.blocks, strict=True)
             ):
                 mask = self._mask(group, config, unit.pair)
                 in_float = place in unit_config.in_float
                 for block in group.blocks:
-                    passes += passes_of(block, config, mask)
+                    passes += config.passes(block, mask)
                     masks[block.name] = mask
-                    if config.source is not None:
+                    if isinstance(config, Reusing):
                         assert unit.pair is not None
                         edges[block.name] = unit.pair.edges(mask)
                     operator = self.timing.latency(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
-                    needs_plain = config.needs_plain_operators or block.name in sources
+                    needs_plain = config.plain_operators is not None or block.name in sources
                     if operator == "gelu":
                         passes.append(FuseGelu([block.name]))
                     elif operator != AS_EXPORTED and not needs_plain:
@@ -115,9 +111,9 @@ class Front:
     def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
         """1 for each head or neuron of a group that is kept."""
         curves = self.losses.curves
-        if not config.kept or config.kept == group.count:
+        if isinstance(config, Replaced) or config.kept == group.count:
             return [1] * group.count
-        if config.source is None:
+        if not isinstance(config, Reusing):
             return curves[group.key].mask(config.kept)
         assert pair is not None
         return pair.masks(curves[pair.source.key], config.kept)[1]

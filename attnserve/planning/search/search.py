@@ -27,7 +27,7 @@ from attnserve.job import JobWithData
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.blocks.configurations import group_blocks
+from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, conversion_losses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan

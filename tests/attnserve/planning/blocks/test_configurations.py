@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,16 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.blocks.configurations import (
     Block,
     BlockConfig,
-    BlockLatency,
-    LossCurve,
-    ReusePair,
-    TiedBlocks,
+    Kept,
+    Replaced,
+    Reusing,
+    Shared,
+    Truncated,
     configs_of,
-    group_blocks,
 )
+from attnserve.planning.blocks.groups import TiedBlocks, group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
+from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
 from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
@@ -123,11 +125,11 @@ def test_time_blocks_times_every_configuration(
     for group in groups:
         configs = timed[group.blocks[0]].configs
         wanted = range(1, 5) if group.kind == "attention" else range(8, 65, 8)
-        skipped = [BlockConfig(0)] if group.kind == "attention" else []
-        assert sorted(configs) == [*skipped, *(BlockConfig(kept) for kept in wanted)]
+        skipped = [Replaced()] if group.kind == "attention" else []
+        assert set(configs) == {*skipped, *(Kept(kept) for kept in wanted)}
         for shorter, longer in configs.values():
             assert shorter < longer
-        first = [configs[kept][0] for kept in sorted(configs)]
+        first = [configs[config][0] for config in sorted(configs, key=lambda config: config.kept)]
         assert first == sorted(first)
 
 
@@ -138,10 +140,10 @@ def test_time_blocks_selects_fastest_implementation(
         found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.operator == "attention"
-            assert found.configs[BlockConfig(4)][0] < found.original[0]
+            assert found.configs[Kept(4)][0] < found.original[0]
         else:
             assert found.operator == "gelu"
-            assert found.configs[BlockConfig(64)][0] < found.original[0]
+            assert found.configs[Kept(64)][0] < found.original[0]
 
 
 def test_time_blocks_skips_operator_without_kernel(
@@ -179,7 +181,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     for group in groups:
         assert found[group.blocks[0]].operator == "as exported"
         configs = Estimates(found, {}, 1).unit(group).configs
-        assert [config.blocks for config in configs] == [(BlockConfig(group.count),)]
+        assert [config.blocks for config in configs] == [(Kept(group.count),)]
         assert configs[0].ms == found[group.blocks[0]].original[0]
 
 
@@ -210,16 +212,16 @@ def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
 
 
 def test_shared_config_must_outrun_separate_dimensions_and_is_followed_by_fewer_heads():
-    shared, separate = BlockConfig(4, 8, 16), BlockConfig(4, 8)
+    shared, separate = Shared(4, 8, 16), Truncated(4, 8)
     assert shared.less_lossy == separate
-    assert separate.less_lossy is None and BlockConfig(4).less_lossy is None
-    wanted = [BlockConfig(0), BlockConfig(2), BlockConfig(2, 8), separate, shared]
-    assert shared.follow_ups(wanted) == [BlockConfig(2, 8, 8), shared]
+    assert separate.less_lossy is None and Kept(4).less_lossy is None
+    wanted = [Replaced(), Kept(2), Truncated(2, 8), separate, shared]
+    assert shared.follow_ups(wanted) == [Shared(2, 8, 8), shared]
     assert separate.follow_ups(wanted) == []
 
 
 def test_config_texts_and_order_name_the_size():
-    configs = [BlockConfig(4, 8, 16), BlockConfig(2, 8), BlockConfig(4), BlockConfig(0)]
+    configs = [Shared(4, 8, 16), Truncated(2, 8), Kept(4), Replaced()]
     assert [config.size for config in configs] == [" x 8 of 16 shared", " x 8", "", ""]
     assert [str(config) for config in configs] == ["4 x 8 of 16 shared", "2 x 8", "4", "none"]
     assert sorted(configs, key=lambda config: config.sort_key) == configs[::-1]
@@ -230,7 +232,7 @@ def test_checkpoint_losses_round_trip(
     tmp_path: Path,
 ):  # fmt: skip
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
-    changes = ((BlockConfig(0), 0.1), (BlockConfig(4, 4, 8), 0.2))
+    changes = ((Replaced(), 0.1), (Shared(4, 4, 8), 0.2))
     written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
@@ -260,7 +262,7 @@ def test_configs_of_group_are_faster_at_more_loss(
 ):
     for group in groups:
         configs = Estimates(timed, curves, 1).unit(group).configs
-        assert configs[0].blocks == (BlockConfig(group.count),) and configs[0].loss == 0
+        assert configs[0].blocks == (Kept(group.count),) and configs[0].loss == 0
         assert len(configs) > 1
         for a, b in pairwise(configs):
             assert a.blocks[0].kept > b.blocks[0].kept and a.ms > b.ms and a.loss <= b.loss
@@ -352,9 +354,10 @@ def test_time_blocks_times_truncated_heads(
 ):
     for group in filter(cut_attention, groups):
         configs = timed[group.blocks[0]].configs
-        assert sorted(s.kept for s in configs if s.head_size == 4 and not s.rank) == [1, 2, 3, 4]
+        truncated = {config for config in configs if type(config) is Truncated}
+        assert truncated == {Truncated(kept, 4) for kept in range(1, 5)}
         for kept in range(1, 5):
-            assert configs[BlockConfig(kept, 4)] < configs[BlockConfig(kept)]
+            assert configs[Truncated(kept, 4)] < configs[Kept(kept)]
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -366,7 +369,7 @@ def test_loss_curves_of_other_changes(
     model = load_model(folder / "model.onnx")
     batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
-    configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), BlockConfig(0)
+    configs = Truncated(4, 4), Shared(4, 4, 8), Replaced()
     changes = {group.key: configs for group in filter(cut_attention, groups)}
     found = loss_curves(
         model, groups, batches, changes=changes, new_meter=meters(model), context=CONTEXT
@@ -375,31 +378,29 @@ def test_loss_curves_of_other_changes(
         curve = found[group.key]
         losses = dict(curve.changed)
         assert tuple(losses) == configs
-        assert (
-            0 < losses[BlockConfig(4, 4)] < losses[BlockConfig(4, 4, 8)] < 0.5
-        )  # sharing costs more
-        assert 0 < losses[BlockConfig(0)] < 1.5
-        assert curve.loss_of(BlockConfig(4, 4)) == losses[BlockConfig(4, 4)]
-        assert curve.loss_of(BlockConfig(2, 4)) == pytest.approx(
-            curve.at(2) + losses[BlockConfig(4, 4)] / 2
+        assert 0 < losses[Truncated(4, 4)] < losses[Shared(4, 4, 8)] < 0.5  # sharing costs more
+        assert 0 < losses[Replaced()] < 1.5
+        assert curve.loss_of(Truncated(4, 4)) == losses[Truncated(4, 4)]
+        assert curve.loss_of(Truncated(2, 4)) == pytest.approx(
+            curve.at(2) + losses[Truncated(4, 4)] / 2
         )
-        assert curve.loss_of(BlockConfig(4, 4, 8).with_heads(2)) == pytest.approx(
-            curve.at(2) + losses[BlockConfig(4, 4, 8)] / 2
+        assert curve.loss_of(Shared(4, 4, 8).with_heads(2)) == pytest.approx(
+            curve.at(2) + losses[Shared(4, 4, 8)] / 2
         )
-        assert curve.loss_of(BlockConfig(2)) == curve.at(2)
-        assert curve.loss_of(BlockConfig(0)) == losses[BlockConfig(0)]
+        assert curve.loss_of(Kept(2)) == curve.at(2)
+        assert curve.loss_of(Replaced()) == losses[Replaced()]
 
 
 def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
-        assert curve.loss_of(BlockConfig(2, 4)) is None and curve.loss_of(BlockConfig(0)) is None
+        assert curve.loss_of(Truncated(2, 4)) is None and curve.loss_of(Replaced()) is None
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
     """Half of 8 dimensions is no multiple of 8."""
     for group in filter(cut_attention, groups):
-        assert all(config.head_size is None for config in configs_of(group.blocks[0]))
+        assert not any(isinstance(config, Truncated) for config in configs_of(group.blocks[0]))
 
 
 # Dimensions that heads share, and layers that are left out
@@ -409,33 +410,33 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
 ):
     group = next(filter(cut_attention, groups))
-    own, shared = BlockConfig(4, 4), BlockConfig(4, 4, 8)
+    own, shared = Truncated(4, 4), Shared(4, 4, 8)
     configs = {
-        BlockConfig(4): (5.0, 5.0),
-        BlockConfig(2): (3.0, 3.0),
+        Kept(4): (5.0, 5.0),
+        Kept(2): (3.0, 3.0),
         own: (4.0, 4.0),
-        BlockConfig(2, 4): (2.0, 2.0),
+        Truncated(2, 4): (2.0, 2.0),
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
         found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
         assert changes_to_measure(group, found, num_requested=1) == wanted
-    with_skip = replace(timed[group.blocks[0]], configs={**configs, BlockConfig(0): (1.0, 1.0)})
-    assert changes_to_measure(group, with_skip, num_requested=1) == [own, BlockConfig(0)]
+    with_skip = replace(timed[group.blocks[0]], configs={**configs, Replaced(): (1.0, 1.0)})
+    assert changes_to_measure(group, with_skip, num_requested=1) == [own, Replaced()]
 
 
 def test_block_config_of_fewer_heads_shares_fewer_dimensions():
     """In proportion, in multiples of 8, and never none."""
-    assert BlockConfig(12, 16, 120).with_heads(6) == BlockConfig(6, 16, 56)
-    assert BlockConfig(12, 16, 120).with_heads(12) == BlockConfig(12, 16, 120)
-    assert BlockConfig(4, 4, 8).with_heads(1) == BlockConfig(1, 4, 8)
-    assert BlockConfig(12, 16).with_heads(3) == BlockConfig(3, 16)
+    assert Shared(12, 16, 120).with_heads(6) == Shared(6, 16, 56)
+    assert Shared(12, 16, 120).with_heads(12) == Shared(12, 16, 120)
+    assert Shared(4, 4, 8).with_heads(1) == Shared(1, 4, 8)
+    assert Truncated(12, 16).with_heads(3) == Truncated(3, 16)
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
-    [(BlockConfig(8), "8"), (BlockConfig(0), "none"), (BlockConfig(8, 16), "8 x 16"),
-     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
-     (BlockConfig(8, source="first"), "8 as first")],
+    [(Kept(8), "8"), (Replaced(), "none"), (Truncated(8, 16), "8 x 16"),
+     (Shared(8, 16, 80), "8 x 16 of 80 shared"),
+     (Reusing(8, "first"), "8 as first")],
 )  # fmt: skip
 def test_block_config_text(config: BlockConfig, text: str):
     assert str(config) == text
@@ -464,7 +465,7 @@ def test_time_pairs_and_configs_of_reuse(
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
-    both = sum(timed[group.blocks[0]].configs[BlockConfig(4)][0] for group in attention)
+    both = sum(timed[group.blocks[0]].configs[Kept(4)][0] for group in attention)
     assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
     found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
     (pair_losses,) = found.pairs
@@ -474,8 +475,8 @@ def test_time_pairs_and_configs_of_reuse(
     assert chosen is pair_losses
     assert others == [group for group in groups if group.kind == "feed_forward"]
     configs = Estimates(timed, found.curves, 1).unit(chosen).configs
-    assert configs[0].blocks == (BlockConfig(4), BlockConfig(4)) and configs[0].loss == 0
-    reused = [o for o in configs if o.blocks[1].source == pair.source.names[0]]
+    assert configs[0].blocks == (Kept(4), Kept(4)) and configs[0].loss == 0
+    reused = [o for o in configs if o.blocks[1] == Reusing(o.blocks[1].kept, pair.source.names[0])]
     assert reused and all(a.kept == b.kept for a, b in (o.blocks for o in reused))
     for a, b in pairwise(configs):
         assert a.ms > b.ms and a.loss <= b.loss
@@ -529,23 +530,31 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[TiedBlocks])
     assert paired_groups(groups, [replace(pairs[0], loss=float("inf"))]) == groups
 
 
-def test_decision_records_every_field_of_a_configuration() -> None:
-    assert set(BlockConfig._fields) <= set(Decision.model_fields)
+@pytest.mark.parametrize(
+    "config",
+    [Kept(4), Truncated(4, 8), Shared(4, 8, 16), Reusing(4, "layer"), Replaced()],
+    ids=lambda config: type(config).__name__,
+)
+def test_decision_records_every_configuration(config: BlockConfig) -> None:
+    written = Decision(
+        block="layer", kind="attention", count=8, **asdict(config), written="attention",
+        ms_before=2.0, ms_after=1.0, predicted_loss=0.0, why="",
+    )  # fmt: skip
+    assert Decision.model_validate_json(written.model_dump_json()).config == config
 
 
 @pytest.mark.parametrize(
     ("config", "operators", "change"),
     [
-        (BlockConfig(4), None, ""),
-        (BlockConfig(0), "skip", ""),
-        (BlockConfig(4, 8), None, "queries and keys of 8 dimensions"),
-        (BlockConfig(4, 8, 16), "sparse", "queries and keys of 8 dimensions of 16 shared ones"),
-        (BlockConfig(4, source="layer"), "reuse", ""),
+        (Kept(4), None, ""),
+        (Replaced(), "skip", ""),
+        (Truncated(4, 8), None, "queries and keys of 8 dimensions"),
+        (Shared(4, 8, 16), "sparse", "queries and keys of 8 dimensions of 16 shared ones"),
+        (Reusing(4, "layer"), "reuse", ""),
     ],
 )
 def test_configuration_names_its_operators_and_its_change(
     config: BlockConfig, operators: str | None, change: str
 ) -> None:
     assert (config.plain_operators, config.change) == (operators, change)
-    assert config.needs_plain_operators == (operators is not None)
     assert config.is_fitted == bool(change)

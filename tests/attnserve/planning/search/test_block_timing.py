@@ -10,7 +10,7 @@ import pytest
 
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.configurations import group_blocks
+from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.search.block_timing import BlockTimer, without_casts
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
