@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.interface import Batch
+from attnserve.runtime.interface import Batch, Session
 from graph_passes.analysis.shapes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
@@ -194,13 +194,19 @@ class JobWithData(Job):
         return job
 
     def compare_held_out(
-        self, model: ir.Model, batches: Sequence[Batch], split: Split = "prove"
+        self,
+        model: ir.Model,
+        batches: Sequence[Batch],
+        split: Split = "prove",
+        *,
+        open_new: Callable[[ir.Model], Session] | None = None,
     ) -> Fidelity:
         """Compare a model with the original on held-out rows.
 
         Args:
             batches: Held-out rows of ``data``.
             split: Their part of the data; see ``Quality``.
+            open_new: Opens the model; without it, it runs on the device of the context.
 
         Raises:
             InvalidModel: The models do not have the same inputs and outputs.
@@ -208,7 +214,10 @@ class JobWithData(Job):
         """
         source = self.data.source.file
         meter = self.meter(data=self.data, split=split)
-        return compare(self.original, model, batches, source, meter=meter, context=self.context)
+        return compare(
+            self.original, model, batches, source,
+            meter=meter, context=self.context, open_new=open_new,
+        )  # fmt: skip
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:

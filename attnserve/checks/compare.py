@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from attnserve.options import Run, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.interface import Batch, Session, owned
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
@@ -105,11 +106,13 @@ def compare(
     *,
     meter: QualityMeter | None = None,
     context: RunContext = DEFAULT_CONTEXT,
+    open_new: Callable[[ir.Model], Session] | None = None,
 ) -> Fidelity:
     """Run the batches through two models in memory and compare their outputs.
 
     ``meter`` measures the quality, and names the part of the data; the mean cosine does not count
-    caches. ``source`` is the name of the data.
+    caches. ``source`` is the name of the data. ``open_new`` opens the second model; without it,
+    both run on the device of the context.
 
     If caches have different shapes (``empty_axes``), the batches must leave them empty, and the
     returned caches are not compared. On the CPU a bfloat16 model is computed in float32 with each
@@ -138,7 +141,7 @@ def compare(
     if context.device.provider == "cpu" and any(map(is_bfloat16, models)):
         source += ", bfloat16 rounded in float32"
         models = tuple(map(on_cpu, models))
-    for ran in _run_both(models, batches, empty, context):
+    for ran in _run_both(models, batches, empty, context, open_new):
         new_arrays = dict(zip(counterparts, ran.after, strict=True))
         after_arrays = [
             new_arrays.get(value.name, array)  # a removed cache is not compared
@@ -238,6 +241,7 @@ def _run_both(
     batches: Sequence[Batch],
     empty: Collection[str],
     context: RunContext,
+    open_new: Callable[[ir.Model], Session] | None,
 ) -> Iterator[_Ran]:
     """Run each batch through both models.
 
@@ -248,9 +252,13 @@ def _run_both(
     runs = 0
     limit = max(KEPT_BYTES, int(KEPT_SHARE * weight_bytes(models[0])))
 
-    def run_each(model: ir.Model, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
+    open_one = partial(open_session, device=context.device, spinning=False)
+    openers = open_one, open_new or open_one
+
+    def run_each(index: int, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:
         nonlocal runs
-        session = open_session(model, context.device, spinning=False)
+        model = models[index]
+        session = openers[index](model)
         for batch in chunk:
             outputs = session.run(None, shaped_for(model, batch, empty))
             runs += 1
@@ -261,13 +269,13 @@ def _run_both(
     while start < len(batches):
         outputs_before: list[list[np.ndarray]] = []
         size = 0
-        for outputs in run_each(models[0], batches[start:]):
+        for outputs in run_each(0, batches[start:]):
             outputs_before.append([owned(array) for array in outputs])
             size += sum(array.nbytes for array in outputs)
             if size >= limit:
                 break
         chunk = batches[start : start + len(outputs_before)]
-        yield from map(_Ran, chunk, outputs_before, run_each(models[1], chunk))
+        yield from map(_Ran, chunk, outputs_before, run_each(1, chunk))
         start += len(outputs_before)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -178,6 +179,14 @@ class Artifact:
     def lineage(self) -> tuple[LineageEntry, ...]:
         """The rewrites of the model, oldest first."""
         return self.record.lineage
+
+    @property
+    def other_runtimes(self) -> Set[str]:
+        """Runtimes, and pairs of them, in which the last rewrite is proved beside the first one.
+
+        See ``planning.runtime_proofs``.
+        """
+        return self.lineage[-1].other_runtimes.keys() if self.lineage else frozenset()
 
     @property
     def source(self) -> str | None:

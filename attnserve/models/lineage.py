@@ -185,6 +185,8 @@ class LineageEntry(Measured, frozen=True):
         source: The model that the quality is measured against.
         rewritten: For a training, the model that was trained.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
+        other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
+            is kept (``planning.runtime_proofs``).
         scores: For a training with labels, the scores as of ``Score.to_json``.
     """
 
@@ -210,6 +212,7 @@ class LineageEntry(Measured, frozen=True):
     search: SearchRecord | None = None
     choose: Quality | None = None
     also_proved: tuple[Fidelity, ...] = ()
+    other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
     gain: bool | None = None

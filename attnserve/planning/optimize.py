@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -33,6 +35,7 @@ from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.request.rewrites import plan_request
+from attnserve.planning.runtime_proofs import prove_in_other_runtimes
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
@@ -111,7 +114,7 @@ def optimize(
                 measure=goal.measure, joined=target.sequence, context=context,
             )  # fmt: skip
             rewritten = _apply_request(job, rewrites)
-        report = _report(job, rewritten, file)
+        report = _report(job, goal, rewritten, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
@@ -240,16 +243,12 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
+def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
     original = job.original
     search_report = rewritten.search
     plan = rewritten.plan
     converted = rewritten.state.result
-    if search_report is not None and search_report.served_speed is not None:
-        speed = search_report.served_speed
-    else:
-        speed = rewritten.timer.measure(rewritten.model, converted, plan)
     compare_on = partial(compare, original, converted, context=job.context)
     if search_report is not None and search_report.gain:
         fidelity = search_report.fidelity  # the verification
@@ -259,6 +258,13 @@ def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
         empty = empty_axes(original, converted)
         batches = random_batches(original, job.context.seed, empty=empty)
         fidelity = compare_on(batches, "random inputs", meter=job.meter(split="random"))
+    other_runtimes: Mapping[str, Fidelity] = {}
+    if isinstance(job, JobWithData) and goal.eval_data is None:
+        other_runtimes = prove_in_other_runtimes(job, converted, fidelity, goal.keep)
+    if search_report is not None and search_report.served_speed is not None:
+        speed = search_report.served_speed
+    else:
+        speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare_on(other.fit, name, meter=job.meter(data=other)) for name, other in job.others
     )
@@ -290,6 +296,7 @@ def _report(job: Job, rewritten: _Outcome, file: Path) -> OptimizeReport:
         plan=plan,
         search=search_report,
         also_proved=other_fidelities,
+        other_runtimes=other_runtimes,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         speed=speed,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,7 @@ class OptimizeReport:
         after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
         search: The report of the search, if there was one.
         also_proved: The comparison on each file of ``also_prove``.
+        other_runtimes: See ``LineageEntry``.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
         int8_activations: "static" with calibration data, otherwise "per-row"; None without int8.
@@ -42,6 +44,7 @@ class OptimizeReport:
     plan: Plan
     search: PlanReport | None = None
     also_proved: tuple[Fidelity, ...] = ()
+    other_runtimes: Mapping[str, Fidelity] = field(default_factory=dict[str, Fidelity])
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
     speed: ServedSpeed | None = None
@@ -64,6 +67,7 @@ class OptimizeReport:
             int8_weight_bits=self.int8_weight_bits,
             int8_activations=self.int8_activations,
             also_proved=self.also_proved,
+            other_runtimes=self.other_runtimes,
         )
         if search is not None:
             planned = search.record  # written as a ``SearchRecord``: without the plan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import save_model
+from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
@@ -37,7 +38,7 @@ from attnserve.runtime.interleaved_timer import (
     shape_sampler,
 )
 from attnserve.runtime.isolation import Worker
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
@@ -117,15 +118,18 @@ class ServedTimer:
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
+        proved: Set[str] = frozenset(),
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If one runtime alone computes the precision, all are timed in the default runtime too:
-        serving selects the faster one for each.
+        If one runtime alone computes the precision, or others are proved, all are timed in the
+        others too: serving selects the faster one for each.
 
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
+            proved: The other runtimes, and pairs of them, that may run it
+                (``planning.runtime_proofs``).
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
@@ -137,19 +141,27 @@ class ServedTimer:
         device = self.job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        runtimes = [device.runtime]
-        if SCHEMES[plan.precision].runtime:
-            runtimes.append(replace(device, runtime=AUTO).runtime_name)
+        first = runtime_of(converted, device)
+        runtimes = [first, *(runtime.name for runtime in RUNTIMES if runtime.name in proved)]
+        default = replace(device, runtime=AUTO).runtime_name
+        if SCHEMES[plan.precision].runtime and default not in runtimes:
+            runtimes.append(default)
+        of_final = [first, *proved] if rounds_activations(converted) else runtimes
         stages: list[_Stages] = []
 
         def models() -> list[ir.Model]:
-            stages.append(self._stages(rewritten, converted, plan))
+            stages.append(self._stages(rewritten, converted, plan, of_final))
             return stages[0].distinct
 
         timed = self.time(models, self.job.workloads, runtimes)
-        return None if timed is None else _speed(stages[0], *timed, device)
+        if timed is None:
+            return None
+        workloads, times = timed
+        return _speed(stages[0], _Timed(stages[0].distinct, runtimes, workloads, times), device)
 
-    def _stages(self, rewritten: ir.Model, converted: ir.Model, plan: Plan) -> _Stages:
+    def _stages(
+        self, rewritten: ir.Model, converted: ir.Model, plan: Plan, runtimes: Sequence[str]
+    ) -> _Stages:
         original, is_lossy = self.job.original, bool(plan.lossy_blocks)
         fused = self.served(original)
         final = precise = []
@@ -159,7 +171,7 @@ class ServedTimer:
                 precise = [self.served(original, plan.precision, plan.float_blocks)]
         elif is_lossy:
             final = [rewritten, self.served(rewritten)]
-        return _Stages([original], [original, fused], final, precise, plan.precision)
+        return _Stages([original], [original, fused], final, precise, plan.precision, runtimes)
 
 
 @dataclass(frozen=True)
@@ -173,6 +185,7 @@ class _Stages:
         precise: The fused original in the precision of the rewritten model; none if nothing else
             is changed.
         precision: The precision of the rewritten model.
+        runtimes: The runtimes, and pairs of them, that may run the models in this precision.
     """
 
     exported: Sequence[ir.Model]
@@ -180,6 +193,7 @@ class _Stages:
     final: Sequence[ir.Model]
     precise: Sequence[ir.Model]
     precision: Precision
+    runtimes: Sequence[str]
 
     @property
     def distinct(self) -> list[ir.Model]:
@@ -188,32 +202,59 @@ class _Stages:
         return list({id(model): model for model in models}.values())
 
 
-def _speed(
-    stages: _Stages, workloads: Sequence[Workload], times: Sequence[np.ndarray], device: Device
-) -> ServedSpeed:
-    """The speed-ups of stages.
+@dataclass(frozen=True, eq=False)
+class _Timed:
+    """The times of models in runtimes.
 
-    Args:
+    Attributes:
         times: Milliseconds at each workload, (runtimes x models, rounds); see ``time_models``.
     """
-    models = [id(model) for model in stages.distinct]
 
-    def fastest(stage: Sequence[ir.Model]) -> list[np.ndarray]:
-        """The times of the fastest model and runtime of a stage, at each workload."""
-        of_stage = {models.index(id(model)) for model in stage}
-        rows = [row for row in range(len(times[0])) if row % len(models) in of_stage]
-        best = min(rows, key=lambda row: sum(np.log(np.median(each[row])) for each in times))
-        return [each[best] for each in times]
+    models: Sequence[ir.Model]
+    runtimes: Sequence[str]
+    workloads: Sequence[Workload]
+    times: Sequence[np.ndarray]
 
-    exported, fused = fastest(stages.exported), fastest(stages.fused)
-    final = fastest(stages.final) if stages.final else fused
+    def fastest(self, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> list[np.ndarray]:
+        """The times of the fastest model and runtime of a stage, at each workload.
+
+        Args:
+            runtimes: Names of runtimes, and of pairs of them (``by_length``).
+        """
+        choices = [
+            times for model in stage for name in runtimes for times in self._choices(model, name)
+        ]
+        return min(choices, key=lambda times: sum(np.log(np.median(each)) for each in times))
+
+    def _choices(self, model: ir.Model, name: str) -> Iterator[list[np.ndarray]]:
+        """The times of a model in a runtime, or in a pair with each number of short workloads."""
+        if name in self.runtimes:
+            yield self._in_one(model, name)
+            return
+        short, long = (self._in_one(model, runtime) for runtime in name.split("+"))
+        lengths = [workload.length for workload in self.workloads]
+        for above in sorted(set(lengths))[:-1]:
+            pairs = zip(lengths, short, long, strict=True)
+            yield [of_long if length > above else of_short for length, of_short, of_long in pairs]
+
+    def _in_one(self, model: ir.Model, runtime: str) -> list[np.ndarray]:
+        index = next(i for i, other in enumerate(self.models) if other is model)
+        row = self.runtimes.index(runtime) * len(self.models) + index
+        return [times[row] for times in self.times]
+
+
+def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
+    """The speed-ups of stages."""
+    exported = timed.fastest(stages.exported, timed.runtimes)
+    fused = timed.fastest(stages.fused, timed.runtimes)
+    final = timed.fastest(stages.final, stages.runtimes) if stages.final else fused
     changed = None
     if stages.precision != "float32":
-        changed = fastest(stages.precise) if stages.precise else final
+        changed = timed.fastest(stages.precise, stages.runtimes) if stages.precise else final
     is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
     return ServedSpeed(
-        shapes=tuple((workload.batch, workload.length) for workload in workloads),
-        phase=workloads[0].phase,
+        shapes=tuple((workload.batch, workload.length) for workload in timed.workloads),
+        phase=timed.workloads[0].phase,
         fusion=paired_speedup(exported, fused),
         precision=None if changed is None else paired_speedup(fused, changed),
         removal=paired_speedup(changed or fused, final) if is_lossy else None,

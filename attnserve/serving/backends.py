@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +16,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
+from attnserve.runtime.by_length import LengthRunner
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.interface import Feed, LongRows, Session, ValueInfo, row_length
+from attnserve.runtime.interface import Feed, LongRows, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import open_session
@@ -97,33 +98,6 @@ def open_runner(
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
     return _with_io_binding(open_one(cuda=cuda))
-
-
-class LengthRunner:
-    """Run rows up to a length in one runtime, and longer ones in another.
-
-    Args:
-        short, long: Sessions of the same file.
-        above: Rows of more tokens run in ``long``.
-    """
-
-    def __init__(self, short: Session, long: Session, above: int) -> None:
-        self._short, self._long, self._above = short, long, above
-
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self._short.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self._short.get_outputs()
-
-    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        return self._session(feed).run(names, feed)
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self._session(feed).bind(feed)
-
-    def _session(self, feed: Feed) -> Session:
-        return self._long if (row_length(feed) or 0) > self._above else self._short
 
 
 def _with_io_binding(session: Session) -> Session:

@@ -22,7 +22,15 @@ from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, CannotRewrite
 
-__all__ = ["TOLERANCES", "Reference", "Tolerance", "distance", "runnable", "shape_name"]
+__all__ = [
+    "LEAST_EXACT",
+    "TOLERANCES",
+    "Reference",
+    "Tolerance",
+    "distance",
+    "runnable",
+    "shape_name",
+]
 
 PRODUCTS = frozenset({"MatMul", "Gemm", "Attention", "MultiHeadAttention"})
 """Operators whose output has the type in which the model computes."""

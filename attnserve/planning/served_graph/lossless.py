@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from attnserve.context import CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.served_graph.equality import Reference, runnable
+from attnserve.planning.served_graph.equality import LEAST_EXACT, Reference, runnable
 from attnserve.planning.served_graph.timing import (
     Times,
     by_shape,
@@ -37,6 +38,7 @@ from attnserve.planning.served_graph.variants import (
     fused_operators,
     list_variants,
 )
+from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, LongRows, Session
 from attnserve.runtime.session import open_session
@@ -89,7 +91,8 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     outside the interval. The written file is what is compared and timed.
 
     With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
-    the runtime that it states (``runtime_of``). The fastest runtime is chosen, or one for short and
+    the runtime that it states (``runtime_of``); a runtime in which its quality is proved has one of
+    its own (``Artifact.other_runtimes``). The fastest runtime is chosen, or one for short and
     one for long rows. If the default runtime does not give the outputs of the reference, the result
     need not be faster.
 
@@ -139,17 +142,18 @@ def _fuse_and_check(
     try:
         for variant in files.values():
             variant.write(model)
-        reference = Reference.of(source.model, model, stated)
+        references = _references(source, model, runtimes, device)
+        reference = references[stated.runtime]
         workloads = timed_workloads(source.max_length)
         inputs = [feed for feed, _ in runnable(model, workloads, reference.session)]
-        equal, refused = _open_equal(variants, reference, inputs, stated)
+        equal, refused = _open_equal(variants, references, inputs, stated)
         unfused = [each for each in equal if each.is_file_in(device.runtime_name)]
         original, times = _time(unfused[0].session if unfused else reference.session, equal, inputs)
         candidates = [
             _Candidate(each, found, None) for each, found in zip(equal, times, strict=True)
         ]
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
-            candidates += _splits(candidates, inputs)
+            candidates += _splits(candidates, inputs, source.other_runtimes)
         chosen = candidates[fastest(original, [each.times for each in candidates])]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
@@ -181,9 +185,10 @@ def _fuse_and_check(
 
 @dataclass(frozen=True)
 class _EqualVariant:
-    """A variant whose outputs equal the original's, with the largest differences."""
+    """A variant whose outputs equal those of a reference, with the largest differences."""
 
     variant: Variant
+    reference: Reference
     session: Session
     min_cosine: float
     max_error: float
@@ -211,11 +216,20 @@ class _Candidate(NamedTuple):
     long_rows: LongRows | None
 
 
-def _splits(singles: Sequence[_Candidate], inputs: Sequence[Batch]) -> list[_Candidate]:
-    """The candidates that run one file in two runtimes, one for short and one for long rows."""
+def _splits(
+    singles: Sequence[_Candidate], inputs: Sequence[Batch], proved: Collection[str]
+) -> list[_Candidate]:
+    """The candidates that run one file in two runtimes, one for short and one for long rows.
+
+    Args:
+        proved: The pairs of runtimes whose outputs may differ.
+    """
     found: list[_Candidate] = []
     for short, long in itertools.permutations(singles, 2):
-        if short.equal.variant.file == long.equal.variant.file:
+        variants = short.equal.variant, long.equal.variant
+        is_equal = short.equal.reference is long.equal.reference
+        may_differ = by_length(*(variant.runtime for variant in variants)) in proved
+        if variants[0].file == variants[1].file and (is_equal or may_differ):
             both = replace(
                 short.equal,
                 min_cosine=min(short.equal.min_cosine, long.equal.min_cosine),
@@ -227,12 +241,34 @@ def _splits(singles: Sequence[_Candidate], inputs: Sequence[Batch]) -> list[_Can
     return found
 
 
+def _references(
+    source: Artifact, model: ir.Model, runtimes: Sequence[str], device: Device
+) -> dict[str, Reference]:
+    """The original in the first runtime, and in each other one in which its quality is proved.
+
+    There the outputs may differ from those in the first one by more than rounding. A runtime in
+    which they differ by far, as on another CPU, has no reference of its own.
+    """
+    first, *others = runtimes
+    references = {first: Reference.of(source.model, model, replace(device, runtime=first))}
+    for runtime in source.other_runtimes & set(others):
+        with suppress(AttnserveError):  # ``_open_equal`` says why it does not run
+            own = Reference.of(source.model, model, replace(device, runtime=runtime))
+            replace(references[first], accepted=LEAST_EXACT).compare(own.session)
+            references[runtime] = own
+    return references
+
+
 def _open_equal(
-    variants: Sequence[Variant], reference: Reference, inputs: Sequence[Batch], stated: Device
+    variants: Sequence[Variant],
+    references: Mapping[str, Reference],
+    inputs: Sequence[Batch],
+    stated: Device,
 ) -> tuple[list[_EqualVariant], dict[str, str]]:
     """Open, run and compare all variants: those that are equal, and why a runtime runs not all.
 
     Args:
+        references: What a variant in a runtime must equal; see ``_references``.
         inputs: The inputs that are timed.
         stated: The device, in the runtime of the reference.
 
@@ -244,8 +280,9 @@ def _open_equal(
     refused: dict[str, str] = {}
     for variant in variants:
         try:
+            reference = references.get(variant.runtime, references[stated.runtime])
             session = reference.session
-            if variant.passes or variant.runtime != stated.runtime:
+            if variant.passes or variant.runtime not in references:
                 session = open_session(variant.file, replace(stated, runtime=variant.runtime))
             differences = reference.compare(session)
             for feed in inputs:
@@ -256,5 +293,5 @@ def _open_equal(
             refused[variant.runtime] = error.what
             log.info("%s: %s", variant.runtime, error.what)
         else:
-            equal.append(_EqualVariant(variant, session, *differences))
+            equal.append(_EqualVariant(variant, reference, session, *differences))
     return equal, refused

@@ -1,0 +1,83 @@
+"""Prove the quality of a converted model in other runtimes than the one it was compared in.
+
+A model that rounds activations to integers gives other outputs in each runtime: rounding in
+floating point moves some of them to the next integer. Serving runs such a model only in runtimes,
+and pairs of runtimes, in which its quality was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import permutations
+from statistics import median_low
+
+import onnx_ir as ir
+
+from attnserve.checks.quality import allowed_loss
+from attnserve.context import AUTO
+from attnserve.job import JobWithData
+from attnserve.models.measured import Fidelity
+from attnserve.models.quantized import rounds_activations
+from attnserve.planning.served_graph.variants import compared_runtimes
+from attnserve.runtime.by_length import LengthRunner, by_length
+from attnserve.runtime.interface import Session, row_length
+from attnserve.runtime.session import open_session, runtime_of
+from graph_passes.errors import AttnserveError
+
+__all__ = ["prove_in_other_runtimes"]
+
+
+def prove_in_other_runtimes(
+    job: JobWithData, model: ir.Model, expected: Fidelity, keep: float | None = None
+) -> Mapping[str, Fidelity]:
+    """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
+
+    It is kept if no value is below the lower end of the interval in the first runtime, and the
+    goal is met. The names are those of a runtime, or of two runtimes for short and for long rows
+    (``by_length``); the second runs texts above the median length.
+
+    Args:
+        expected: The comparison in the runtime that the model states (``runtime_of``).
+        keep: The share of the quality that a goal keeps.
+    """
+    if not rounds_activations(model):
+        return {}
+    device = job.context.device
+    first = runtime_of(model, device)
+    installed = compared_runtimes(model, replace(device, runtime=AUTO))
+    others = [runtime for runtime in installed if runtime != first]
+    lengths = [length for batch in job.data.held_out if (length := row_length(batch)) is not None]
+    proofs: dict[str, Fidelity] = {}
+
+    def prove(short: str, long: str) -> None:
+        def open_new(model: ir.Model) -> Session:
+            sessions = [
+                open_session(model, replace(device, runtime=runtime), spinning=False)
+                for runtime in dict.fromkeys((short, long))
+            ]
+            return LengthRunner(sessions[0], sessions[-1], median_low(lengths or [0]))
+
+        try:
+            found = job.compare_held_out(model, job.data.held_out, open_new=open_new)
+        except AttnserveError:  # serving says why: the runtime refuses the model
+            return
+        if _is_kept(found, expected, keep):
+            proofs[short if short == long else by_length(short, long)] = found
+
+    for runtime in others:
+        prove(runtime, runtime)
+    proved = [first, *(runtime for runtime in others if runtime in proofs)]
+    for short, long in permutations(proved, 2) if len(set(lengths)) > 1 else ():
+        prove(short, long)
+    return proofs
+
+
+def _is_kept(found: Fidelity, expected: Fidelity, keep: float | None) -> bool:
+    lower = {quality.subject: quality.lower for quality in expected.qualities}
+    return bool(found.qualities) and all(
+        quality.subject in lower
+        and quality.value >= lower[quality.subject]
+        and (keep is None or quality.losses.measured <= allowed_loss(keep))
+        for quality in found.qualities
+    )

@@ -1,0 +1,43 @@
+"""Run short rows of a model in one runtime, and long rows in another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from attnserve.runtime.interface import Feed, Session, ValueInfo, row_length
+
+__all__ = ["LengthRunner", "by_length"]
+
+
+def by_length(short: str, long: str) -> str:
+    """The name of two runtimes, the first of which runs short rows."""
+    return f"{short}+{long}"
+
+
+class LengthRunner:
+    """Run rows up to a length in one runtime, and longer ones in another.
+
+    Args:
+        short, long: Sessions of the same file.
+        above: Rows of more tokens run in ``long``.
+    """
+
+    def __init__(self, short: Session, long: Session, above: int) -> None:
+        self._short, self._long, self._above = short, long, above
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self._short.get_inputs()
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self._short.get_outputs()
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        return self._session(feed).run(names, feed)
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self._session(feed).bind(feed)
+
+    def _session(self, feed: Feed) -> Session:
+        return self._long if (row_length(feed) or 0) > self._above else self._short
