@@ -128,6 +128,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
+    if report.other_runtimes:
+        print_line(f"the quality is the same in {', '.join(report.other_runtimes)}")
     if report.mixing is not None:
         print_line(f"mixing {report.mixing.chosen}: {report.mixing.why}")
     if report.search is not None:

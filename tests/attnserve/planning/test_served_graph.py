@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from attnserve.context import ONE_THREAD, Device
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
@@ -248,6 +251,10 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
 
 
+SCALES = {"cosine": 2.0, "rounding": 1.05}
+"""The scale of the outputs in a runtime with a fault."""
+
+
 class OtherRuntime(OnnxRuntime):
     """A second runtime: ONNX Runtime, or one that fails in a way."""
 
@@ -263,8 +270,8 @@ class OtherRuntime(OnnxRuntime):
         model = ir.load(source)
         if self._fault == "refuses the graph":
             raise InvalidModel(f"{source}: refuses the graph", "none")
-        if self._fault == "cosine":
-            scaled(2.0)(model)
+        if self._fault in SCALES:
+            scaled(SCALES[self._fault])(model)
         if self._fault == "refuses the inputs":
             return Failing(super().open(model, device, options))
         return super().open(model, device, options)
@@ -311,6 +318,41 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "proved", "gains", "runtimes"),
+    [
+        ("rounding", ["other"], (3.0, 3.0), ("other", None)),
+        ("rounding", ["other"], (0.5, 1.9), ("onnxruntime", None)),  # the pair is not proved
+        ("rounding", ["other", "onnxruntime+other"], (0.5, 2.0),
+         ("onnxruntime", LongRows(32, "other"))),
+        ("rounding", ["other", "onnxruntime+other"], (2.0, 0.5), ("onnxruntime", None)),
+        ("rounding", ["onnxruntime+other"], (3.0, 3.0), ("onnxruntime", None)),
+        ("cosine", ["other"], (3.0, 3.0), ("onnxruntime", None)),  # as if on another CPU
+    ],
+)  # fmt: skip
+def test_fuse_lossless_runtime_with_other_outputs_needs_a_proof(
+    bert: Artifact,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    timed: Callable[..., object],
+    fault: str,
+    proved: Sequence[str],
+    gains: tuple[float, float],
+    runtimes: tuple[str, LongRows | None],
+) -> None:
+    """The other runtime is faster by ``gains`` at 16 and 64 tokens."""
+    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
+    monkeypatch.setattr(variants, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
+    by_length = dict(zip((16, 64), gains, strict=True))
+    timed(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
+    same = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="texts")
+    entry = LineageEntry(rewrite="int8", other_runtimes=dict.fromkeys(proved, same))
+    artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
+    found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
+    assert (found.runtime, found.long_rows) == runtimes
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from attnserve.planning import served_speed
 from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedTimer
+from attnserve.precision.convert import convert
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
@@ -99,6 +100,31 @@ def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
     speed = ServedTimer(job).measure(original.clone(), original.clone(), plan)
     assert runtimes == ["openvino", "onnxruntime"]
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
+
+
+def test_served_timer_takes_the_faster_of_two_proved_runtimes_for_each_length(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
+    original = load_model(tiny / "model.onnx")
+    converted = convert(original, "int8")
+    by_row = [[12, 12], [10, 10], [4, 8], [12, 12], [10, 10], [8, 4]]  # runtimes x models
+
+    def times(*_: Any, **__: Any) -> tuple[list[Workload], list[np.ndarray]]:
+        return SHAPES, [np.array([[row[index]] * 2 for row in by_row], float) for index in (0, 1)]
+
+    monkeypatch.setattr(served_speed, "time_models", times)
+    timer, plan = ServedTimer(job_of(original, target=AT)), Plan.merged([], "int8", ())
+
+    def served(*proved: str) -> list[Any]:
+        speed = timer.measure(original.clone(), converted, plan, frozenset(proved))
+        assert speed is not None
+        return list(speed.served_by_shape)
+
+    pair = "onnxruntime+openvino"
+    assert served("openvino", pair) == pytest.approx([10 / 4, 10 / 4])
+    assert served("openvino") == pytest.approx([10 / 4, 10 / 8])  # one of both, for all rows
+    assert served("openvino", "openvino+onnxruntime") == pytest.approx([10 / 4, 10 / 8])
 
 
 def test_served_timer_leaves_the_same_blocks_in_float(

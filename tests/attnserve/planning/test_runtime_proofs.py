@@ -1,0 +1,119 @@
+"""Proofs of the quality of converted models in other runtimes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from attnserve.context import ONE_THREAD, Device, RunContext
+from attnserve.job import JobWithData
+from attnserve.models.artifact import open_artifact
+from attnserve.models.measured import Fidelity, Quality
+from attnserve.models.onnx_files import load_model
+from attnserve.options import Data
+from attnserve.planning.runtime_proofs import prove_in_other_runtimes
+from attnserve.planning.served_graph import variants
+from attnserve.plugins import Registry
+from attnserve.precision.convert import convert
+from attnserve.runtime import session
+from attnserve.runtime.interface import DEFAULT_OPTIONS, Runtime, Session, SessionOptions
+from attnserve.runtime.onnx_runtime import OnnxRuntime
+from graph_passes.errors import InvalidModel
+
+PROVED = {"other", "onnxruntime+other", "other+onnxruntime"}
+
+
+class OtherRuntime(OnnxRuntime):
+    """A second runtime, which refuses models or computes the original in place of each."""
+
+    name = "other"
+
+    def __init__(self, original: ir.Model | None) -> None:
+        self._original = original
+
+    def open(
+        self,
+        source: Path | ir.Model,
+        device: Device,
+        options: SessionOptions = DEFAULT_OPTIONS,
+    ) -> Session:
+        if self._original is None:
+            raise InvalidModel("other: refuses the model", "none")
+        return super().open(self._original, device, options)
+
+
+@pytest.fixture
+def job(tiny: Path, sentences: Path) -> JobWithData:
+    artifact = open_artifact(tiny)
+    data = Data(calib=[sentences])
+    return JobWithData.read(
+        artifact, load_model(artifact), data, context=RunContext(ONE_THREAD)
+    ).with_data
+
+
+def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Registry[Runtime]("runtime", OnnxRuntime(), runtime)
+    for module in (variants, session):
+        monkeypatch.setattr(module, "RUNTIMES", both)
+
+
+@pytest.mark.parametrize(
+    ("lower", "keep", "proved"),
+    [
+        (0.5, None, PROVED),
+        (1.1, None, set()),  # no other runtime reaches the quality of the first one
+        (0.5, 0.9, PROVED),
+    ],
+)
+def test_a_runtime_is_proved_if_it_keeps_the_quality(
+    job: JobWithData, monkeypatch: pytest.MonkeyPatch,
+    lower: float, keep: float | None, proved: set[str],
+) -> None:  # fmt: skip
+    use(OtherRuntime(job.original), monkeypatch)
+    model = convert(job.original, "int8", job.calibration)
+    found = job.compare_held_out(model, job.data.held_out)
+    qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
+    expected = found.model_copy(update={"qualities": qualities})
+    proofs = prove_in_other_runtimes(job, model, expected, keep)
+    assert proofs.keys() == proved
+    # Alone, the other runtime computes the original, and as one of two a part of the texts.
+    values = {name: min(q.value for q in proof.qualities) for name, proof in proofs.items()}
+    assert all(values["other"] >= value for value in values.values())
+
+
+def test_a_goal_must_be_met_in_the_other_runtime(
+    job: JobWithData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = convert(job.original, "int8", job.calibration)
+    use(OtherRuntime(model), monkeypatch)
+    found = job.compare_held_out(model, job.data.held_out)
+    loss = max(quality.losses.measured for quality in found.qualities)
+    assert loss > 0
+    assert prove_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == PROVED
+    assert prove_in_other_runtimes(job, model, found, 1 - loss / 2) == {}
+
+
+def test_a_runtime_that_refuses_the_model_is_not_proved(
+    job: JobWithData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(OtherRuntime(None), monkeypatch)
+    model = convert(job.original, "int8", job.calibration)
+    assert prove_in_other_runtimes(job, model, nothing()) == {}
+
+
+def test_float_models_and_one_runtime_need_no_proof(
+    job: JobWithData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(OtherRuntime(job.original), monkeypatch)
+    assert prove_in_other_runtimes(job, job.original, nothing()) == {}
+    for module in (variants, session):
+        monkeypatch.setattr(module, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
+    model = convert(job.original, "int8", job.calibration)
+    assert prove_in_other_runtimes(job, model, nothing()) == {}
+
+
+def nothing() -> Fidelity:
+    quality = Quality(measure="similarity", value=0.0, lower=0.0)
+    return Fidelity(outputs=(), mean_cosine=0, min_cosine=0, data="", qualities=(quality,))
