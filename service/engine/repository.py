@@ -547,11 +547,15 @@ class Repository:
 def _log_operators(engine: Engine) -> None:
     done = engine.model.operators
     if done["rewritten"] is True:
+        attention, gelu = done["attention"], done["gelu"]
+        fused = f" with fused operators ({attention} attention, {gelu} GELU)"
         log.info(
-            "%s runs with fused operators in %s: %d attention, %d GELU; speed-up %.2fx,"
-            " cosine %.9f",
-            engine.name, engine.model.runtime, done["attention"], done["gelu"], done["speedup"],
+            "%s runs%s in %s: speed-up %.2fx, cosine %.9f",
+            engine.name,
+            fused if attention or gelu else "",
+            engine.model.runtime,
+            done["speedup"],
             done["min_cosine"],
-        )  # fmt: skip
+        )
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done["why"])
