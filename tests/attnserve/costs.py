@@ -84,18 +84,27 @@ def measure_speedup_over(judge: Judge, slow: Candidate, fast: Candidate) -> Spee
 
 
 def time_models(
-    models: Sequence[ir.Model], feeds: Mapping[Workload, Any], **_: Any
+    models: Sequence[ir.Model],
+    feeds: Mapping[Workload, Any],
+    *,
+    runtimes: Sequence[str] = ("onnxruntime",),
+    **_: Any,
 ) -> tuple[list[Workload], list[np.ndarray]] | None:
     times = [
-        np.array([[milliseconds(model, feed)] * 2 for model in models]) for feed in feeds.values()
+        np.array([[milliseconds(model, feed)] * 2 for _ in runtimes for model in models])
+        for feed in feeds.values()
     ]
     return (list(feeds), times) if times else None
 
 
 def equal_times(
-    models: Sequence[ir.Model], feeds: Mapping[Workload, Any], **_: Any
+    models: Sequence[ir.Model],
+    feeds: Mapping[Workload, Any],
+    *,
+    runtimes: Sequence[str] = ("onnxruntime",),
+    **_: Any,
 ) -> tuple[list[Workload], list[np.ndarray]]:
-    return list(feeds), [np.ones((len(models), 2)) for _ in feeds]
+    return list(feeds), [np.ones((len(runtimes) * len(models), 2)) for _ in feeds]
 
 
 def unchanged(timer: ServedTimer, model: ir.Model, *_: Any) -> ir.Model:
