@@ -12,7 +12,7 @@ __all__ = [
     "Importance",
     "LearnedTask",
     "Measure",
-    "Mixing",
+    "MixingOption",
     "Padding",
     "Pooling",
     "Precision",
@@ -30,7 +30,7 @@ Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine"]
-Mixing = Literal["auto", "dense", "sparse"]
+MixingOption = Literal["auto", "dense", "sparse"]
 Side = Literal["right", "left"]
 Padding = Side
 Pooling = Literal["mean", "cls", "last", "none"]

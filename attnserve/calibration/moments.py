@@ -106,7 +106,7 @@ class _BlockSums:
         Args:
             p: Probabilities, (H, S, T).
             y: Tokens of the keys, (T, E).
-            written: Values times ``_write_root``, (H, T, V).
+            contributions: Values times ``_write_root``, (H, T, V).
         """
         y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
         rows = p.reshape(-1, p.shape[-1])  # H*S T

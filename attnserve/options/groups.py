@@ -15,7 +15,7 @@ from attnserve.literals import (
     Importance,
     LearnedTask,
     Measure,
-    Mixing,
+    MixingOption,
     SearchMeasure,
     TaskName,
 )
@@ -85,7 +85,7 @@ class Rewrites(Options):
     layers, or one per layer (R1,R2,...).
 
     In Python also R by layer name."""
-    mixing: Mixing = "auto"
+    mixing: MixingOption = "auto"
     """Dimensions that a head with `collab_dk` reads: all R (dense), some (sparse), or the fastest
     of both and of own dimensions, by measured time at equal error (auto)."""
     head_dk: Annotated[int | None, Cli(metavar="K")] = None

@@ -13,7 +13,7 @@ import pytest
 
 from attnserve.checks.compare import verify
 from attnserve.context import ONE_THREAD
-from attnserve.literals import Importance, Mixing
+from attnserve.literals import Importance, MixingOption
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
@@ -152,7 +152,7 @@ def test_optimize_exact_factors_keep_the_output(albert: Path, tmp_path: Path):
 
 @pytest.mark.parametrize("mixing", ["dense", "sparse"])
 def test_optimize_content_term_differs_per_layer(
-    albert: Path, calibration: Path, tmp_path: Path, mixing: Mixing
+    albert: Path, calibration: Path, tmp_path: Path, mixing: MixingOption
 ):
     optimize(albert, tmp_path / "new.onnx", collab_dk=6, mixing=mixing, calib=calibration)
     model = load_model(tmp_path / "new.onnx")
