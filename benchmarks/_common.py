@@ -34,15 +34,10 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_encoder, model_inputs
-from attnserve.runtime.machine import cpu_flags
+from attnserve.runtime.machine import product_flags
 from attnserve.runtime.session import open_session
 
 RESULTS = Path(__file__).parent / "results"
-
-FLAGS = (
-    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8",
-)  # fmt: skip
-"""CPU features that determine speed and exactness of matrix products."""
 
 LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Sequence lengths of the speed tables."""
@@ -207,7 +202,7 @@ def write_result(name: str, options: argparse.Namespace, **content: Any) -> None
     """
     command = command_of(name, options)
     machine = {} if "machine" in content else {"machine": asdict(describe_machine())}
-    result = {"command": command, **content, **machine, "cpu_flags": own_flags()}
+    result = {"command": command, **content, **machine, "cpu_flags": product_flags()}
     write_json(RESULTS / f"{name}.json", result)
 
 
@@ -219,11 +214,6 @@ def command_of(name: str, options: argparse.Namespace) -> str:
         if value is not None and value is not False and key != "resume"
     )
     return " ".join([f"python -m benchmarks.{name}", *arguments])
-
-
-def own_flags() -> list[str]:
-    """Members of ``FLAGS`` that this CPU has."""
-    return [flag for flag in FLAGS if flag in cpu_flags()]
 
 
 def stored_rows(name: str) -> list[dict[str, Any]]:

@@ -34,8 +34,9 @@ from attnserve.context import Device, Provider
 from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
+from attnserve.runtime.machine import product_flags
 from attnserve.runtime.session import why_no_cuda
-from benchmarks._common import RESULTS, description, own_flags, write_json
+from benchmarks._common import RESULTS, description, write_json
 from benchmarks.gpu import collab_dk
 from benchmarks.gpu.collaborative_operators import expressions
 from benchmarks.gpu.encoder import random_encoder, to_half
@@ -349,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     command = {
         "command": " ".join(["python -m benchmarks.cuda", *given]),
-        "cpu_flags": own_flags(),
+        "cpu_flags": product_flags(),
     }
     seconds = SECONDS if options.seconds is None else options.seconds
     if options.collab_dk:

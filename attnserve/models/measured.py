@@ -316,6 +316,8 @@ class ServedSpeed(Recorded, frozen=True):
             nothing was removed or approximated.
         served: Speed-up of the rewritten model over the fused original in float32.
         served_by_shape: The value of ``served`` at each shape.
+        runtimes: Names of the compared runtimes.
+        cpu_flags: The features of the CPU that determine the speed (``PRODUCT_FLAGS``).
         device: Device of the runs; not recorded.
     """
 
@@ -326,6 +328,8 @@ class ServedSpeed(Recorded, frozen=True):
     removal: Speedup | None = None
     served: Speedup
     served_by_shape: tuple[FiniteFloat, ...] = ()
+    runtimes: tuple[str, ...] = ()
+    cpu_flags: tuple[str, ...] = ()
     device: Device = Field(default=Device(), exclude=True)
 
     @property

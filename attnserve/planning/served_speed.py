@@ -38,6 +38,7 @@ from attnserve.runtime.interleaved_timer import (
     shape_sampler,
 )
 from attnserve.runtime.isolation import Worker
+from attnserve.runtime.machine import product_flags
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -263,6 +264,8 @@ def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
             paired_speedup([before], [after]).value
             for before, after in zip(fused, final, strict=True)
         ),
+        runtimes=tuple(timed.runtimes),
+        cpu_flags=product_flags(),
         device=device,
     )
 

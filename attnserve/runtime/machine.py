@@ -26,10 +26,25 @@ __all__ = [
     "has_bfloat16_product",
     "has_int8_dot_product",
     "parse_cpu_flags",
+    "product_flags",
 ]
 
 BFLOAT16_PRODUCT = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Features (Linux names) with which products of bfloat16 are faster than those of float32."""
+
+PRODUCT_FLAGS = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "avx_vnni",
+    "amx_bf16",
+    "amx_int8",
+    "asimddp",
+    "i8mm",
+    "bf16",
+)
+"""CPU features that determine the speed and the exactness of matrix products."""
 
 INT8_DOT_PRODUCT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
 """Features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
@@ -91,6 +106,12 @@ def parse_cpu_flags(cpuinfo: str) -> frozenset[str]:
         if name.strip() in ("flags", "Features"):  # x86, ARM
             return frozenset(value.split())
     return frozenset()
+
+
+def product_flags() -> tuple[str, ...]:
+    """Members of ``PRODUCT_FLAGS`` that this CPU has."""
+    flags = cpu_flags()
+    return tuple(flag for flag in PRODUCT_FLAGS if flag in flags)
 
 
 def has_int8_dot_product(flags: Collection[str] | None = None) -> bool:

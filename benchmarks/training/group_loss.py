@@ -22,6 +22,7 @@ import torch
 
 from attnserve.checks.benchmark import describe_machine
 from attnserve.context import Device
+from attnserve.runtime.machine import product_flags
 from benchmarks import _common
 from benchmarks.training.data import CACHE, read_corpus
 from benchmarks.training.loop import Training
@@ -73,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "rows": rows,
                 "settings": settings.to_json(),
                 "machine": asdict(describe_machine(Device(threads=threads))),
-                "cpu_flags": _common.own_flags(),
+                "cpu_flags": product_flags(),
             },
         )
     return 0

@@ -25,6 +25,7 @@ import torch
 
 from attnserve.checks.benchmark import describe_machine
 from attnserve.context import Device
+from attnserve.runtime.machine import product_flags
 from benchmarks import _common
 from benchmarks.training.data import CACHE, Corpus, read_corpus
 from benchmarks.training.loop import Training
@@ -96,7 +97,7 @@ def measure(
         "settings": settings.to_json(),
         "pairs": len(corpus.train),
         "machine": machine(training),
-        "cpu_flags": _common.own_flags(),
+        "cpu_flags": product_flags(),
     }
     _common.write_json(result_path(variant, seed), result)
     return True
