@@ -127,7 +127,11 @@ def measure(shape: str, train: Path, folder: Path, rounds: int | None) -> dict[s
 
 
 def random_model(shape: str, folder: Path) -> Path:
-    """Export a model with random weights and the tokenizer of MiniLM."""
+    """Export a model with random weights and the tokenizer of MiniLM.
+
+    Args:
+        shape: A name of ``SHAPES``, or "BERT-base", the default sizes of transformers.
+    """
     import torch
     import transformers
 
@@ -138,11 +142,12 @@ def random_model(shape: str, folder: Path) -> Path:
             shutil.copyfile(Path(minilm()) / name, source / name)
     torch.manual_seed(0)
     kinds: dict[str, Any] = {
+        "BERT-base": (transformers.BertConfig, transformers.BertModel),
         "ModernBERT": (transformers.ModernBertConfig, transformers.ModernBertModel),
         "Qwen3": (transformers.Qwen3Config, transformers.Qwen3Model),
     }
     config, network = kinds[shape]
-    network(config(vocab_size=30522, **SHAPES[shape])).save_pretrained(source)
+    network(config(vocab_size=30522, **SHAPES.get(shape, {}))).save_pretrained(source)
     attnserve.export(str(source), folder / "original")
     shutil.rmtree(source)
     return folder / "original"
