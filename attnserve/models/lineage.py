@@ -211,7 +211,7 @@ class LineageEntry(Measured, frozen=True):
     int8_activations: str | None = None
     search: SearchRecord | None = None
     choose: Quality | None = None
-    also_proved: tuple[Fidelity, ...] = ()
+    also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
