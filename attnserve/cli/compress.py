@@ -122,7 +122,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
             f"MACs at {report.batch} x {report.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
-    for fidelity in (report.fidelity, *report.also_proved):
+    for fidelity in (report.fidelity, *report.also_verified):
         print_qualities("quality", fidelity)
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "

@@ -7,9 +7,9 @@ they write as ``record``.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat
+from pydantic import Field, FiniteFloat
 
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
 from attnserve.models.recorded import Recorded, Whole
@@ -134,14 +134,14 @@ class MixingReport(Whole, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        form: The mixing: "dense", "sparse" or "own".
+        mixing: "dense", "sparse" or "own".
         error: Error of the outputs on calibration data, or of the weights without data; None if the
             mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
-    form: str
+    mixing: Annotated[str, Field(alias="form")]
     error: FiniteFloat | None
     speedup: Speedup
     slowest: Speedup
@@ -152,7 +152,7 @@ class MixingChoice(Whole, frozen=True):
 
     chosen: str
     why: str
-    forms: tuple[MixingReport, ...]
+    mixings: Annotated[tuple[MixingReport, ...], Field(alias="forms")]
 
 
 class TrainingRecord(Recorded, frozen=True):
@@ -211,7 +211,7 @@ class LineageEntry(Measured, frozen=True):
     int8_activations: str | None = None
     search: SearchRecord | None = None
     choose: Quality | None = None
-    also_proved: tuple[Fidelity, ...] = ()
+    also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None

@@ -98,7 +98,7 @@ class SearchRecord(Measured, frozen=True):
     Attributes:
         fidelity, quality, qualities: The result of the verification of the returned choice.
         choose: The same quality on the data to choose.
-        proofs: All verifications of choices, in order; all but the last missed the goal.
+        verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 
@@ -107,7 +107,7 @@ class SearchRecord(Measured, frozen=True):
     gain: bool = False
     fidelity: Fidelity | None = None
     choose: Quality | None = None
-    proofs: tuple[VerificationRecord, ...] = ()
+    verifications: Annotated[tuple[VerificationRecord, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None

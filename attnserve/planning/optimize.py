@@ -295,7 +295,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         warnings=(*rewritten.warnings, *warnings),
         plan=plan,
         search=search_report,
-        also_proved=other_fidelities,
+        also_verified=other_fidelities,
         other_runtimes=other_runtimes,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),

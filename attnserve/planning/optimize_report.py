@@ -25,7 +25,7 @@ class OptimizeReport:
     Attributes:
         after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
         search: The report of the search, if there was one.
-        also_proved: The comparison on each file of ``also_prove``.
+        also_verified: The comparison on each file of ``also_prove``.
         other_runtimes: See ``LineageEntry``.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
             without int8.
@@ -43,7 +43,7 @@ class OptimizeReport:
     warnings: tuple[str, ...]
     plan: Plan
     search: PlanReport | None = None
-    also_proved: tuple[Fidelity, ...] = ()
+    also_verified: tuple[Fidelity, ...] = ()
     other_runtimes: Mapping[str, Fidelity] = field(default_factory=dict[str, Fidelity])
     int8_weight_bits: Literal[7, 8] | None = None
     int8_activations: Int8Activations | None = None
@@ -66,7 +66,7 @@ class OptimizeReport:
             mixing=self.mixing,
             int8_weight_bits=self.int8_weight_bits,
             int8_activations=self.int8_activations,
-            also_proved=self.also_proved,
+            also_verified=self.also_verified,
             other_runtimes=self.other_runtimes,
         )
         if search is not None:

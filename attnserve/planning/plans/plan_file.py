@@ -285,7 +285,9 @@ def _read(path: Path) -> PlanRecord:
         InvalidData: The file cannot be read, or is not a plan.
     """
     try:
-        return PlanRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        return PlanRecord.model_validate(
+            json.loads(path.read_text(encoding="utf-8")), by_name=False
+        )
     except FileNotFoundError as error:
         raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:

@@ -72,7 +72,7 @@ class PlanReport:
             kept share of the task score, if the goal has a task.
         speeds: Speed of the whole model, at all checked lengths.
         choose: The same comparison on the data to choose.
-        proofs: All verifications, in order; all but the last missed the goal.
+        verifications: All verifications, in order; all but the last missed the goal.
         recovered: The rounds of training; None without training.
         served_speed: What fusion, precision and removal gave; None if the original is returned.
         output: The file that the report was written to, if any; not part of the content.
@@ -93,7 +93,7 @@ class PlanReport:
     share: Share | None = None
     speeds: Sequence[ShapeLatency] = ()
     choose: Fidelity | None = None
-    proofs: Sequence[Verification] = ()
+    verifications: Sequence[Verification] = ()
     recovered: TrainingRounds | None = None
     served_speed: ServedSpeed | None = None
     output: Path | None = None
@@ -119,7 +119,7 @@ class PlanReport:
             fidelity=self.fidelity.cosines.model_copy(update={"share": self.share}),
             qualities=self.fidelity.qualities,
             choose=self.choose and self.choose.quality,
-            proofs=tuple(proof.record for proof in self.proofs),
+            verifications=tuple(each.record for each in self.verifications),
             speedup=self.speedup,
             speeds=tuple(self.speeds),
             speedups=self.served_speed,
@@ -143,6 +143,8 @@ def draw_front(report: PlanReport) -> str:
     return plot_front(
         [(1 - point.predicted_loss, point.speedup) for point in report.front],
         [(1 - (point.measured_loss or 0.0), point.speedup) for point in built],
-        (1 - report.proofs[-1].loss, report.speedup) if report.gain and report.proofs else None,
+        (1 - report.verifications[-1].loss, report.speedup)
+        if report.gain and report.verifications
+        else None,
         title=report.verdict.partition(": ")[0] if report.gain else report.verdict,
     )

@@ -106,7 +106,7 @@ def _gain(
         share=verification.share,
         speeds=timed.speeds,
         choose=candidate.fidelity,
-        proofs=tuple(verified.verifications),
+        verifications=tuple(verified.verifications),
         recovered=recovered,
         served_speed=speed,
     )

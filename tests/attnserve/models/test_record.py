@@ -125,3 +125,17 @@ def test_fields_of_later_versions_are_kept(path: Path):
     content = with_unknown(content)
     read = PlanRecord if path.stem.endswith("-plan") else Record
     assert lost(content, read.model_validate(content).to_json()) == []
+
+
+def test_unknown_key_that_equals_an_attribute_is_not_read_as_the_field():
+    verification = {"loss": 0.25}
+    content = {"rewrite": "none", "search": {"proofs": [verification], "verifications": "later"}}
+    record = Record.parse({"lineage": [content]}, Path("attnserve.json"))
+    search = record.lineage[0].search
+    assert search is not None and search.verifications[0].loss == 0.25
+    assert record.to_json() == {"lineage": [content]}
+
+
+def test_attributes_with_other_json_keys_can_be_given_by_name():
+    entry = LineageEntry(rewrite="none", also_verified=())
+    assert entry.to_json() == {"rewrite": "none", "also_proved": []}

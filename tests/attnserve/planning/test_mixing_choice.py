@@ -195,8 +195,8 @@ def test_optimize_auto_mixing_is_decided_by_time(
     timed += times
     report = optimize(tiny, tmp_path / "new", collab_dk=12, calib=sentences)
     assert report.mixing is not None
-    assert {form.form for form in report.mixing.forms} >= {"dense", "own"}
-    dense, *others = report.mixing.forms
+    assert {each.mixing for each in report.mixing.mixings} >= {"dense", "own"}
+    dense, *others = report.mixing.mixings
     assert dense.error is not None
     assert all(form.error is None or form.error <= 1.02 * dense.error for form in others)
     blocks = inspect(tmp_path / "new").matches.blocks

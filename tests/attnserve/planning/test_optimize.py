@@ -267,7 +267,7 @@ def test_optimize_reports_the_quality_and_its_data(
     assert keys <= content["quality"].keys()
     assert content["quality"]["measure"] == "similarity"
     assert content["quality"]["split"] == split
-    (other,) = report.also_proved
+    (other,) = report.also_verified
     assert other.data == "sentences.txt" and other.quality is not None
     assert other.quality.rows == 60 and other.quality.split == "data"
     assert content["also_proved"][0]["quality"]["value"] < 1

@@ -76,7 +76,7 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         )
     speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
-    assert found[0.4].proofs[-1].loss > 0.1  # a larger allowance is used
+    assert found[0.4].verifications[-1].loss > 0.1  # a larger allowance is used
     for decisions in (report.layers for report in found.values()):  # every block is explained
         assert len(decisions) == 4 and all(decision.why for decision in decisions)
         assert all(decision.ms_after <= decision.ms_before for decision in decisions)
@@ -132,7 +132,7 @@ def test_search_reuses_probabilities_without_fused_operators(
     assert f"the probabilities of {source.block}" in reader.why
     edges = report.plan.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
-    assert report.gain and report.proofs[-1].loss <= 0.05
+    assert report.gain and report.verifications[-1].loss <= 0.05
     assert replays()
 
 
@@ -228,7 +228,7 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     assert share.losses.bounded >= share.losses.measured == 1 - share.value
     assert report.fidelity.quality is not None, "also reported if it is no condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
-    assert both.speedup <= report.speedup and both.proofs[-1].loss <= 0.4
+    assert both.speedup <= report.speedup and both.verifications[-1].loss <= 0.4
 
 
 @pytest.mark.timing
@@ -298,7 +298,7 @@ def test_search_of_several_files_proves_each_of_them(
         losses = [quality.losses.bounded for quality in fidelity.qualities]
         assert fidelity.quality.losses.bounded == max(losses)
     losses = [quality.losses.measured for quality in report.fidelity.qualities]
-    assert report.proofs[-1].loss == max(losses) <= 0.03
+    assert report.verifications[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
     assert content["weights"] == [1, 2]
@@ -356,6 +356,6 @@ def test_search_scalar_output_is_measured_by_r2(
     report = attnserve.plan(
         tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.9, threads=1
     )
-    assert report.proofs[-1].fidelity.quality is not None
-    assert report.proofs[-1].fidelity.quality.measure == "r2"
-    assert report.proofs[-1].loss <= 0.1
+    assert report.verifications[-1].fidelity.quality is not None
+    assert report.verifications[-1].fidelity.quality.measure == "r2"
+    assert report.verifications[-1].loss <= 0.1
