@@ -59,6 +59,7 @@ def export(
             help="Keep the first N dimensions of an embedding (Matryoshka models).",
         ),
     ] = None,
+    openvino: opt.OpenVino = False,
     force: opt.Force = False,
     show: opt.Show = opt.Show(),
     run: Run = Run(),
@@ -67,7 +68,7 @@ def export(
     set_log_level(show)
     report = attnserve.export(
         model, output, task=task, exporter=exporter, opset=opset, attention=attention,
-        dimensions=dimensions, seed=run.seed, force=force,
+        dimensions=dimensions, openvino=openvino, seed=run.seed, force=force,
     )  # fmt: skip
     if show.json_:
         print_json(report.to_json())
