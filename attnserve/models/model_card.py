@@ -172,7 +172,7 @@ def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
         else 'scores = model.predict([("a query", "a document")])'
     )
     if not view.is_embedding and view.width > 1:
-        call = 'scores = model.predict(["a text"])'
+        call = 'scores = model.predict("a text")'
     integration = _code(
         "python", "from attnserve.integrations.sentence_transformers import load", "",
         'model = load("FOLDER")', call,
