@@ -32,8 +32,8 @@ from attnserve.exporters.heads import (
     scorer,
     token_score,
 )
-from attnserve.literals import Activation, Attention, Exporter, Pooling
 from attnserve.fusion import fused_copy
+from attnserve.literals import Activation, Attention, Exporter, Pooling
 from attnserve.models.artifact import COMPANIONS, Artifact
 from attnserve.models.checksums import path_sha256, sha256
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings

@@ -10,6 +10,7 @@ The package is an optional dependency, and is imported on first use. Its objects
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,7 +82,7 @@ def load(
     assert config is not None  # library_model has read it
     tokenizer = artifact.tokenizer
     assert tokenizer is not None
-    modules = _modules(library, view, session, str(config.parent), str(tokenizer.parent))
+    modules = _modules(view, session, str(config.parent), str(tokenizer.parent))
     settings: dict[str, Any] = {
         "device": "cpu", "prompts": view.record.prompts, "default_prompt_name": view.default_prompt,
     }  # fmt: skip
@@ -105,20 +106,17 @@ def _import_library() -> Any:
         MissingExtra: It is not installed, or older than version 6.
     """
     try:
-        import sentence_transformers
-        import sentence_transformers.base.modules
+        import_module("sentence_transformers.base.modules")
+        return import_module("sentence_transformers")
     except ImportError as error:
         raise MissingExtra(
             "sentence-transformers 6 is not installed",
             "pip install 'sentence-transformers>=6.2'",
             code="extra.sentence_transformers",
         ) from error
-    return sentence_transformers
 
 
-def _modules(
-    library: Any, view: LibraryModel, session: Session, config: str, tokenizer: str
-) -> list[Any]:
+def _modules(view: LibraryModel, session: Session, config: str, tokenizer: str) -> list[Any]:
     """The modules of a model, with the session as its network.
 
     Args:
@@ -131,8 +129,8 @@ def _modules(
     class SessionTransformer(Transformer):
         """A module Transformer whose network is a session."""
 
-        def _load_model(self, *args: Any, **kwargs: Any) -> Any:
-            return _network(view, session, kwargs["config"] if "config" in kwargs else args[2])
+        def _load_model(self, *args: Any, **_: Any) -> Any:
+            return _network(view, session, args[2])
 
     text = view.files()["sentence_bert_config.json"]
     text["processor_kwargs"] = {**text.pop("tokenizer_args", {}), "local_files_only": True}

@@ -12,16 +12,16 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import onnx_ir as ir
 
-from attnserve.literals import Activation
+from attnserve.literals import Activation, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output
 from attnserve.models.folder_settings import POOLINGS, PROBLEMS
 from attnserve.models.record import Record
-from attnserve.models.settings_files import LEGACY_MODES
+from attnserve.models.settings_files import LEGACY_MODES, Mode
 from graph_passes.analysis.shapes import infer_shapes_small
 
 __all__ = ["LIBRARY_FILES", "LibraryModel", "library_model", "write_library_files"]
@@ -36,7 +36,10 @@ ACTIVATIONS: Mapping[Activation, str] = {
 }
 """Classes of ``torch.nn`` by the activations of a record."""
 
-MODES = {ours: name for name, ours in POOLINGS.items()}
+CLASSES = "sentence_transformers.models."
+"""The module of the library's classes, by a name that all versions know."""
+
+MODES: Mapping[Pooling, Mode] = {ours: cast(Mode, name) for name, ours in POOLINGS.items()}
 
 LIBRARY_FILES = (
     "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
@@ -80,7 +83,7 @@ class LibraryModel:
         return self.is_embedding and self.is_pooled
 
     @property
-    def pooling_mode(self) -> str:
+    def pooling_mode(self) -> Mode:
         """The library's name of the pooling; any gives a vector that is repeated."""
         return "cls" if self.is_pooled else MODES[self.record.pooling or "mean"]
 
@@ -125,7 +128,7 @@ class LibraryModel:
                 "module_output_name": "scores",
             }
         entries = [
-            {"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{name}"}
+            {"idx": at, "name": str(at), "path": path, "type": CLASSES + name}
             for at, (name, path) in enumerate(modules)
         ]
         return {

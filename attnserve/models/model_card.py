@@ -21,7 +21,7 @@ __all__ = ["CARD", "is_own_card", "model_card"]
 
 CARD = "README.md"
 
-MARK = "<!-- attnserve: this card is written again with the model; remove this line to keep yours -->"
+MARK = "<!-- attnserve writes this card again with the model; remove this line to keep yours -->"
 """A card with this line may be replaced."""
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -81,9 +81,7 @@ def _metadata(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bo
 def _origin(artifact: Artifact) -> str:
     version = package_versions(["attnserve"]).get("attnserve", "")
     source = f" from {_escaped(artifact.source)}" if artifact.source else ""
-    return (
-        f"An ONNX model that attnserve {version} made{source}. `attnserve.json` is the whole record."
-    )
+    return f"An ONNX model that attnserve {version} made{source}. `attnserve.json` has the record."
 
 
 def _changes(lineage: Sequence[LineageEntry]) -> list[str]:
