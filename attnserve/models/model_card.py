@@ -40,20 +40,17 @@ def is_own_card(path: Path) -> bool:
         return False
 
 
-def model_card(
-    artifact: Artifact, view: LibraryModel | None, name: str, *, has_openvino: bool
-) -> str:
+def model_card(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bool) -> str:
     """The text of a model card in Markdown, with the metadata of the Hugging Face hub.
 
     Args:
         artifact: The model. Its last speeds were measured on this machine.
         view: The model as sentence-transformers loads it; None if it cannot.
-        name: The name of the folder.
         has_openvino: Whether the folder has an OpenVINO file.
     """
     parts = [
         _metadata(artifact, view, has_openvino=has_openvino),
-        f"# {_escaped(name)}",
+        f"# {_escaped((artifact.source or 'ONNX model').rpartition('/')[2])}",
         MARK,
         _origin(artifact),
         *_changes(artifact.lineage),

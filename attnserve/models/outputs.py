@@ -369,7 +369,7 @@ def write_for_libraries(
         (folder / OPENVINO_FILE).unlink(missing_ok=True)
         (folder / OPENVINO_FILE).with_suffix(".bin").unlink(missing_ok=True)
     if is_own_card(folder / CARD):
-        text = model_card(artifact, view, folder.resolve().name, has_openvino=file.is_file())
+        text = model_card(artifact, view, has_openvino=file.is_file())
         (stage / CARD).write_text(text, encoding="utf-8")
 
 

@@ -422,8 +422,8 @@ class Write(Options):
     external_data: bool = False
     """Write the weights to a file beside the model."""
     openvino: bool = False
-    """Write openvino/openvino_model.xml too, which sentence-transformers loads without attnserve.
-    It is always written if OpenVINO is the runtime (`runtime`) and the model can be loaded so."""
+    """Write openvino/openvino_model.xml too, which sentence-transformers loads without attnserve;
+    always written for models that OpenVINO runs."""
     dry_run: bool = False
     """Compute and report everything, but write nothing."""
     force: bool = False
