@@ -26,7 +26,7 @@ MARK = "<!-- attnserve writes this card again with the model; remove this line t
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
-SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@-])")
+SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@])")
 """Characters with a meaning in Markdown or HTML."""
 
 
