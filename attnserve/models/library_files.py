@@ -22,6 +22,7 @@ from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output
 from attnserve.models.folder_settings import POOLINGS, PROBLEMS
 from attnserve.models.record import Record
 from attnserve.models.settings_files import LEGACY_MODES, Mode
+from attnserve.models.tokenizer import longest_text
 from graph_passes.analysis.shapes import infer_shapes_small
 
 __all__ = ["LIBRARY_FILES", "LibraryModel", "library_model", "write_library_files"]
@@ -58,6 +59,7 @@ class LibraryModel:
         is_pooled: Whether the output is one vector per text.
         width: The size of a vector, or the number of classes.
         record: The record of the model.
+        max_length: The maximum number of tokens of a text; None for no limit.
         activation: The class of the activation of scores; None for the library's default.
     """
 
@@ -66,6 +68,7 @@ class LibraryModel:
     is_pooled: bool
     width: int
     record: Record
+    max_length: int | None = None
     activation: str | None = None
 
     @property
@@ -96,7 +99,7 @@ class LibraryModel:
     def files(self) -> dict[str, Any]:
         """The JSON files by path."""
         record = self.record
-        stated = {"max_seq_length": record.max_length, "do_lower_case": record.lower_case}
+        stated = {"max_seq_length": self.max_length, "do_lower_case": record.lower_case}
         text: dict[str, Any] = {key: value for key, value in stated.items() if value}
         if record.truncation_side is not None:
             text["tokenizer_args"] = {"truncation_side": record.truncation_side}
@@ -147,7 +150,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     computes their score from one graph. Graphs that need padding on the left are left out too.
 
     Raises:
-        InvalidModel: config.json is not valid.
+        InvalidModel: config.json or tokenizer_config.json is not valid.
     """
     record = artifact.record
     inputs = {value.name for value in graph.graph.inputs}
@@ -164,7 +167,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     shape = _shape(graph, values[output])
     if len(shape) not in (2, 3):
         return None
-    is_pooled, width = len(shape) == 2, shape[-1]
+    is_pooled, width, longest = len(shape) == 2, shape[-1], longest_text(artifact)
     if output == "logits":
         if not is_pooled:
             return None
@@ -172,10 +175,10 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
         # The library does not derive an activation from the type of problem.
         is_default = stated is None or stated == PROBLEMS.get(artifact.settings.problem_type)
         name = None if is_default or stated is None else ACTIVATIONS[stated]
-        return LibraryModel("CrossEncoder", output, is_pooled, width, record, name)
+        return LibraryModel("CrossEncoder", output, is_pooled, width, record, longest, name)
     if record.pooling == "none" and not is_pooled:
         return None
-    return LibraryModel("SentenceTransformer", output, is_pooled, width, record)
+    return LibraryModel("SentenceTransformer", output, is_pooled, width, record, longest)
 
 
 def write_library_files(model: LibraryModel, folder: Path) -> None:

@@ -70,7 +70,7 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
 
     Raises:
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
-        InvalidModel: See ``companions_to_copy``; or config.json is not valid.
+        InvalidModel: See ``companions_to_copy``; or ``library_model``.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     target = output if is_file else output / "model.onnx"
@@ -89,7 +89,7 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     check_output(target, force=force)
     check_output(data_file(target), force=force)
     if _gets_library_files(target, artifact):
-        _ = artifact.settings  # an error of config.json comes before the work
+        library_model(artifact, model)  # an error of its files comes before the work
         for name in (*LIBRARY_FILES, OPENVINO_FILE):
             check_output(target.parent / name, force=force)
     if not _same(target.parent, artifact.folder):
