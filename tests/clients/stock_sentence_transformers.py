@@ -6,15 +6,16 @@ Usage: python stock_sentence_transformers.py JOB.json RESULT.json
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
 job = json.loads(Path(sys.argv[1]).read_text())
 # OpenVINO computes in bfloat16 where the CPU has it.
 exact = {"ov_config": {"INFERENCE_PRECISION_HINT": "f32"}}
-results = {}
+results: dict[str, Any] = {}
 for folder in job["folders"]:
-    options = {"backend": "openvino", "device": "cpu", "model_kwargs": exact}
+    options: dict[str, Any] = {"backend": "openvino", "device": "cpu", "model_kwargs": exact}
     if folder["kind"] == "embedding":
         encoder = SentenceTransformer(folder["path"], **options)
         results[folder["path"]] = {
