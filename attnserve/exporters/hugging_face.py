@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,12 @@ from attnserve.models.artifact import COMPANIONS, Artifact
 from attnserve.models.checksums import path_sha256, sha256
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.models.outputs import check_output, staged, write_for_libraries
+from attnserve.models.outputs import (
+    check_output,
+    remove_earlier_openvino,
+    staged,
+    write_for_libraries,
+)
 from attnserve.models.provenance import state_provenance
 from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
@@ -239,7 +245,8 @@ def export(
         _example(module.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
         for batch, sequence in (EXAMPLE, *CHECKED)
     )
-    with staged(folder) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
+    finish = partial(remove_earlier_openvino, folder=folder)
+    with staged(folder, finish) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
         scratch = Path(temporary)
         try:
             graph = _trace(torch, wrapper, example, module.kind, exporter, opset, limit, scratch)

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import sleep, time
 from typing import Literal
@@ -35,7 +36,7 @@ from attnserve.runtime.external_data import external_files
 from attnserve.runtime.locks import open_folder, try_lock
 from attnserve.runtime.openvino_runtime import require_openvino, write_openvino
 from attnserve.runtime.signals import signals_delayed
-from graph_passes.errors import InvalidArgument, InvalidOutput
+from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = [
     "check_folder",
@@ -43,6 +44,7 @@ __all__ = [
     "check_output",
     "check_target",
     "default_output",
+    "remove_earlier_openvino",
     "staged",
     "write_for_libraries",
     "write_rewritten",
@@ -259,8 +261,9 @@ def _move(stage: Path, folder: Path) -> None:
         _flush(path)
     places = [folder / path.relative_to(stage) for path in files]
     with signals_delayed():
-        for path, place in zip(files, places, strict=True):
+        for place in places:  # before the first move, because one may fail
             place.parent.mkdir(exist_ok=True, parents=True)
+        for path, place in zip(files, places, strict=True):
             path.replace(place)
         for parent in {place.parent for place in places}:
             _flush(parent)
@@ -331,6 +334,8 @@ def write_rewritten(
         }
         complete = record.model_copy(update={"files": files})
         write_record(stage, merged_record(target, complete))
+        if _gets_library_files(target, source):
+            remove_earlier_openvino(stage, target.parent)
 
     with staged(target.parent, finish) as stage:
         save_model(model, stage / target.name, external=external)
@@ -352,9 +357,12 @@ def write_for_libraries(
 
     Args:
         artifact: The model in ``stage``.
-        folder: The folder that ``stage`` is moved to. An earlier OpenVINO file there is removed: it
-            has another graph. A README.md of the user is kept.
-        openvino: The graph of the OpenVINO file, if one is written.
+        folder: The folder that ``stage`` is moved to. A README.md of the user there is kept.
+        openvino: The graph of the OpenVINO file, if one is written; ``model`` if OpenVINO refuses
+            it.
+
+    Raises:
+        InvalidModel: OpenVINO refuses both.
     """
     view = library_model(artifact, model)
     if view is not None:
@@ -362,16 +370,24 @@ def write_for_libraries(
     file = stage / OPENVINO_FILE
     if openvino is not None and view is not None:
         file.parent.mkdir()
-        write_openvino(
-            openvino, file, output=view.output, name=view.output_name,
+        write = partial(
+            write_openvino, path=file, output=view.output, name=view.output_name,
             is_repeated=view.repeats_vector,
         )  # fmt: skip
-    else:
-        (folder / OPENVINO_FILE).unlink(missing_ok=True)
-        (folder / OPENVINO_FILE).with_suffix(".bin").unlink(missing_ok=True)
+        try:
+            write(openvino)
+        except InvalidModel:  # of a fused operator that this release lacks
+            write(model)
     if is_own_card(folder / CARD):
         text = model_card(artifact, view, has_openvino=file.is_file())
         (stage / CARD).write_text(text, encoding="utf-8")
+
+
+def remove_earlier_openvino(stage: Path, folder: Path) -> None:
+    """Remove the OpenVINO file of an earlier model, which has another graph, if none follows."""
+    if not (stage / OPENVINO_FILE).exists():
+        for suffix in (".xml", ".bin"):
+            (folder / OPENVINO_FILE).with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _gets_library_files(target: Path, source: Artifact) -> bool:

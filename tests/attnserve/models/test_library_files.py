@@ -235,3 +235,40 @@ def test_openvino_file_gives_the_output_at_each_token(tmp_path: Path, pooled: bo
     # Without the option, the file of the earlier graph must not stay.
     rewrite(source, tmp_path / "new" / "model.onnx")
     assert not [*file.parent.glob("*")]
+
+
+def test_refused_fused_graph_is_replaced_by_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = artifact(tmp_path / "old", graph(), pooling="mean")
+    fused, written = graph(), list[ir.Model]()
+
+    def write(model: ir.Model, path: Path, **_: Any) -> None:
+        written.append(model)
+        if model is fused:
+            raise InvalidModel("refused", "", code="session.graph_refused")
+        path.write_text("")
+
+    monkeypatch.setattr("attnserve.models.outputs.write_openvino", write)
+    model, entry = load_model(source), LineageEntry(rewrite="fuse")
+    target = tmp_path / "new" / "model.onnx"
+    write_rewritten(target, model, source, entry, external=False, openvino=fused)
+    assert written[0] is fused and written[1] is model
+    assert (target.parent / "openvino" / "openvino_model.xml").is_file()
+
+
+def test_failed_write_keeps_the_earlier_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = artifact(tmp_path / "old", graph(), pooling="mean")
+    new = tmp_path / "new"
+    rewrite(source, new / "model.onnx")
+    for suffix in ("xml", "bin"):
+        write_json(new / "openvino" / f"openvino_model.{suffix}", {})
+    before = tree(new)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attnserve.models.outputs.write_record", fail)
+    with raises(InvalidOutput, "output.not_writable"):
+        rewrite(source, new / "model.onnx")
+    assert tree(new) == before
