@@ -31,7 +31,7 @@ pytestmark = [
 if find_spec("sentence_transformers") is None or find_spec("openvino") is None:
     pytest.skip("pip install 'attnserve[dev]'", allow_module_level=True)
 
-STOCK = ("torch==2.13.0", "sentence-transformers[openvino]==6.2.0")
+STOCK = "sentence-transformers[openvino]==6.2.0"
 SCRIPT = Path(__file__).with_name("stock_sentence_transformers.py")
 
 FOLDERS = (
@@ -51,8 +51,7 @@ def stock_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stock")
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    for package in STOCK:
-        subprocess.run([python, "-m", "pip", "install", "-q", package], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", STOCK], check=True)
     return python
 
 
