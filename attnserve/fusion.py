@@ -19,6 +19,7 @@ from attnserve.checks.certify import read_attention
 from attnserve.context import Provider
 from attnserve.literals import Precision
 from attnserve.models.opset import raise_opset
+from attnserve.models.quantized import quantized_node
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
@@ -42,6 +43,7 @@ __all__ = [
     "RESIDUAL_PASSES",
     "fuse",
     "fuse_for",
+    "fused_copy",
     "fusion_passes",
 ]
 
@@ -212,6 +214,18 @@ def fuse_for(
     model.functions.clear()
     model.functions.update(fused.functions)
     return passes
+
+
+def fused_copy(model: ir.Model, provider: Provider = "cpu") -> ir.Model:
+    """A copy with fused operators; the model itself if it has quantized weights.
+
+    Conversions to integers fuse before they write such weights.
+    """
+    if quantized_node(model) is not None:
+        return model
+    copy = model.clone()
+    fuse_for(copy, "float32", provider)
+    return copy
 
 
 def _fused_copy(

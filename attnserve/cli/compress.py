@@ -282,6 +282,7 @@ def recover(
     training: Training,
     run: Run,
     tokenizer: opt.DataTokenizer = None,
+    openvino: opt.OpenVino = False,
     force: opt.Force = False,
     show: opt.Show = opt.Show(),
 ) -> None:
@@ -294,7 +295,7 @@ def recover(
     with progress_bars(show) as progress:
         report = attnserve.recover(
             model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
-            run=run, force=force, progress=progress,
+            run=run, openvino=openvino, force=force, progress=progress,
         )  # fmt: skip
     warnings = print_warnings(report.warnings, show)
     if show.json_:

@@ -12,7 +12,7 @@ from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import log_level, print_json, print_line, set_log_level
 from attnserve.literals import Attention, Exporter
-from attnserve.options import Run
+from attnserve.options import Run, Write
 from service.settings import RaySettings, Settings
 
 __all__ = ["app"]
@@ -26,7 +26,7 @@ app.add_typer(targets, name="deploy", rich_help_panel=opt.DEPLOY)
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime"),
+    left_out=("threads", "provider", "runtime", "min_cosine", "external_data", "dry_run"),
     epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
     rich_help_panel=opt.DEPLOY,
 )
@@ -59,7 +59,7 @@ def export(
             help="Keep the first N dimensions of an embedding (Matryoshka models).",
         ),
     ] = None,
-    force: opt.Force = False,
+    write: Write = Write(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
@@ -67,7 +67,7 @@ def export(
     set_log_level(show)
     report = attnserve.export(
         model, output, task=task, exporter=exporter, opset=opset, attention=attention,
-        dimensions=dimensions, seed=run.seed, force=force,
+        dimensions=dimensions, openvino=write.openvino, seed=run.seed, force=write.force,
     )  # fmt: skip
     if show.json_:
         print_json(report.to_json())

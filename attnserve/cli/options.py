@@ -42,6 +42,16 @@ Force = Annotated[
     ),
 ]
 
+OpenVino = Annotated[
+    bool,
+    typer.Option(
+        "--openvino",
+        metavar="",
+        help=Write.model_fields["openvino"].description,
+        rich_help_panel=OUTPUT,
+    ),
+]
+
 
 class Show(Options):
     """Output options of a command."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,25 @@ from attnserve.exporters.heads import (
     scorer,
     token_score,
 )
+from attnserve.fusion import fused_copy
 from attnserve.literals import Activation, Attention, Exporter, Pooling
-from attnserve.models.artifact import COMPANIONS
+from attnserve.models.artifact import COMPANIONS, Artifact
+from attnserve.models.checksums import path_sha256, sha256
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.models.outputs import check_output, staged
+from attnserve.models.outputs import (
+    check_output,
+    remove_earlier_openvino,
+    staged,
+    write_for_libraries,
+)
+from attnserve.models.provenance import state_provenance
 from attnserve.models.record import Record, write_record
 from attnserve.models.tokenizer import UNBOUNDED, lower_case
 from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed
+from attnserve.runtime.openvino_runtime import require_openvino
 from attnserve.runtime.session import open_session
 from attnserve.runtime.silence import silenced
 from attnserve.versions import package_versions
@@ -169,6 +179,7 @@ def export(
     opset: int | None = None,
     attention: Attention = "sdpa",
     dimensions: int | None = None,
+    openvino: bool = False,
     seed: int = 0,
     force: bool = False,
 ) -> ExportReport:
@@ -188,6 +199,8 @@ def export(
         attention: Attention implementation of transformers; each gives a different graph.
         dimensions: Keep only this many dimensions of an embedding, for models that were trained
             for it (Matryoshka); None for what the model's files state.
+        openvino: Write openvino/openvino_model.xml too, which sentence-transformers loads without
+            attnserve.
         seed: Seed of the inputs that trace the model and compare it with PyTorch.
         force: Write into a folder that is not empty.
 
@@ -211,6 +224,8 @@ def export(
     settings = read_settings(source)
     source = source / settings.encoder
     is_scoring = name == "rerank" and settings.is_language_model
+    if openvino:
+        _check_openvino(name, is_scoring=is_scoring)
     kind = SCORING if is_scoring else TASKS[name]
     network, tokenizer = _load(transformers, source, kind, attention)
     if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
@@ -230,7 +245,8 @@ def export(
         _example(module.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed)
         for batch, sequence in (EXAMPLE, *CHECKED)
     )
-    with staged(folder) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
+    finish = partial(remove_earlier_openvino, folder=folder)
+    with staged(folder, finish) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
         scratch = Path(temporary)
         try:
             graph = _trace(torch, wrapper, example, module.kind, exporter, opset, limit, scratch)
@@ -240,6 +256,7 @@ def export(
                 "try the other `exporter`, eager `attention`, or another `opset`",
                 code="export.failed",
             ) from error
+        state_provenance(graph, parent=_weights_sha256(source))
         save_model(graph, stage / "model.onnx")
         _copy_companions(tokenizer, source, stage, scratch)
         absolute, relative = _compare(
@@ -261,7 +278,12 @@ def export(
             relative_error=relative,
             seconds=time.perf_counter() - start,
         )
-        write_record(stage, _record(report, settings, model))
+        record = _record(report, settings, model)
+        write_record(stage, record)
+        written = Artifact(stage / "model.onnx", record)
+        write_for_libraries(
+            written, graph, stage, folder, openvino=fused_copy(graph) if openvino else None
+        )
     return report
 
 
@@ -388,6 +410,23 @@ def _check_options(
             "leave it out",
             code="export.dimensions",
         )
+
+
+def _check_openvino(task: str, *, is_scoring: bool) -> None:
+    """Check that an OpenVINO file can be written for a task.
+
+    Raises:
+        InvalidArgument: sentence-transformers cannot load the model.
+        MissingExtra: OpenVINO is not installed.
+    """
+    if is_scoring or task not in ("feature-extraction", "sequence-classification", "rerank"):
+        raise InvalidArgument(
+            f"`openvino` is set for the task {task}: sentence-transformers loads embeddings,"
+            " classifiers and cross-encoders only",
+            "leave it out",
+            code="openvino.not_loadable",
+        )
+    require_openvino()
 
 
 def _require_torch() -> tuple[Any, Any]:
@@ -536,6 +575,16 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
         "check config.json and the weights, or download the model again",
         code="export.load",
     )
+
+
+def _weights_sha256(source: Path) -> str | None:
+    """The checksum of the file of weights, or of all files that hold them; None without one."""
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    pattern = next((one for one in patterns if any(source.glob(one))), "")
+    files = [*source.glob(pattern)] if pattern else []
+    if not files:
+        return None
+    return sha256(files[0]) if len(files) == 1 else path_sha256(source, pattern)
 
 
 def _position_limit(network: Any) -> int | None:

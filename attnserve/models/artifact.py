@@ -23,7 +23,6 @@ from attnserve.models.lineage import LineageEntry
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
-from attnserve.runtime.cache import digest
 from graph_passes.errors import InvalidModel
 
 __all__ = [
@@ -216,10 +215,7 @@ class Artifact:
     @cached_property
     def plan_id(self) -> str | None:
         """Checksum of the last applied plan; None without a plan."""
-        plan = self.lineage[-1].plan if self.lineage else None
-        if plan is None:
-            return None
-        return digest(plan)[:12]
+        return self.lineage[-1].plan_id if self.lineage else None
 
     @property
     def labels(self) -> dict[int, str]:

@@ -14,6 +14,7 @@ from pydantic import Field, FiniteFloat
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
 from attnserve.models.recorded import Recorded, Whole
 from attnserve.models.search_record import SearchRecord
+from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
@@ -219,3 +220,8 @@ class LineageEntry(Measured, frozen=True):
     verdict: str | None = None
     training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
+
+    @property
+    def plan_id(self) -> str | None:
+        """Checksum of the plan; None without a plan."""
+        return None if self.plan is None else digest(self.plan)[:12]

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import sleep, time
 from typing import Literal
@@ -20,8 +21,11 @@ from attnserve.models.artifact import (
     copy_companions,
 )
 from attnserve.models.checksums import sha256
+from attnserve.models.library_files import LIBRARY_FILES, library_model, write_library_files
 from attnserve.models.lineage import LineageEntry
+from attnserve.models.model_card import CARD, is_own_card, model_card
 from attnserve.models.onnx_files import data_file, save_model
+from attnserve.models.provenance import state_provenance
 from attnserve.models.record import (
     RECORD,
     merged_record,
@@ -30,15 +34,19 @@ from attnserve.models.record import (
 )
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.locks import open_folder, try_lock
+from attnserve.runtime.openvino_runtime import require_openvino, write_openvino
 from attnserve.runtime.signals import signals_delayed
-from graph_passes.errors import InvalidOutput
+from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
 __all__ = [
     "check_folder",
+    "check_openvino",
     "check_output",
     "check_target",
     "default_output",
+    "remove_earlier_openvino",
     "staged",
+    "write_for_libraries",
     "write_rewritten",
 ]
 
@@ -49,6 +57,9 @@ ABANDONED_S = 60.0
 """A temporary folder without a lock that is younger may belong to a process that is starting."""
 
 LOCK_POLL_S = 0.05
+
+OPENVINO_FILE = "openvino/openvino_model.xml"
+"""Where Optimum Intel and sentence-transformers look for a model; its weights are in a .bin."""
 
 
 def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
@@ -61,7 +72,7 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
 
     Raises:
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
-        InvalidModel: See ``companions_to_copy``.
+        InvalidModel: See ``companions_to_copy``; or ``library_model``.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     target = output if is_file else output / "model.onnx"
@@ -79,6 +90,10 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
                 raise _is_the_input(file)
     check_output(target, force=force)
     check_output(data_file(target), force=force)
+    if _gets_library_files(target, artifact):
+        library_model(artifact, model)  # an error of its files comes before the work
+        for name in (*LIBRARY_FILES, OPENVINO_FILE):
+            check_output(target.parent / name, force=force)
     if not _same(target.parent, artifact.folder):
         for name, companion in companions_to_copy(artifact).items():
             existing_file = target.parent / name
@@ -92,6 +107,30 @@ def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bo
     if record.exists() and (is_artifact or parse_record(record).describes(target.parent) is None):
         check_output(record, force=force)
     return target
+
+
+def check_openvino(target: Path, artifact: Artifact, model: ir.Model) -> None:
+    """Check that an OpenVINO file can be written beside a model.
+
+    Raises:
+        InvalidArgument: The output is no folder of its own, or sentence-transformers cannot load
+            the model.
+        MissingExtra: OpenVINO is not installed.
+    """
+    if not _gets_library_files(target, artifact):
+        raise InvalidArgument(
+            f"`openvino` is set, and `output` is {target}: expected a folder for model.onnx",
+            "choose a folder of its own as `output`",
+            code="openvino.no_folder",
+        )
+    if library_model(artifact, model) is None:
+        raise InvalidArgument(
+            f"`openvino` is set, but sentence-transformers cannot load {artifact.name}: expected"
+            " config.json, tokenizer.json, and a graph from tokens to embeddings or scores",
+            "leave it out",
+            code="openvino.not_loadable",
+        )
+    require_openvino()
 
 
 def default_output(model: Path, kind: Literal["optimized", "analysis", "plan"]) -> Path:
@@ -216,13 +255,18 @@ def _move(stage: Path, folder: Path) -> None:
 
     The model is moved last, so that its companion files exist when it appears.
     """
-    paths = sorted(stage.iterdir(), key=lambda path: path.suffix == ".onnx")
-    for path in paths:  # before the first move, because it may take long
+    files = [path for path in stage.rglob("*") if path.is_file()]
+    files = sorted(files, key=lambda path: (path.suffix == ".onnx", path))
+    for path in files:  # before the first move, because it may take long
         _flush(path)
+    places = [folder / path.relative_to(stage) for path in files]
     with signals_delayed():
-        for path in paths:
-            path.replace(folder / path.name)
-        _flush(folder)
+        for place in places:  # before the first move, because one may fail
+            place.parent.mkdir(exist_ok=True, parents=True)
+        for path, place in zip(files, places, strict=True):
+            path.replace(place)
+        for parent in {place.parent for place in places}:
+            _flush(parent)
 
 
 @contextmanager
@@ -255,24 +299,105 @@ def _flush(path: Path) -> None:
 
 
 def write_rewritten(
-    target: Path, model: ir.Model, source: Artifact, entry: LineageEntry, *, external: bool
+    target: Path,
+    model: ir.Model,
+    source: Artifact,
+    entry: LineageEntry,
+    *,
+    external: bool,
+    openvino: ir.Model | None = None,
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
+
+    A folder with model.onnx is written for sentence-transformers too, unless it is that of the
+    source, whose files are kept.
 
     Args:
         entry: Added to the lineage of the source.
         external: Write the weights to a file beside the model.
+        openvino: The graph of the OpenVINO file, if one is written.
+
+    Raises:
+        InvalidOutput: The folder cannot be written.
+        InvalidModel: OpenVINO refuses the graph.
     """
+    state_provenance(model, parent=(entry.rewritten or entry.source).sha256, entry=entry)
+    record = source.record.model_copy(
+        update={"format": 1, "files": {}, "lineage": (*source.lineage, entry)}
+    )
 
     def finish(stage: Path) -> None:
-        files = {p.name: sha256(p) for p in sorted(stage.iterdir()) if p.suffix != ".json"}
-        changed = {"format": 1, "files": files, "lineage": (*source.lineage, entry)}
-        record = source.record.model_copy(update=changed)
-        write_record(stage, merged_record(target, record))
+        files = {
+            p.name: sha256(p)
+            for p in sorted(stage.iterdir())
+            if p.is_file() and p.suffix not in (".json", ".md")
+        }
+        complete = record.model_copy(update={"files": files})
+        write_record(stage, merged_record(target, complete))
+        if _gets_library_files(target, source):
+            remove_earlier_openvino(stage, target.parent)
 
     with staged(target.parent, finish) as stage:
         save_model(model, stage / target.name, external=external)
         copy_companions(source, stage)
+        if _gets_library_files(target, source):
+            artifact = Artifact(stage / target.name, record)
+            write_for_libraries(artifact, model, stage, target.parent, openvino=openvino)
+
+
+def write_for_libraries(
+    artifact: Artifact,
+    model: ir.Model,
+    stage: Path,
+    folder: Path,
+    *,
+    openvino: ir.Model | None = None,
+) -> None:
+    """Write what other libraries and people read: settings, a model card, and an OpenVINO file.
+
+    Args:
+        artifact: The model in ``stage``.
+        folder: The folder that ``stage`` is moved to. A README.md of the user there is kept.
+        openvino: The graph of the OpenVINO file, if one is written; ``model`` if OpenVINO refuses
+            it.
+
+    Raises:
+        InvalidModel: OpenVINO refuses both.
+    """
+    view = library_model(artifact, model)
+    if view is not None:
+        write_library_files(view, stage)
+    file = stage / OPENVINO_FILE
+    if openvino is not None and view is not None:
+        file.parent.mkdir()
+        write = partial(
+            write_openvino, path=file, output=view.output, name=view.output_name,
+            is_repeated=view.repeats_vector,
+        )  # fmt: skip
+        try:
+            write(openvino)
+        except InvalidModel:  # of a fused operator that this release lacks
+            write(model)
+    if is_own_card(folder / CARD):
+        text = model_card(artifact, view, has_openvino=file.is_file())
+        (stage / CARD).write_text(text, encoding="utf-8")
+
+
+def remove_earlier_openvino(stage: Path, folder: Path) -> None:
+    """Remove the OpenVINO file of an earlier model, which has another graph, if none follows."""
+    if not (stage / OPENVINO_FILE).exists():
+        for suffix in (".xml", ".bin"):
+            (folder / OPENVINO_FILE).with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _gets_library_files(target: Path, source: Artifact) -> bool:
+    """Whether the files of other libraries are written beside a model.
+
+    They describe the one model of a folder. In the folder of the source, they are the user's.
+    """
+    folders = [source.folder, *([source.shared] if source.shared else [])]
+    is_own = any(_same(target.parent, folder) for folder in folders)
+    return target.name == "model.onnx" and not is_own
 
 
 def _same(path: Path, other: Path) -> bool:

@@ -20,6 +20,7 @@ from attnserve.literals import Side
 
 __all__ = [
     "FILES",
+    "LEGACY_MODES",
     "MODULES",
     "TRANSFORMER_FILES",
     "Dense",
@@ -27,6 +28,7 @@ __all__ = [
     "LayerNorm",
     "Library",
     "LogitScore",
+    "Mode",
     "ModuleEntry",
     "Normalize",
     "Pooling",

@@ -41,6 +41,7 @@ __all__ = [
     "TextEncoder",
     "TextInput",
     "load_encoder",
+    "longest_text",
     "lower_case",
     "model_inputs",
     "text_input",
@@ -389,11 +390,6 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
         file_tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
     settings, record = artifact.settings, artifact.record
-    limits = [artifact.max_length, settings.table_size]
-    if artifact.max_length is None:
-        stated_length = config.model_max_length
-        is_bounded = isinstance(stated_length, int) and 0 < stated_length <= UNBOUNDED
-        limits = [stated_length if is_bounded else None, settings.positions]
     with _errors_as(
         InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
     ):
@@ -404,12 +400,34 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
         return TextEncoder(
             file_tokenizer,
             pad_id=_pad_id(file_tokenizer, config),
-            max_length=min((limit for limit in limits if limit), default=None),
+            max_length=_longest(artifact, config),
             padding=record.padding or "right",
             template=record.template,
             first_position=artifact.first_position,
             truncation_side=record.truncation_side or config.truncation_side or side,
         )
+
+
+def longest_text(artifact: Artifact) -> int | None:
+    """The maximum number of tokens of a text, as of ``load_encoder``; None for no limit.
+
+    Raises:
+        InvalidModel: tokenizer_config.json or config.json is invalid.
+    """
+    file = artifact.tokenizer or artifact.folder / "tokenizer.json"
+    return _longest(
+        artifact, parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
+    )
+
+
+def _longest(artifact: Artifact, config: TokenizerConfig) -> int | None:
+    settings = artifact.settings
+    limits = [artifact.max_length, settings.table_size]
+    if artifact.max_length is None:
+        stated_length = config.model_max_length
+        is_bounded = isinstance(stated_length, int) and 0 < stated_length <= UNBOUNDED
+        limits = [stated_length if is_bounded else None, settings.positions]
+    return min((limit for limit in limits if limit), default=None)
 
 
 def lower_case(tokenizer: Tokenizer) -> None:

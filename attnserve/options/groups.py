@@ -421,6 +421,9 @@ class Write(Options):
     """Exit with code 1 and write nothing if the mean output cosine is lower."""
     external_data: bool = False
     """Write the weights to a file beside the model."""
+    openvino: bool = False
+    """Write openvino/openvino_model.xml too, which sentence-transformers loads without attnserve;
+    always written for models that OpenVINO runs."""
     dry_run: bool = False
     """Compute and report everything, but write nothing."""
     force: bool = False

@@ -13,7 +13,7 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
-from attnserve.fusion import fuse_for
+from attnserve.fusion import fuse_for, fused_copy
 from attnserve.job import Job, JobWithData
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
@@ -22,7 +22,13 @@ from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import ModelCost, StepRecord
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
-from attnserve.models.outputs import check_output, check_target, default_output, write_rewritten
+from attnserve.models.outputs import (
+    check_openvino,
+    check_output,
+    check_target,
+    default_output,
+    write_rewritten,
+)
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
 from attnserve.paths import StrPath, as_path
@@ -40,6 +46,8 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
+from attnserve.runtime.openvino_runtime import OpenVino
+from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
@@ -119,7 +127,7 @@ def optimize(
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
-        _write(job, rewritten.state.result, report, external=write.external_data)
+        _write(job, rewritten.state.result, report, write)
         if saved is not None:
             saved.forget_trainings(rewritten.plan)
     return report
@@ -137,7 +145,10 @@ def _output_file(
     path = output or default_output(model, "optimized")
     if output is None:
         check_output(path, force=force)
-    return check_target(path, artifact, original, force=force)
+    target = check_target(path, artifact, original, force=force)
+    if write.openvino:
+        check_openvino(target, artifact, original)
+    return target
 
 
 # ---- rewrites -----------------------------------------------------------------------------------
@@ -328,8 +339,8 @@ def _cost(cost: Cost, graph: ir.Model, counted: Workload) -> ModelCost:
     return ModelCost(parameters=cost.parameters, macs=count_macs(graph, counted), bytes=cost.bytes)
 
 
-def _write(job: Job, model: ir.Model, report: OptimizeReport, *, external: bool) -> None:
-    """Write the model, and its record in attnserve.json."""
+def _write(job: Job, model: ir.Model, report: OptimizeReport, write: Write) -> None:
+    """Write the model, its record in attnserve.json, and the files of other libraries."""
     inputs = {
         "source": source_entry(job.artifact, job.original),
         "calibration": None if job.data is None else calibration_of(job.data),
@@ -337,4 +348,8 @@ def _write(job: Job, model: ir.Model, report: OptimizeReport, *, external: bool)
         "versions": versions(),
     }
     entry = report.record.model_copy(update=inputs)
-    write_rewritten(report.output, model, job.artifact, entry, external=external)
+    has_openvino = write.openvino or runtime_of(model, job.context.device) == OpenVino.name
+    write_rewritten(
+        report.output, model, job.artifact, entry, external=write.external_data,
+        openvino=fused_copy(model) if has_openvino else None,
+    )  # fmt: skip

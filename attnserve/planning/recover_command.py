@@ -19,7 +19,7 @@ from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.onnx_files import data_file, load_model
-from attnserve.models.outputs import check_output, check_target
+from attnserve.models.outputs import check_openvino, check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
@@ -35,6 +35,8 @@ from attnserve.recovery.training import torch_threads
 from attnserve.recovery.verification import labeled_outputs, verify_model
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
+from attnserve.runtime.openvino_runtime import OpenVino
+from attnserve.runtime.session import runtime_of
 from attnserve.versions import package_versions, versions
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
 
@@ -51,6 +53,7 @@ def recover(
     training: Training = Training(),
     run: Run = Run(),
     tokenizer: StrPath | None = None,
+    openvino: bool = False,
     force: bool = False,
     progress: Progress | None = None,
 ) -> RecoverReport:
@@ -78,6 +81,7 @@ def recover(
             smaller sum and no lower score, and the distance to the original may grow.
         run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
             or float16 if the device has it.
+        openvino: See ``Write.openvino``.
         force: Replace an existing output; never an input.
 
     Raises:
@@ -99,6 +103,8 @@ def recover(
     rewritten = _model_to_train(artifact, training, run)
     original = load_model(original_artifact)
     file = check_target(Path(output), artifact, rewritten, force=force)
+    if openvino:
+        check_openvino(file, artifact, rewritten)
     for path in (original_artifact.model, *external_files(original)):
         for written in (file, data_file(file)):
             check_output(written, source=Path(path), force=force)
@@ -118,6 +124,7 @@ def recover(
     write_recovered(
         artifact, rewritten, original_artifact, job, result, report,
         external=bool(external_files(rewritten)),
+        openvino=openvino or runtime_of(result, context.device) == OpenVino.name,
     )  # fmt: skip
     step.forget(state.key)
     return report

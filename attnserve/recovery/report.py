@@ -10,6 +10,7 @@ import onnx_ir as ir
 import torch
 
 from attnserve.data.token_statistics import calibration_of
+from attnserve.fusion import fused_copy
 from attnserve.job import JobWithData
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
@@ -105,6 +106,7 @@ def write_recovered(
     report: RecoverReport,
     *,
     external: bool,
+    openvino: bool,
 ) -> None:
     """Write the model of a report with its record.
 
@@ -113,6 +115,7 @@ def write_recovered(
         teacher: The original on disk; the job's artifact is the one with the tokenizer.
         model: The result.
         external: Whether the weights are in a file of their own.
+        openvino: Whether an OpenVINO file is written, if it can be.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
     fields = {name: last[name] for name in KEPT if name in last}
@@ -130,4 +133,7 @@ def write_recovered(
         "versions": {**versions(), "torch": torch.__version__},
     }
     entry = report.record.model_copy(update={**inputs, **fields})
-    write_rewritten(report.output, model, artifact, entry, external=external)
+    write_rewritten(
+        report.output, model, artifact, entry, external=external,
+        openvino=fused_copy(model) if openvino else None,
+    )  # fmt: skip

@@ -1,6 +1,7 @@
 """Served vectors and scores of model folders equal those of sentence-transformers and transformers.
 
-Each folder of ``tests/hub_folders.py`` is served twice: exported, and by its own ONNX file.
+Each folder of ``tests/hub_folders.py`` is served twice: exported, and by its own ONNX file. It is
+loaded by ``attnserve.integrations`` too.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,6 +43,9 @@ def test_served_answers_equal_those_of_the_libraries(
     client = start(models, rewrite=False)
     for model in ("export", "hub"):
         for prompt, values in wanted.items():
+            if case.kind == "embedding" or values.ndim == 1:
+                own = loaded(case, models / model, prompt)
+                np.testing.assert_allclose(own, values, rtol=1e-4, atol=1e-4 * np.abs(values).max())
             found = served(client, case, model, prompt, values.ndim)
             if case.kind != "embedding":
                 np.testing.assert_allclose(found, values, rtol=1e-4, atol=1e-4)
@@ -49,6 +54,16 @@ def test_served_answers_equal_those_of_the_libraries(
             assert ((found * values).sum(1) / norms).min() >= 0.99999, (model, prompt)
             if "dimensions" not in name:  # shortened vectors are normalized again
                 np.testing.assert_allclose(found, values, atol=1e-4 * np.abs(values).max())
+
+
+def loaded(case: Case, folder: Path, prompt: str) -> np.ndarray:
+    """What a model of sentence-transformers on the runtime here gives for texts or pairs."""
+    from attnserve.integrations.sentence_transformers import load
+
+    model: Any = load(folder)
+    if case.kind == "embedding":
+        return np.asarray(model.encode(TEXTS, prompt_name=prompt or None))
+    return np.asarray(model.predict([(QUERY, text) for text in TEXTS]))
 
 
 def served(client: TestClient, case: Case, model: str, prompt: str, axes: int) -> np.ndarray:

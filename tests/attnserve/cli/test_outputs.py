@@ -49,7 +49,17 @@ DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
     "optimize": (
         "{name}-optimized",
         DENSE,
-        {"model.onnx", "attnserve.json", "tokenizer.json", "tokenizer_config.json", "config.json"},
+        {
+            "model.onnx",
+            "attnserve.json",
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "config.json",
+            "README.md",
+            "modules.json",
+            "config_sentence_transformers.json",
+            "sentence_bert_config.json",
+        },
     ),
     "analyze": ("{name}-analysis", [], {"analysis.json", "mask.json", "report.html"}),
     "plan": ("", ["--keep", "0.9"], {"plan.json", "plan.svg"}),

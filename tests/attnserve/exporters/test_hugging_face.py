@@ -145,6 +145,8 @@ def test_export_folder_and_record_are_complete_and_reproducible(
     report = fast(source, folder)
     assert {path.name for path in folder.iterdir()} == {
         "model.onnx", "tokenizer.json", "tokenizer_config.json", "config.json", "attnserve.json",
+        "README.md", "modules.json", "config_sentence_transformers.json",
+        "sentence_bert_config.json", "1_Pooling",
     }  # fmt: skip
     artifact = open_artifact(folder)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("mean", False, 64)

@@ -1,0 +1,1 @@
+"""Models of this package as objects of other libraries."""

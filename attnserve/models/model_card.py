@@ -1,0 +1,202 @@
+"""The README.md of a model folder: what was changed, the verified quality, and how to load it.
+
+Names of files, models and outputs come from others: they are escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from attnserve.literals import Precision
+from attnserve.models.artifact import Artifact
+from attnserve.models.library_files import LibraryModel
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.measured import Quality
+from attnserve.runtime.machine import cpu_name, gpu_name
+from attnserve.versions import package_versions
+
+__all__ = ["CARD", "is_own_card", "model_card"]
+
+CARD = "README.md"
+
+MARK = "<!-- attnserve writes this card again with the model; remove this line to keep yours -->"
+"""A card with this line may be replaced."""
+
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+
+SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@])")
+"""Characters with a meaning in Markdown or HTML."""
+
+
+def is_own_card(path: Path) -> bool:
+    """Whether a card is missing, or was written by ``model_card`` and not changed to keep it."""
+    if not path.exists() and not path.is_symlink():
+        return True
+    try:
+        return path.is_file() and MARK in path.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+
+
+def model_card(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bool) -> str:
+    """The text of a model card in Markdown, with the metadata of the Hugging Face hub.
+
+    Args:
+        artifact: The model. Its last speeds were measured on this machine.
+        view: The model as sentence-transformers loads it; None if it cannot.
+        has_openvino: Whether the folder has an OpenVINO file.
+    """
+    parts = [
+        _metadata(artifact, view, has_openvino=has_openvino),
+        f"# {_escaped((artifact.source or 'ONNX model').rpartition('/')[2])}",
+        MARK,
+        _origin(artifact),
+        *_changes(artifact.lineage),
+        *_quality(artifact),
+        *_speed(artifact.lineage),
+        *_loading(view, has_openvino=has_openvino),
+        "## Serve\n\n" + _code("sh", "pip install 'attnserve[cpu]'", "attnserve serve FOLDER"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _metadata(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bool) -> str:
+    tags = ["attnserve", "onnx", *(["openvino"] if has_openvino else [])]
+    lines = [f"tags: [{', '.join(tags)}]"]
+    if view is not None:
+        task = "sentence-similarity" if view.is_embedding else "text-classification"
+        task = "text-ranking" if not view.is_embedding and view.width == 1 else task
+        lines += ["library_name: sentence-transformers", f"pipeline_tag: {task}"]
+    source = artifact.source
+    if source and HUB_ID.fullmatch(source) and not Path(artifact.record.source or "").exists():
+        lines.append(f'base_model: "{source}"')
+    return "\n".join(["---", *lines, "---"])
+
+
+def _origin(artifact: Artifact) -> str:
+    version = package_versions(["attnserve"]).get("attnserve", "")
+    source = f" from {_escaped(artifact.source)}" if artifact.source else ""
+    return f"An ONNX model that attnserve {version} made{source}. `attnserve.json` has the record."
+
+
+def _changes(lineage: Sequence[LineageEntry]) -> list[str]:
+    """What each rewrite changed."""
+    if not lineage:
+        return ["## Changes\n\nNone: the graph is the exported model."]
+    rows = [
+        (
+            _escaped(entry.rewrite.replace("+", ", ")),
+            _pair(entry, "parameters", 1e6, "M"),
+            _pair(entry, "macs", 1e9, "G"),
+            _pair(entry, "bytes", 1e6, "MB"),
+        )
+        for entry in lineage
+    ]
+    return ["## Changes\n\n" + _table(("rewrite", "parameters", "MACs", "weights"), rows)]
+
+
+def _pair(entry: LineageEntry, field: str, unit: float, name: str) -> str:
+    values = [getattr(cost, field, None) for cost in (entry.before, entry.after)]
+    return " to ".join(f"{value / unit:.2f} {name}" if value else "unknown" for value in values)
+
+
+def _quality(artifact: Artifact) -> list[str]:
+    """The last verified quality, with intervals and data, or the error of the export."""
+    heading = "## Quality\n\n"
+    if not artifact.lineage:
+        error = artifact.record.max_abs_error
+        if error is None:
+            return []
+        return [
+            f"{heading}The largest difference of an output to PyTorch is {error:.1e}, on random"
+            " tokens at two shapes."
+        ]
+    entry = artifact.lineage[-1]
+    lines = [f"Compared with {_escaped(entry.source.file)}, the model that was rewritten."]
+    found: list[Quality] = list(entry.qualities)
+    found += [quality for other in entry.also_proved for quality in other.qualities]
+    if found:
+        lines.append(_table(
+            ("measure", "output", "value", "95 % interval", "rows", "data"),
+            [_quality_row(entry, quality) for quality in found],
+        ))  # fmt: skip
+    if (fidelity := entry.fidelity) is not None:
+        lines.append(
+            f"Cosine of the outputs: mean {fidelity.mean_cosine:.4f}, minimum"
+            f" {fidelity.min_cosine:.4f} ({_escaped(fidelity.data)})."
+        )
+    lines.append("The quality holds for inputs like these.")
+    return [heading + "\n\n".join(lines)]
+
+
+def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
+    interval = "none" if quality.ci95 is None else "{:.4f} to {:.4f}".format(*quality.ci95)
+    file = quality.file or (entry.calibration.file if entry.calibration else "")
+    data = ", ".join(part for part in (file, quality.split, quality.lengths) if part)
+    return (
+        _escaped(quality.measure), _escaped(quality.outputs), f"{quality.value:.4f}", interval,
+        str(quality.rows), _escaped(data),
+    )  # fmt: skip
+
+
+def _speed(lineage: Sequence[LineageEntry]) -> list[str]:
+    """The measured speed-up, with the machine."""
+    speeds = lineage[-1].speedups if lineage else None
+    if speeds is None:
+        return []
+    device = speeds.device
+    gpu = gpu_name() if device.provider == "cuda" else None
+    precision: Precision = (lineage[-1].plan or {}).get("precision", "float32")
+    served = speeds.served
+    return [
+        "## Speed\n\n"
+        f"Served, {served.value:.2f} times as fast as the fused original"
+        f" (95 % interval {served.ci95[0]:.2f} to {served.ci95[1]:.2f}):"
+        f" {speeds.describe(precision)}. Measured on {_escaped(gpu or cpu_name())}."
+    ]
+
+
+def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
+    if view is None:
+        return []
+    call = (
+        'vectors = model.encode(["a text"])'
+        if view.is_embedding
+        else 'scores = model.predict([("a query", "a document")])'
+    )
+    if not view.is_embedding and view.width > 1:
+        call = 'scores = model.predict("a text")'
+    integration = _code(
+        "python", "from attnserve.integrations.sentence_transformers import load", "",
+        'model = load("FOLDER")', call,
+    )  # fmt: skip
+    parts = ["## Load", f"In sentence-transformers 6, with attnserve:\n\n{integration}"]
+    if has_openvino:
+        stock = _code(
+            "python", f"from sentence_transformers import {view.kind}", "",
+            f'model = {view.kind}("FOLDER", backend="openvino")', call,
+        )  # fmt: skip
+        parts.append(
+            f"Without it (`pip install 'sentence-transformers[openvino]'`):\n\n{stock}\n\n"
+            "OpenVINO computes in bfloat16 where the CPU has it. For the results of float32, add\n"
+            '`model_kwargs={"ov_config": {"INFERENCE_PRECISION_HINT": "f32"}}`.'
+        )
+    return parts
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _code(language: str, *lines: str) -> str:
+    return "\n".join([f"```{language}", *lines, "```"])
+
+
+def _escaped(text: str) -> str:
+    """A name on one line, whose characters have no meaning in Markdown and HTML."""
+    # isprintable is false for control characters, and for lone surrogates, which have no UTF-8.
+    plain = "".join(one if one.isprintable() else " " for one in text[:200])
+    return SPECIAL.sub(r"\\\1", plain)

@@ -1,0 +1,274 @@
+"""The files for sentence-transformers: read back they give the record, and users keep theirs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.folder_settings import read_settings
+from attnserve.models.library_files import LibraryModel, library_model, write_library_files
+from attnserve.models.lineage import LineageEntry
+from attnserve.models.model_card import MARK, is_own_card, model_card
+from attnserve.models.onnx_files import load_model, save_model
+from attnserve.models.outputs import check_openvino, check_target, write_rewritten
+from attnserve.models.record import Record
+from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
+from tests.errors import raises
+from tests.files import tree, write_json
+
+GRAPH = """<ir_version: 10, opset_import: ["" : 18]>
+encoder (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+=> (float[batch, {axes}] {output})
+<float[9, 4] table = {{{table}}}, int64[1] one = {{1}}, int64[1] last = {{2}}> {{
+  hidden = Gather <axis = 0> (table, input_ids)
+  mask = Cast <to = 1> (attention_mask)
+  column = Unsqueeze (mask, last)
+  masked = Mul (hidden, column)
+  {output} = {compute}
+}}"""
+
+MODULES, LIBRARY = "modules.json", "config_sentence_transformers.json"
+
+
+def graph(output: str = "last_hidden_state", *, pooled: bool = False) -> ir.Model:
+    """A graph whose hidden states are rows of a table, or their sums."""
+    table = ", ".join(map(str, np.random.default_rng(0).standard_normal(36).round(3)))
+    compute = "ReduceSum <keepdims = 0> (masked, one)" if pooled else "Identity (masked)"
+    axes = "4" if pooled else "sequence, 4"
+    return ir.from_onnx_text(GRAPH.format(axes=axes, output=output, table=table, compute=compute))
+
+
+def artifact(folder: Path, model: ir.Model, **record: Any) -> Artifact:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(model, folder / "model.onnx")
+    write_json(folder / "config.json", {"model_type": "bert", "num_labels": 4})
+    write_json(folder / "tokenizer.json", {})
+    return Artifact(folder / "model.onnx", Record.model_validate(record))
+
+
+def view(folder: Path, model: ir.Model, **record: Any) -> LibraryModel:
+    found = library_model(artifact(folder, model, **record), model)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"pooling": "mean", "normalize": False},
+        {"pooling": "cls", "normalize": True, "max_length": 12},
+        {"pooling": "last", "normalize": True, "similarity": "dot", "dimensions": 3},
+        {"pooling": "mean", "normalize": False, "prompts": {"query": "q: ", "document": ""}},
+        {"pooling": "cls", "normalize": False, "prompts": {"q": "ä "}, "default_prompt": "q"},
+        {"pooling": "mean", "normalize": True, "lower_case": True, "truncation_side": "left"},
+    ],
+)
+def test_files_read_back_give_the_record(tmp_path: Path, record: dict[str, Any]):
+    write_library_files(view(tmp_path, graph(), **record), tmp_path)
+    assert read_settings(tmp_path).record().to_json() == record
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "softmax"])
+def test_scores_read_back_give_the_activation(tmp_path: Path, activation: str):
+    found = view(tmp_path, graph("logits", pooled=True), activation=activation, pooling="none")
+    assert (found.kind, found.width) == ("CrossEncoder", 4)
+    write_library_files(found, tmp_path)
+    assert read_settings(tmp_path).record().to_json() == {"activation": activation}
+
+
+def test_activation_of_the_problem_is_left_to_the_library(tmp_path: Path):
+    """It gives logits, also for the original."""
+    model = graph("logits", pooled=True)
+    source = artifact(tmp_path, model, activation="sigmoid")
+    write_json(tmp_path / "config.json", {
+        "model_type": "bert", "problem_type": "multi_label_classification"})  # fmt: skip
+    found = library_model(source, model)
+    assert found is not None and found.activation is None
+
+
+def test_modules_are_classes_of_the_library(tmp_path: Path):
+    files = view(tmp_path, graph(), normalize=True).files()
+    kinds = [entry["type"] for entry in files[MODULES]]
+    assert kinds == [
+        f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")
+    ]
+
+
+def test_pooled_graph_repeats_its_vector(tmp_path: Path):
+    model = graph("sentence_embedding", pooled=True)
+    found = view(tmp_path, model, pooling="none", normalize=True)
+    assert (found.repeats_vector, found.pooling_mode, found.width) == (True, "cls", 4)
+
+
+@pytest.mark.parametrize(
+    ("model", "record"),
+    [
+        (graph(), {"pooling": "none"}),
+        (graph("logits"), {}),
+        (graph("logits", pooled=True), {"template": "{query} {document}"}),
+        (graph("start_logits"), {"pooling": "none"}),
+        (graph(), {"padding": "left"}),
+        (graph(), {"output": "missing"}),
+    ],
+)
+def test_model_that_the_library_cannot_load_has_no_files(
+    tmp_path: Path, model: ir.Model, record: dict[str, Any]
+):
+    assert library_model(artifact(tmp_path, model, **record), model) is None
+
+
+def test_model_without_configuration_has_no_files(tmp_path: Path):
+    source = artifact(tmp_path, graph())
+    (tmp_path / "config.json").unlink()
+    assert library_model(source, graph()) is None
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def rewrite(source: Artifact, target: Path, *, openvino: bool = False) -> None:
+    model = load_model(source)
+    entry = LineageEntry(rewrite="fuse", plan={"format": 1})
+    write_rewritten(
+        target, model, source, entry, external=False, openvino=model if openvino else None
+    )
+
+
+def test_folder_has_all_files_and_opens(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph(), pooling="cls", normalize=True)
+    rewrite(source, tmp_path / "new" / "model.onnx")
+    new = open_artifact(tmp_path / "new")
+    assert (new.pooling, new.normalize) == ("cls", True)
+    assert new.record.files.keys() == {"model.onnx"}
+    assert {"modules.json", "1_Pooling/config.json", "README.md"} <= tree(tmp_path / "new").keys()
+    stated = load_model(new).metadata_props
+    assert stated["attnserve.rewrite"] == "fuse" and stated["attnserve.plan"] == new.plan_id
+
+
+def test_metadata_of_an_earlier_rewrite_is_replaced(tmp_path: Path):
+    model = graph()
+    model.metadata_props.update({"attnserve.parent_sha256": "old", "mine": "kept"})
+    source = artifact(tmp_path / "old", model)
+    rewrite(source, tmp_path / "new" / "model.onnx")
+    stated = load_model(open_artifact(tmp_path / "new")).metadata_props
+    assert "attnserve.parent_sha256" not in stated and stated["mine"] == "kept"
+
+
+def test_single_file_gets_no_files_of_libraries(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph())
+    rewrite(source, tmp_path / "new" / "small.onnx")
+    assert not {"modules.json", "README.md"} & tree(tmp_path / "new").keys()
+    with raises(InvalidArgument, "openvino.no_folder"):
+        check_openvino(tmp_path / "new" / "small.onnx", source, graph())
+
+
+def test_openvino_of_a_model_without_texts_is_refused(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph("scores"))
+    with raises(InvalidArgument, "openvino.not_loadable"):
+        check_openvino(tmp_path / "new" / "model.onnx", source, graph("scores"))
+
+
+def test_file_of_the_user_is_not_overwritten(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph())
+    write_json(tmp_path / "new" / MODULES, [])
+    with raises(InvalidOutput, "output.exists", MODULES):
+        check_target(tmp_path / "new", source, graph())
+
+
+def test_broken_configuration_is_refused_before_the_work(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph())
+    (tmp_path / "old" / "config.json").write_text("{")
+    with raises(InvalidModel, "artifact.json"):
+        check_target(tmp_path / "new", source, graph())
+
+
+def test_card_of_the_user_is_kept(tmp_path: Path):
+    source = artifact(tmp_path / "old", graph())
+    new = tmp_path / "new"
+    rewrite(source, new / "model.onnx")
+    assert MARK in (new / "README.md").read_text() and is_own_card(new / "README.md")
+    for text in ("mine", "\udcff"):
+        (new / "README.md").write_bytes(text.encode(errors="surrogateescape"))
+        before = (new / "README.md").read_bytes()
+        rewrite(source, new / "model.onnx")
+        assert (new / "README.md").read_bytes() == before
+
+
+def test_card_escapes_names(tmp_path: Path):
+    name = "<script>\n# [x](y) | `z` \ud800"
+    source = artifact(tmp_path, graph(), source=f"a/{name}")
+    entry = LineageEntry.model_validate({"rewrite": name, "source": {"file": name}})
+    hostile = Artifact(source.model, source.record.model_copy(update={"lineage": (entry,)}))
+    card = model_card(hostile, None, has_openvino=False)
+    card.encode()
+    assert "<script>" not in card and "[x](y)" not in card and "\n# [" not in card
+    assert "base_model" not in card
+
+
+# --- OpenVINO -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_openvino_file_gives_the_output_at_each_token(tmp_path: Path, pooled: bool):
+    openvino = pytest.importorskip("openvino")
+    output = "sentence_embedding" if pooled else "token_embeddings"
+    record = {"pooling": "none" if pooled else "mean"}
+    source = artifact(tmp_path / "old", graph(output, pooled=pooled), **record)
+    rewrite(source, tmp_path / "new" / "model.onnx", openvino=True)
+    file = tmp_path / "new" / "openvino" / "openvino_model.xml"
+    exact = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(file, "CPU", exact)
+    ids = np.array([[1, 2, 3], [4, 5, 0]])
+    mask = np.array([[1, 1, 1], [1, 1, 0]])
+    found = compiled({"input_ids": ids, "attention_mask": mask})["last_hidden_state"]
+    table = load_model(source).graph.initializers["table"].const_value
+    assert table is not None
+    wanted = table.numpy()[ids] * mask[..., None]
+    if pooled:
+        wanted = np.repeat(wanted.sum(1, keepdims=True), 3, axis=1)
+    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    # Without the option, the file of the earlier graph must not stay.
+    rewrite(source, tmp_path / "new" / "model.onnx")
+    assert not [*file.parent.glob("*")]
+
+
+def test_refused_fused_graph_is_replaced_by_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    source = artifact(tmp_path / "old", graph(), pooling="mean")
+    fused, written = graph(), list[ir.Model]()
+
+    def write(model: ir.Model, path: Path, **_: Any) -> None:
+        written.append(model)
+        if model is fused:
+            raise InvalidModel("refused", "", code="session.graph_refused")
+        path.write_text("")
+
+    monkeypatch.setattr("attnserve.models.outputs.write_openvino", write)
+    model, entry = load_model(source), LineageEntry(rewrite="fuse")
+    target = tmp_path / "new" / "model.onnx"
+    write_rewritten(target, model, source, entry, external=False, openvino=fused)
+    assert written[0] is fused and written[1] is model
+    assert (target.parent / "openvino" / "openvino_model.xml").is_file()
+
+
+def test_failed_write_keeps_the_earlier_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    source = artifact(tmp_path / "old", graph(), pooling="mean")
+    new = tmp_path / "new"
+    rewrite(source, new / "model.onnx")
+    for suffix in ("xml", "bin"):
+        write_json(new / "openvino" / f"openvino_model.{suffix}", {})
+    before = tree(new)
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attnserve.models.outputs.write_record", fail)
+    with raises(InvalidOutput, "output.not_writable"):
+        rewrite(source, new / "model.onnx")
+    assert tree(new) == before
