@@ -14,12 +14,11 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Receive, Scope, Send
 
 from attnserve import __version__
-from service.api import open_inference, openai, ranking, texts, triton
+from service.api import open_inference, openai, ranking, tei, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
 from service.budget import Budget
-from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
@@ -81,7 +80,10 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.metrics = metrics
     app.state.bodies = Budget(service_settings.max_open_bytes)
     app.state.answers = Budget(service_settings.max_open_bytes)
-    app.state.error_renderers = dict.fromkeys(("/v1", "/v2/rerank"), openai.render_error)
+    app.state.error_renderers = {
+        **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
+        **dict.fromkeys(tei.PREFIXES, tei.render_error),
+    }
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(
         CompressLarge,
@@ -100,10 +102,9 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for module in (texts, ranking, openai, triton, open_inference):
+    for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
-    app.include_router(ranking.cohere)
-    app.include_router(dashboard)
+    app.include_router(openai.unversioned)
 
     # In threads: both read the files of all workers.
     @app.get("/metrics", tags=["Metrics"], response_class=Response)
