@@ -381,9 +381,7 @@ def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
         address, process = server
         host, port = address.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(
-                b"POST /texts/embed HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{"
-            )
+            connection.sendall(b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
             time.sleep(0.5)
             process.send_signal(signal.SIGTERM)
             assert process.wait(10) == 1

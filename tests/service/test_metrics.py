@@ -46,7 +46,7 @@ def test_metrics_count_requests_per_application(
     client.post(INFER, json={})
     client.get("/made-up")
     values = samples(client)
-    assert values["attnserve_requests_total route=/embed status=200"] == 1
+    assert values["attnserve_requests_total route=/texts/embed status=200"] == 1
     assert values["attnserve_requests_total route=/v2/models/{name}/infer status=422"] == 1
     assert values["attnserve_requests_total route=unknown status=404"] == 1
     assert values["attnserve_request_seconds_count model=tiny version=1"] == 2

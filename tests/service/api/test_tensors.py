@@ -147,5 +147,5 @@ def test_decode_missing_or_repeated_data_is_refused() -> None:
 
 
 def test_input_tensor_bytes_datatype_is_refused() -> None:
-    with pytest.raises(ValueError, match="BYTES is not supported; send texts to /texts/embed"):
+    with pytest.raises(ValueError, match="BYTES is not supported; send texts to /embed"):
         binary("BYTES", [1], 8)

@@ -90,7 +90,7 @@ def test_embed_model_without_token_ids_is_refused(
     assert "expected int64 or int32" in answer.json()["error"]
 
 
-# -- /texts/predict -------------------------------------------------------------------------------------
+# -- /texts/predict ---------------------------------------------------------------------------------
 
 # The logits of three classes: how often a, b and c are in the text.
 CLASSIFIER = """
@@ -166,7 +166,7 @@ def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
     assert "`output`" in answer.text
 
 
-# -- /texts/similarity ----------------------------------------------------------------------------------
+# -- /texts/similarity ---------------------------------------------------------------------------------
 
 
 def cosine(one: list[int], other: list[int]) -> float:
@@ -232,7 +232,7 @@ def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
     assert client.post("/v2/models/tiny/infer", json=body).status_code == 200
 
 
-# -- /texts/tokenize ------------------------------------------------------------------------------------
+# -- /texts/tokenize ---------------------------------------------------------------------------------
 
 
 def test_tokenize_returns_ids_with_special_tokens(client: TestClient) -> None:
@@ -375,12 +375,17 @@ scores (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
 @pytest.mark.parametrize(
     ("axes", "name", "config", "route"),
     [
-        ("8", "logits", {}, "/texts/predict"),
-        ("8", "output", {"id2label": {str(i): "x" for i in range(8)}}, "/texts/predict"),
+        ("8", "logits", {}, "/predict"),
+        ("8", "output", {"id2label": {str(i): "x" for i in range(8)}}, "/predict"),
         ("sequence, 8", "logits", {}, "/v2/models/scores/infer"),
         ("sequence, 8", "lm_logits", {}, "/v2/models/scores/infer"),
         ("sequence, 8", "output", {"architectures": ["XForCausalLM"], "vocab_size": 8}, "/infer"),
-        ("sequence, 8", "output", {"architectures": ["XForMaskedLM"], "vocab_size": 8}, "/infer"),
+        (
+            "sequence, 8",
+            "output",
+            {"architectures": ["XForMaskedLM"], "vocab_size": 8},
+            "/embed_sparse",
+        ),
     ],
 )
 def test_embed_scores_are_refused_with_the_right_route(
