@@ -54,7 +54,7 @@ def test_require_key_other_requests_are_refused(
     guarded: TestClient, headers: dict[str, str]
 ) -> None:
     for method, path in (
-        ("POST", "/embed"), ("POST", "/"), ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
+        ("POST", "/texts/embed"), ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
         ("GET", "/no"),
     ):  # fmt: skip
         answer = guarded.request(method, path, headers=headers)

@@ -426,7 +426,7 @@ def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> No
     assert cancelled == ["disconnected", "stopped"]
 
 
-# -- /texts/tokenize ---------------------------------------------------------------------------------
+# -- /texts/tokenize ----------------------------------------------------------------------------
 
 
 class HeldTokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,9 @@ from starlette.testclient import TestClient
 
 from tests.service.api.test_ranking import PROMPTS, write_reranker
 from tests.service.api.test_texts import cosine, write_classifier
-from tests.service.conftest import HeldRuns
+from tests.service.conftest import HeldRuns, until
 from tests.service.test_fuzz import SPARSE
-from tests.service.tiny import hidden_states, mean, write_encoder, write_model
+from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
 
 Start = Callable[..., TestClient]
 
@@ -156,10 +157,19 @@ def test_tokenize_and_decode(client: TestClient) -> None:
     assert [[token["id"] for token in row] for row in rows] == [[4, 5]] * 2
     (long,) = client.post("/tokenize", json={"inputs": "a " * 50}).json()
     assert len(long) == 52
+
+
+def test_decode_with_and_without_special_tokens(start: Start, tmp_path: Path) -> None:
+    path = write_encoder(tmp_path / "m") / "tokenizer.json"
+    tokenizer = make_tokenizer()
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.save(str(path))
+    client = start(tmp_path / "m")
     ids = [2, 4, 5, 3]
     assert client.post("/decode", json={"ids": ids}).json() == ["a b"]
     every = client.post("/decode", json={"ids": [ids, [6]], "skip_special_tokens": False})
     assert every.json() == ["[CLS] a b [SEP]", "c"]
+    assert client.post("/decode", json={"ids": [2, 2**31 - 1, 4]}).json() == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -203,9 +213,17 @@ def test_errors_have_the_body_of_tei(
 def test_full_queue_is_overloaded(
     start: Start, encoder: Path, hold: Callable[[], HeldRuns]
 ) -> None:
-    client = start(encoder, max_queue=0)
-    answer = client.post("/embed", json={"inputs": ["a", "b"]})
+    client = start(encoder, max_queue=1)
+    held, body = hold(), {"inputs": "a"}
+    with ThreadPoolExecutor(2) as threads:
+        accepted = [threads.submit(client.post, "/embed", json=body)]
+        held.wait()
+        accepted.append(threads.submit(client.post, "/embed", json=body))
+        until(lambda: 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text)
+        answer = client.post("/embed", json=body)
+        held.go.set()
     assert (answer.status_code, answer.json()["error_type"]) == (429, "Overloaded")
+    assert [one.result().status_code for one in accepted] == [200, 200]
 
 
 def test_health_and_root_by_accept(client: TestClient) -> None:

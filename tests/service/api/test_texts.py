@@ -90,7 +90,7 @@ def test_embed_model_without_token_ids_is_refused(
     assert "expected int64 or int32" in answer.json()["error"]
 
 
-# -- /texts/predict ---------------------------------------------------------------------------------
+# -- /texts/predict ----------------------------------------------------------------------------
 
 # The logits of three classes: how often a, b and c are in the text.
 CLASSIFIER = """
@@ -166,7 +166,7 @@ def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
     assert "`output`" in answer.text
 
 
-# -- /texts/similarity ---------------------------------------------------------------------------------
+# -- /texts/similarity ----------------------------------------------------------------------------
 
 
 def cosine(one: list[int], other: list[int]) -> float:
@@ -232,7 +232,7 @@ def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
     assert client.post("/v2/models/tiny/infer", json=body).status_code == 200
 
 
-# -- /texts/tokenize ---------------------------------------------------------------------------------
+# -- /texts/tokenize ----------------------------------------------------------------------------
 
 
 def test_tokenize_returns_ids_with_special_tokens(client: TestClient) -> None:
