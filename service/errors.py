@@ -62,6 +62,10 @@ class InvalidField(InvalidData):
         self.field = field
 
 
+class UnknownField(InvalidField):
+    """The body has a field that no request of this kind has."""
+
+
 class EmptyBatch(ServiceError):
     """A list of inputs is empty."""
 

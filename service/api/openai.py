@@ -23,7 +23,7 @@ from service.api.responses import respond
 from service.api.texts import SomeTexts, VectorOptions, embed_texts, with_token_ids
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import InvalidField, UnknownModel
+from service.errors import InvalidField, UnknownField, UnknownModel
 
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
@@ -59,7 +59,7 @@ Inputs = Annotated[
 class EmbeddingsRequest(VectorOptions):
     """OpenAI's request for embeddings, with the extension ``prompt_name``.
 
-    Unknown fields are refused.
+    Unknown fields are refused, as by OpenAI.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -148,6 +148,8 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
     param = None
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
+    elif isinstance(error, UnknownField):  # OpenAI does not name it in ``param``
+        text = f"Unrecognized request argument supplied: {error.field}"
     elif isinstance(error, InvalidField):
         param = error.field or None
     body = {"message": text, "type": kind, "param": param, "code": code}

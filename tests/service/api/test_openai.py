@@ -11,8 +11,9 @@ import numpy as np
 import orjson
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import processors
 
-from tests.service.tiny import ECHO, mean, write_encoder, write_model
+from tests.service.tiny import ECHO, make_tokenizer, mean, write_encoder, write_model
 
 
 def ask(client: TestClient, value: Any, **fields: Any) -> Any:
@@ -64,6 +65,33 @@ def test_embeddings_token_ids_of_another_tokenizer_are_refused(client: TestClien
     answer = ask(client, [2, 15339, 3])  # past the vocabulary
     check(answer, 400, option, "invalid_request_error", "input", None)
     assert "ATTNSERVE_ANY_TOKEN_IDS" in ask(client, [4]).text
+
+
+@pytest.mark.parametrize(("template", "accepted", "refused"), [
+    ("$A [SEP]", [4, 3], [4, 5]),  # as Qwen's
+    ("$A", [4, 5], None),
+])  # fmt: skip
+def test_embeddings_token_ids_without_a_first_special_token_are_checked_at_the_end(
+    start: Callable[..., TestClient], tmp_path: Path, template: str, accepted: Any, refused: Any
+) -> None:
+    folder = write_encoder(tmp_path / "tiny")
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    client = start(folder)
+    assert ask(client, accepted).status_code == 200
+    if refused:
+        text = "token ids 0 of input do not end with [3]"
+        check(ask(client, refused), 400, text, "invalid_request_error", "input", None)
+
+
+def test_embeddings_any_token_ids_still_has_to_be_of_the_vocabulary(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    answer = ask(start(encoder, any_token_ids=True), [8])
+    check(answer, 400, "expected ids from 0 to 7", "invalid_request_error", "input", None)
 
 
 def test_embeddings_without_v1_are_the_same(client: TestClient) -> None:
@@ -140,7 +168,12 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
         "encoding_format: Input should be 'float' or 'base64'",
         "encoding_format",
     ),
-    "unknown field": ({"model": "tiny", "input": "a", "inputs": 1}, "inputs: Extra", "inputs"),
+    "unknown field": (
+        {"model": "tiny", "input": "a", "inputs": 1},
+        "Unrecognized request argument supplied: inputs",
+        None,
+    ),
+    "user no text": ({"model": "tiny", "input": "a", "user": 1}, "user: Input should", "user"),
     "a list": ([], "the body: Input should be a valid dictionary", None),
 }
 
