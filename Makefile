@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
 TORCH_TESTS := tests/attnserve/nn tests/attnserve/recovery tests/benchmarks/test_training.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all support lint types docs bench clean
+.PHONY: help venv demo test test-all test-clients support lint types docs bench clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -24,10 +24,13 @@ demo: $(INSTALLED) ## Export, optimize, verify, measure and serve a real encoder
 	$(BIN)/python -m benchmarks.demo
 
 test: $(INSTALLED) ## Run the default tests; ARGS="tests/attnserve -k prune" runs some of them
-	$(PYTEST) $(addprefix --ignore=,$(TORCH_TESTS)) -m "not (export or process or timing or fuzz or gpu)" $(ARGS)
+	$(PYTEST) $(addprefix --ignore=,$(TORCH_TESTS)) -m "not (export or process or timing or fuzz or gpu or clients)" $(ARGS)
 
-test-all: $(INSTALLED) ## Run all tests; ARGS="-m export" runs those with one mark
-	$(PYTEST) $(ARGS)
+test-all: $(INSTALLED) ## Run all tests but those of clients; ARGS="-m export" runs those with one mark
+	$(PYTEST) -m "not clients" $(ARGS)
+
+test-clients: $(INSTALLED) ## Run the tests that install other packages, which needs a registry
+	$(PYTEST) -m clients $(ARGS)
 
 support: $(INSTALLED) ## Export every architecture in every way, and write docs/support.md
 	$(PYTEST) -m export tests/attnserve/test_architectures.py --write-support $(ARGS)

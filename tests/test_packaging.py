@@ -42,6 +42,7 @@ TARGETS = {
     "venv",
     "demo",
     "test",
+    "test-clients",
     "test-all",
     "support",
     "lint",
