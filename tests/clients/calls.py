@@ -2,12 +2,10 @@
 
 Usage: python calls.py CLIENT JOB.json RESULT.json
 
-JOB has the address and the API key of a server, texts and token ids. RESULT has the answers: vectors
-of ``texts``, of the ``query``, and of the first ``dimensions``; ``scores`` of a reranker. A client is
-made with the address, the key and the name of the model, and what docs/reference/clients.md names.
+JOB has the address and the API key of a server, texts and token ids. RESULT has the answers:
+vectors of ``texts``, of the ``query``, and of the first ``dimensions``; ``scores`` of a reranker. A client
+is made with the address, the key, the name of the model, and what docs/reference/clients.md names.
 """
-
-# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
@@ -209,7 +207,8 @@ def haystack_tei(job: Job) -> Job:
         found = embedder.run([Document(content=text) for text in texts])["documents"]
         return [document.embedding for document in found]
 
-    ranker = HuggingFaceTEIRanker(url=f"{job['url']}/models/{job['reranker']}", token=token)
+    # It asks for /rerank of the host, whatever the path of its URL.
+    ranker = HuggingFaceTEIRanker(url=job["reranker_url"], token=token)
     documents = [Document(content=text, meta={"at": at}) for at, text in enumerate(job["ranked"])]
     ranks = ranker.run(query=job["ranker_query"], documents=documents)["documents"]
     return {

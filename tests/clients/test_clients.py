@@ -73,10 +73,18 @@ def models(
 
 
 @pytest.fixture(scope="module")
-def address(models: Path) -> Iterator[str]:
-    command = ["-m", "attnserve", "serve", str(models), "--port", "0", "--default-model", "minilm"]
-    with started(command, ATTNSERVE_API_KEYS=KEY) as (address, _):
-        yield address
+def addresses(models: Path) -> Iterator[dict[str, str]]:
+    """Servers of both models and of the reranker alone, which is then the default."""
+    command = ["-m", "attnserve", "serve", "--port", "0"]
+    both, reranker = str(models), str(models / "reranker")
+    with (
+        started([*command, both, "--default-model", "minilm"], ATTNSERVE_API_KEYS=KEY) as (
+            first,
+            _,
+        ),
+        started([*command, reranker], ATTNSERVE_API_KEYS=KEY) as (second, _),
+    ):
+        yield {"url": first, "reranker_url": second}
 
 
 @pytest.fixture(scope="module")
@@ -123,24 +131,30 @@ def write(client: str, outcome: str) -> None:
 @pytest.mark.clients
 @pytest.mark.parametrize("client", CLIENTS)
 def test_client_gets_the_vectors_of_the_library(
-    client: str, address: str, model: Model, tmp_path: Path, pytestconfig: pytest.Config
+    client: str,
+    addresses: dict[str, str],
+    model: Model,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
 ) -> None:
     outcome = "does not install"
     try:
         python = python_of(client, tmp_path)
         outcome = "fails"
-        check(ask(client, python, address, model, tmp_path), model)
+        check(ask(client, python, addresses, model, tmp_path), model)
         outcome = "passes"
     finally:
         if pytestconfig.getoption("--write-clients"):
             write(client, outcome)
 
 
-def ask(client: str, python: Path, address: str, model: Model, folder: Path) -> dict[str, Any]:
+def ask(
+    client: str, python: Path, addresses: dict[str, str], model: Model, folder: Path
+) -> dict[str, Any]:
     """The answers of a client; see ``calls.py``."""
     job, result = folder / "job.json", folder / "result.json"
     content = {
-        "url": address, "key": KEY, "model": "minilm", "texts": TEXTS, "query": QUERY,
+        **addresses, "key": KEY, "model": "minilm", "texts": TEXTS, "query": QUERY,
         "many": MANY, "dimensions": DIMENSIONS, "foreign_ids": HELLO_WORLD,
         "ids": [encoding.ids for encoding in model.encode(TEXTS)],
         "inputs": [one.name for one in model.inputs], "output": model.text_output("embed"),

@@ -43,7 +43,7 @@ def started(
     ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        ready = re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)\n", line)
+        ready = re.search(r"serving .+ at (http://127\.0\.0\.1:\d+)\n", line)
         assert ready, line + process.stderr.read()
         try:
             yield ready[1], process
