@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses=logical --dist=worksteal
 TORCH_TESTS := tests/attnserve/nn tests/attnserve/recovery tests/benchmarks/test_training.py
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all support lint types docs bench clean
+.PHONY: help venv demo test test-all test-clients support lint types docs bench clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ test: $(INSTALLED) ## Run the default tests; ARGS="tests/attnserve -k prune" run
 
 test-all: $(INSTALLED) ## Run all tests; ARGS="-m export" runs those with one mark
 	$(PYTEST) $(ARGS)
+
+test-clients: $(INSTALLED) ## Run clients of other projects against the service, and write docs/reference/clients.md
+	ATTNSERVE_CLIENTS=build/clients $(BIN)/python -m pytest tests/clients $(ARGS)
 
 support: $(INSTALLED) ## Export every architecture in every way, and write docs/support.md
 	$(PYTEST) -m export tests/attnserve/test_architectures.py --write-support $(ARGS)
