@@ -32,9 +32,12 @@ def langchain_openai(url):
 
 
 def langchain_huggingface(url):
+    from huggingface_hub import InferenceClient
     from langchain_huggingface import HuggingFaceEndpointEmbeddings
 
-    model = HuggingFaceEndpointEmbeddings(model=url, huggingfacehub_api_token="none")
+    # Its constructor takes names of repositories, not addresses.
+    model = HuggingFaceEndpointEmbeddings(model="tiny", huggingfacehub_api_token="none")
+    model.client = InferenceClient(url, token="none")
     assert len(model.embed_query("a")) == 4
     return model.embed_documents(TEXTS)
 
@@ -65,8 +68,10 @@ def haystack_openai(url):
 
 
 def haystack_tei(url):
-    from haystack.components.embedders import HuggingFaceAPITextEmbedder
     from haystack.utils import Secret
+    from haystack_integrations.components.embedders.huggingface_api import (
+        HuggingFaceAPITextEmbedder,
+    )
 
     embedder = HuggingFaceAPITextEmbedder(
         api_type="text_embeddings_inference", api_params={"url": url},

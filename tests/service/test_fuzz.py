@@ -327,7 +327,7 @@ def calls() -> list[Call]:
         ("/tokenize", {"inputs": ["a b", "c"], "model": "tiny", "add_special_tokens": False}),
         ("/decode", {"ids": [[2, 4, 3], [5]], "model": "tiny", "skip_special_tokens": False}),
         ("/", {"inputs": "a", "model": "tiny"}),
-        ("/invocations", {"inputs": "a", "model": "classes"}),
+        ("/invocations", {"query": "a", "texts": ["b"], "model": "classes"}),
         ("/models/tiny", {"inputs": ["a", "b"]}),
         ("/embeddings", {"model": "tiny", "input": ["a", "b"]}),
         ("/v1/embeddings", {"model": "tiny", "input": ["a", "b"], "encoding_format": "base64"}),
