@@ -19,6 +19,7 @@ from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
 from service.budget import Budget
+from service.dashboard import router as dashboard
 from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
@@ -105,6 +106,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
     app.include_router(openai.unversioned)
+    app.include_router(dashboard)
 
     # In threads: both read the files of all workers.
     @app.get("/metrics", tags=["Metrics"], response_class=Response)

@@ -43,6 +43,7 @@ TARGETS = {
     "demo",
     "test",
     "test-all",
+    "test-clients",
     "support",
     "lint",
     "types",
