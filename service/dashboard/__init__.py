@@ -11,9 +11,7 @@ import hashlib
 import re
 from importlib.resources import files
 
-from fastapi import APIRouter, Request, Response
-
-from service.api.tei import health
+from fastapi import Response
 
 PAGE = files(__name__).joinpath("index.html").read_bytes()
 
@@ -50,15 +48,6 @@ HEADERS = {
 }
 
 
-router = APIRouter(include_in_schema=False)
-
-
-@router.get("/")
-async def root(request: Request) -> Response:
-    """The dashboard for browsers, else the same as GET /health (``service.api.tei``)."""
-    if "text/html" in request.headers.get("accept", ""):
-        answer = Response(PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")
-    else:
-        answer = await health(request)
-    answer.headers["vary"] = "Accept"
-    return answer
+def page() -> Response:
+    """The dashboard."""
+    return Response(PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")
