@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -19,6 +19,7 @@ from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
 from service.budget import Budget
+from service.dashboard import page
 from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
@@ -105,6 +106,14 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
     app.include_router(openai.unversioned)
+
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """The dashboard for browsers, else the same as /health."""
+        is_browser = "text/html" in request.headers.get("accept", "")
+        answer = page() if is_browser else await tei.health(request)
+        answer.headers["vary"] = "Accept"
+        return answer
 
     # In threads: both read the files of all workers.
     @app.get("/metrics", tags=["Metrics"], response_class=Response)

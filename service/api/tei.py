@@ -23,7 +23,6 @@ from attnserve.literals import Side
 from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
 from graph_passes.errors import AttnserveError, CheckFailed
-from service import dashboard
 from service.api.ranking import query_pairs, ranked_by_score
 from service.api.requests import (
     Body,
@@ -552,15 +551,6 @@ async def health(request: Request) -> Response:
 async def ping(request: Request) -> Response:
     """The same as /health."""
     return await health(request)
-
-
-@router.get("/", include_in_schema=False)
-async def root(request: Request) -> Response:
-    """The dashboard for browsers, else the same as /health."""
-    accepted = request.headers.get("accept", "")
-    answer = dashboard.page() if "text/html" in accepted else await health(request)
-    answer.headers["vary"] = "Accept"
-    return answer
 
 
 MAIN: Sequence[tuple[Callable[[Engine], bool], Any, type[Body]]] = (

@@ -3,8 +3,9 @@
 Usage: python calls.py CLIENT JOB.json RESULT.json
 
 JOB has the address and the API key of a server, texts and token ids. RESULT has the answers:
-vectors of ``texts``, of the ``query``, and of the first ``dimensions``; ``scores`` of a reranker. A client
-is made with the address, the key, the name of the model, and what docs/reference/clients.md names.
+vectors of ``texts``, of the ``query``, and of the first ``dimensions``; ``scores`` of a reranker.
+A client is made with the address, the key, the name of the model, and what
+docs/reference/clients.md names.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_openapi_document_describes_bodies(client: TestClient) -> None:
     schemas = document["components"]["schemas"]
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in schemas
-    assert {"InferRequest", "InferResponse", "EmbedRequest", "EmbedResponse"} <= set(schemas)
+    assert {"InferRequest", "InferResponse", "EmbedRequest", "TextEmbedResponse"} <= set(schemas)
     assert client.get("/docs").status_code == 200
 
 

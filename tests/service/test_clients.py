@@ -167,7 +167,7 @@ def test_triton_unsupported_requests_are_refused(client: Any) -> None:
         client.infer("tiny", [shared, inputs()[1]])
     text = triton.InferInput("input_ids", [1], "BYTES")
     text.set_data_from_numpy(np.array([b"a text"], np.object_))
-    with refused(422, "BYTES is not supported; send texts to /texts/embed"):
+    with refused(422, "BYTES is not supported; send texts to /embed"):
         client.infer("tiny", [text, inputs()[1]])
     with refused(404, "Not Found"):
         client.get_system_shared_memory_status()
