@@ -203,19 +203,21 @@ def haystack_tei(job: Job) -> Job:
         "api_type": "text_embeddings_inference", "api_params": {"url": job["url"]}, "token": token,
     }  # fmt: skip
 
-    def embedded(texts: list[str]) -> list[Any]:
-        embedder = HuggingFaceAPIDocumentEmbedder(progress_bar=False, **options)
+    def embedded(texts: list[str], **more: Any) -> list[Any]:
+        embedder = HuggingFaceAPIDocumentEmbedder(progress_bar=False, **options, **more)
         found = embedder.run([Document(content=text) for text in texts])["documents"]
         return [document.embedding for document in found]
 
+    query = HuggingFaceAPITextEmbedder(normalize=True, **options)
     # It asks for /rerank of the host, whatever the path of its URL.
     ranker = HuggingFaceTEIRanker(url=job["reranker_url"], token=token)
     documents = [Document(content=text, meta={"at": at}) for at, text in enumerate(job["ranked"])]
     ranks = ranker.run(query=job["ranker_query"], documents=documents)["documents"]
     return {
-        "texts": embedded(job["texts"]),
-        "many texts": embedded(job["many"]),
-        "query": HuggingFaceAPITextEmbedder(**options).run(job["query"])["embedding"],
+        "not normalized": embedded(job["texts"]),  # it sends "normalize": false by default
+        "texts": embedded(job["texts"], normalize=True),
+        "many texts": embedded(job["many"], normalize=True),
+        "query": query.run(job["query"])["embedding"],
         "scores": [[one.meta["at"], one.score] for one in ranks],
     }
 
