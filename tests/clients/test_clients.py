@@ -31,8 +31,12 @@ RESULTS = tables.RESULTS / "clients.json"
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai==3.57.0",),
     "langchain_openai": ("langchain-openai==1.7.4", "openai==3.57.0"),
-    "langchain_huggingface_url": ("langchain-huggingface==1.2.1", "huggingface-hub==1.33.0", "numpy==2.4.6"),
-    "langchain_huggingface": ("langchain-huggingface==1.2.3", "huggingface-hub==1.33.0", "numpy==2.4.6"),
+    "langchain_huggingface_url": (
+        "langchain-huggingface==1.2.1", "huggingface-hub==1.33.0", "numpy==2.4.6",
+    ),
+    "langchain_huggingface": (
+        "langchain-huggingface==1.2.3", "huggingface-hub==1.33.0", "numpy==2.4.6",
+    ),
     "huggingface_hub": ("huggingface-hub==2.4.0", "numpy==2.4.6"),
     "llama_index_tei": (
         "llama-index-embeddings-text-embeddings-inference==0.6.0", "llama-index-core==0.14.25",
