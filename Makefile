@@ -30,7 +30,7 @@ test-all: $(INSTALLED) ## Run all tests but those of clients; ARGS="-m export" r
 	$(PYTEST) -m "not clients" $(ARGS)
 
 test-clients: $(INSTALLED) ## Run the tests that install other packages, which needs a registry
-	$(PYTEST) -m clients $(ARGS)
+	ATTNSERVE_CLIENTS=build/clients $(PYTEST) -m clients --write-clients $(ARGS)
 
 support: $(INSTALLED) ## Export every architecture in every way, and write docs/support.md
 	$(PYTEST) -m export tests/attnserve/test_architectures.py --write-support $(ARGS)

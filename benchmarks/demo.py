@@ -212,7 +212,8 @@ def ask(model: Path) -> dict[str, Any]:
             raise CheckFailed(
                 "the service did not become ready", "run `attnserve serve` to see why"
             )
-        request = urllib.request.Request(f"{url}/embed", json.dumps({"inputs": PAIR}).encode())
+        content = json.dumps({"inputs": PAIR}).encode()
+        request = urllib.request.Request(f"{url}/texts/embed", content)
         with urllib.request.urlopen(request, timeout=60) as response:
             return {**json.load(response), "headers": dict(response.headers.items())}
     finally:

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.datastructures import Headers
@@ -14,12 +14,12 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Receive, Scope, Send
 
 from attnserve import __version__
-from service.api import open_inference, openai, ranking, texts, triton
+from service.api import open_inference, openai, ranking, tei, texts, triton
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
 from service.budget import Budget
-from service.dashboard import router as dashboard
+from service.dashboard import page
 from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
@@ -81,7 +81,10 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     app.state.metrics = metrics
     app.state.bodies = Budget(service_settings.max_open_bytes)
     app.state.answers = Budget(service_settings.max_open_bytes)
-    app.state.error_renderers = dict.fromkeys(("/v1", "/v2/rerank"), openai.render_error)
+    app.state.error_renderers = {
+        **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
+        **dict.fromkeys(tei.PREFIXES, tei.render_error),
+    }
     # The middleware added last runs first: it also counts refused requests and gives them an id.
     app.add_middleware(
         CompressLarge,
@@ -100,10 +103,17 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         )
     app.add_middleware(ObserveRequests, metrics=metrics)
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for module in (texts, ranking, openai, triton, open_inference):
+    for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
-    app.include_router(ranking.cohere)
-    app.include_router(dashboard)
+    app.include_router(openai.unversioned)
+
+    @app.get("/", include_in_schema=False)
+    async def root(request: Request) -> Response:
+        """The dashboard for browsers, else the same as /health."""
+        is_browser = "text/html" in request.headers.get("accept", "")
+        answer = page() if is_browser else await tei.health(request)
+        answer.headers["vary"] = "Accept"
+        return answer
 
     # In threads: both read the files of all workers.
     @app.get("/metrics", tags=["Metrics"], response_class=Response)

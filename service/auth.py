@@ -31,7 +31,8 @@ CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
 """Paths that load or unload a model. Starlette's routes also match a trailing line break."""
 
 OPEN = (*HEALTH, "/")
-"""Paths that need no key: health checks, and the dashboard page, whose data does need one."""
+"""Paths that need no key, except to POST: health checks, and the dashboard page, whose data does
+need one."""
 
 Keys = dict[bytes, str]
 """The name of each key, by the SHA-256 checksum of the key."""
@@ -116,7 +117,8 @@ class Authorize:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path = scope["path"]
-        if self._known and path not in OPEN and not _is_known(scope, self._known):
+        is_open = path in OPEN and scope["method"] != "POST"
+        if self._known and not is_open and not _is_known(scope, self._known):
             text = (
                 "the API key is missing or unknown;"
                 " send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"

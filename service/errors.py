@@ -62,6 +62,16 @@ class InvalidField(InvalidData):
         self.field = field
 
 
+class UnknownField(InvalidField):
+    """The body has a field that no request of this kind has."""
+
+
+class EmptyBatch(ServiceError):
+    """A list of inputs is empty."""
+
+    default_code = "request.empty"
+
+
 class TooLarge(ServiceError):
     """Too many bytes, texts or tokens in one request."""
 
@@ -100,6 +110,7 @@ class Error(BaseModel):
 
 HTTP_STATUS: Mapping[type[AttnserveError], int] = {
     MalformedRequest: 400,
+    EmptyBatch: 400,
     NotFound: 404,
     TooLarge: 413,
     InvalidData: 422,

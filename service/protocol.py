@@ -52,7 +52,7 @@ UPGRADE = re.compile(rb"(?<=\n)upgrade[ \t]*:[^\n]*\n(?:[ \t][^\n]*\n)*", re.IGN
 with every request, and httptools would drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
-HEALTH = ("/v2/health/live", "/v2/health/ready")
+HEALTH = ("/v2/health/live", "/v2/health/ready", "/health", "/ping")
 """Paths that connections above the limit may request."""
 
 MALFORMED = b"400 Bad Request"

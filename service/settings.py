@@ -159,6 +159,8 @@ class Settings(EnvironmentOptions):
     model: Annotated[Path, Cli(metavar="MODEL", is_argument=True)]
     """An .onnx file, an artifact folder, or a folder of models (NAME/VERSION/model.onnx or
     NAME/model.onnx)."""
+    default_model: Annotated[str | None, Cli(metavar="NAME")] = None
+    """Model of requests that name none, if several are served."""
     host: Annotated[str, Cli(metavar="ADDRESS")] = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for all interfaces."""
     port: Annotated[int, Field(ge=0, le=65535), Cli(metavar="N")] = 8000
@@ -220,6 +222,8 @@ class Settings(EnvironmentOptions):
     """Maximum number of tokens per request, which bounds its memory."""
     max_tensor_bytes: PositiveInt = 64_000_000
     """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
+    any_token_ids: bool = False
+    """Accept token ids that do not begin as texts of the model do."""
     max_open_bytes: PositiveInt = 256_000_000
     """Maximum size in bytes of the bodies of all open requests (the server answers 429 above it)
     and of their output tensors, counted twice (requests wait for free memory)."""

@@ -60,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="export all cells of test_architectures.py, and write docs/support.md",
     )
     parser.addoption(
+        "--write-clients",
+        action="store_true",
+        help="write benchmarks/results/clients.json, with the outcome of each client that is run",
+    )
+    parser.addoption(
         "--on-gpu",
         action="store_true",
         help="run the models of the tests on a GPU",

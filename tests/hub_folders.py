@@ -462,7 +462,7 @@ def _class_scores(case: Case, folder: Path) -> list[list[float]]:
 
         model = CrossEncoder(str(folder), device="cpu")
         name = type(model.activation_fn).__name__.lower()
-        # /predict gives probabilities, where sentence-transformers gives logits.
+        # /texts/predict gives probabilities, where sentence-transformers gives logits.
         options["function_to_apply"] = "softmax" if name == "identity" else name
     run = transformers.pipeline("text-classification", str(folder), device="cpu")
     positions = POSITIONS - (case.network == "roberta")

@@ -44,6 +44,7 @@ TARGETS = {
     "test",
     "test-clients",
     "test-all",
+    "test-clients",
     "support",
     "lint",
     "types",

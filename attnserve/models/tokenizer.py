@@ -13,6 +13,8 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ __all__ = [
     "Text",
     "TextEncoder",
     "TextInput",
+    "Token",
     "load_encoder",
     "longest_text",
     "lower_case",
@@ -120,6 +123,17 @@ class Encoding:
         return len(self.ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a text, from the character ``start`` to ``stop``; of a special one, its name."""
+
+    id: int
+    text: str
+    special: bool
+    start: int
+    stop: int
+
+
 class TextEncoder:
     """An immutable, thread-safe tokenizer.
 
@@ -188,6 +202,7 @@ class TextEncoder:
         texts: Sequence[Text | Encoding],
         *,
         truncate: bool = True,
+        side: Side | None = None,
         max_length: int | None = None,
     ) -> list[Encoding]:
         """Tokenize texts or pairs.
@@ -196,6 +211,7 @@ class TextEncoder:
             texts: The texts. An ``Encoding`` among them counts as tokenized.
             truncate: Truncate texts that are too long, except special tokens; False refuses them.
                 Of a pair, the longer text is truncated first; in a template, the document.
+            side: The side at which long texts lose tokens; None for ``truncation_side``.
             max_length: Maximum number of tokens, with special tokens; None for the default.
 
         Raises:
@@ -231,9 +247,46 @@ class TextEncoder:
                         code="text.too_long",
                     )
                 spans = self._spans(texts[index])
-                positions = _kept(raws[index], limit, self.truncation_side, spans)
+                positions = _kept(raws[index], limit, side or self.truncation_side, spans)
                 encodings[index] = _select(raws[index], positions)
         return encodings
+
+    def tokens(self, texts: Sequence[str], *, special: bool = True) -> list[list[Token]]:
+        """The tokens of each whole text, with special tokens if ``special``.
+
+        Raises:
+            InvalidData: The tokenizer fails on a text.
+        """
+        with _errors_as(*FAILS_ON_TEXT):
+            raws = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return [
+            [
+                Token(id, token if is_special else text[slice(*span)], bool(is_special), *span)
+                for id, token, is_special, span in zip(
+                    raw.ids, raw.tokens, raw.special_tokens_mask, raw.offsets, strict=True
+                )
+            ]
+            for text, raw in zip(texts, raws, strict=True)
+        ]
+
+    def decode(self, rows: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
+        """The text of each list of token ids; ids that no token has are left out.
+
+        Raises:
+            InvalidData: The tokenizer fails on the ids.
+        """
+        with _errors_as(*FAILS_ON_TEXT):
+            return self._tokenizer.decode_batch(
+                [list(row) for row in rows], skip_special_tokens=skip_special
+            )
+
+    @cached_property
+    def frame(self) -> tuple[list[int], list[int]]:
+        """The special tokens before and after every text."""
+        (tokens,) = self.tokens(["a"])
+        before = list(takewhile(lambda token: token.special, tokens))
+        after = list(takewhile(lambda token: token.special, reversed(tokens[len(before) :])))
+        return [token.id for token in before], [token.id for token in reversed(after)]
 
     def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
         """The encodings of ``tokenizers``. Texts and pairs in a template are encoded apart."""

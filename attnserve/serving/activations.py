@@ -1,4 +1,4 @@
-"""The scores of class logits, and the logits of scores."""
+"""The scores of class logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from attnserve.literals import Activation
 from graph_passes.errors import InvalidData
 
-__all__ = ["logits_of", "scores_of"]
+__all__ = ["scores_of"]
 
 
 def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
@@ -32,16 +32,3 @@ def scores_of(logits: np.ndarray, activation: Activation | None) -> np.ndarray:
             return 1 / (1 + np.exp(-logits))
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
     return powers / powers.sum(axis=1, keepdims=True)
-
-
-def logits_of(scores: np.ndarray, activation: Activation | None) -> np.ndarray:
-    """The logits of scores; see ``scores_of``. Logits of a softmax are defined up to a constant."""
-    tiny = np.finfo(np.float64).tiny
-    if activation is None:
-        activation = "sigmoid" if scores.shape[1] == 1 else "softmax"
-    if activation == "identity":
-        return scores
-    logits = np.log(np.maximum(scores, tiny))
-    if activation == "sigmoid":
-        logits -= np.log(np.maximum(1 - scores, np.finfo(np.float64).epsneg))
-    return logits

@@ -31,7 +31,6 @@ from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import LineageEntry
 from attnserve.models.search_record import GoalRecord
 from attnserve.runtime.interface import Batch
-from attnserve.serving.activations import logits_of
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model, TextTask
 from graph_passes.errors import InvalidModel
@@ -202,6 +201,8 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
     "embed": ["similarity"],
     "classify": ["kl", "top1", "r2"],
     "rerank": ["r2"],
+    "tokens": [],
+    "sparse": [],
 }
 """Measures by the kind of output that is served for a text."""
 
@@ -215,7 +216,7 @@ class LiveComparison:
     def __init__(self, artifact: Artifact, device: Device) -> None:
         self._model = Model(artifact, RunnerOptions(replace(device, threads=1)))
         self._model.warm_up()
-        self._watched: dict[str, tuple[LiveQuality, str, Artifact]] = {}
+        self._watched: dict[str, tuple[LiveQuality, str]] = {}
 
     def watch(
         self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
@@ -247,7 +248,7 @@ class LiveComparison:
         if model.encoder is not None:
             task = "classify" if model.classifies else "embed"
             output = artifact.output or model.text_output(task)
-        self._watched[key] = quality, output, artifact
+        self._watched[key] = quality, output
 
     def compare(
         self,
@@ -261,14 +262,12 @@ class LiveComparison:
         Returns:
             The fields of ``LiveReport``, and "changed": whether its field "broken" has changed.
         """
-        quality, name, artifact = self._watched[key]
+        quality, name = self._watched[key]
         served_output = served.get(name)
         if served_output is None or len(served_output) != 1:
             return None
         if task and quality.report.measure not in MEASURES[task]:
             return None
-        if task == "classify":
-            served_output = logits_of(served_output, artifact.activation)
         original_output = self._model.run(inputs, [name])[name][:1]
         row = {name: array[:1] for name, array in inputs.items()}
         is_changed = quality.add(original_output, served_output, row)

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from attnserve.context import Provider
+from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.models.rows import fixed_axes
@@ -43,7 +44,14 @@ __all__ = [
     "TextTask",
 ]
 
-TextTask = Literal["embed", "classify", "rerank"]
+TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
+
+HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
+"""Names that exporters give to one vector per token."""
+
+SEND_TEXTS = (
+    "send texts (langchain-openai: check_embedding_ctx_length=False), or ids of POST /tokenize"
+)
 
 SHAPES_CACHED = 1024
 
@@ -305,7 +313,13 @@ class Model:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
 
-    def encode(self, texts: Sequence[Text | Encoding], *, truncate: bool = True) -> list[Encoding]:
+    def encode(
+        self,
+        texts: Sequence[Text | Encoding],
+        *,
+        truncate: bool = True,
+        side: Side | None = None,
+    ) -> list[Encoding]:
         """The tokens of texts, or given ones, whose ids are checked; needs a tokenizer.
 
         Raises:
@@ -318,9 +332,9 @@ class Model:
             ids = text.ids if isinstance(text, Encoding) else ()
             if wrong := [token for token in ids if not 0 <= token < bound]:
                 raise InvalidData(
-                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}"
+                    f"text {index} holds {wrong[0]}: expected ids from 0 to {bound - 1}", SEND_TEXTS
                 )
-        return self.encoder.encode(texts, truncate=truncate)
+        return self.encoder.encode(texts, truncate=truncate, side=side)
 
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
         """The checked inputs of a batch of texts, padded to the longest; needs a tokenizer.
@@ -357,12 +371,22 @@ class Model:
         Raises:
             InvalidArgument: The artifact names an output that the model does not have.
         """
-        return output_name(self._session, self.artifact.output, scores=task != "embed")
+        names = [output.name for output in self.outputs]
+        if task == "tokens" and (hidden := [name for name in HIDDEN_STATES if name in names]):
+            return hidden[0]
+        scores = task not in ("embed", "tokens")
+        return output_name(self._session, self.artifact.output, scores=scores)
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray
-    ) -> np.ndarray:  # B D
-        """Pooled embeddings, class scores that sum to one, or the logit of each pair.
+    ) -> np.ndarray:  # B D, or B S D for "tokens"
+        """The answer of each text of a batch, from an output of the model.
+
+        Args:
+            task: "embed" pools token vectors (not normalized), "tokens" gives them all, padding
+                too; "classify" and "rerank" give logits, "sparse" the weight of each token of the
+                vocabulary: the largest log(1 + relu(logit)) of any token (Formal et al. 2021,
+                SPLADE v2).
 
         Raises:
             CheckFailed: The output holds NaN or infinite numbers.
@@ -375,14 +399,19 @@ class Model:
                 " or per token",
                 "use the tensors of the output",
             )
+        mask = inputs.get("attention_mask")
+        if mask is None:  # without a mask there is no padding
+            mask = np.ones(output.shape[:2], dtype=np.bool_)
         if task == "embed":
-            mask = inputs.get("attention_mask")
-            if mask is None:  # without a mask there is no padding
-                mask = np.ones(output.shape[:2], dtype=np.bool_)
             artifact = self.artifact
-            vectors = pool(output, mask, artifact.pooling, artifact.normalize, artifact.dimensions)
+            vectors = pool(output, mask, artifact.pooling, False, artifact.dimensions)
         elif task == "classify":
-            vectors = scores_of(output, self.artifact.activation)
+            vectors = scores_of(output, "identity")
+        elif task == "tokens":
+            vectors = output.astype(np.float32, copy=False)
+        elif task == "sparse":
+            largest = np.where(mask[..., None] != 0, output, 0).max(axis=1)
+            vectors = np.log1p(np.maximum(largest.astype(np.float32), 0))
         elif output.ndim == 2 and output.shape[1] == 1:
             vectors = output.astype(np.float64)
         else:
@@ -482,6 +511,20 @@ class Model:
                 " `activation`: identity for probabilities)",
                 "model.no_classes",
             )
+        if task == "tokens" and (
+            self._scores_instead is not None or len(self._axes_of(self.text_output(task))) != 3
+        ):
+            return TaskRefusal(
+                f"{self.name} has no vectors of tokens: its graph pools them",
+                "use /embed",
+                "model.no_tokens",
+            )
+        if task == "sparse" and not self.is_sparse:
+            return TaskRefusal(
+                f"{self.name} is no SPLADE model: no masked language model with logits of tokens",
+                "use /embed, or export a SPLADE model with the task fill-mask",
+                "model.no_sparse",
+            )
         if task == "rerank" and not self.reranks:
             return TaskRefusal(
                 f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
@@ -513,9 +556,18 @@ class Model:
             and axes[-1] == artifact.config.get("vocab_size")
             and (artifact.settings.is_for("LM") or artifact.settings.is_for("LMHeadModel"))
         )
+        if self.is_sparse:
+            return "sparse vectors", "use /embed_sparse"
         if len(axes) == 3 and (is_logits or is_vocabulary):
             return "logits of tokens", f"send token ids to /v2/models/{self.name}/infer"
         return None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the model gives SPLADE vectors: a masked language model with logits of tokens."""
+        artifact = self.artifact
+        is_masked = artifact.record.task == "fill-mask" or artifact.settings.is_for("MaskedLM")
+        return is_masked and len(self._axes_of(self.text_output("sparse"))) == 3
 
     @property
     def reranks(self) -> bool:

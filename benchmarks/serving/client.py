@@ -110,7 +110,8 @@ def embeddings(port: int, texts: Sequence[str]) -> np.ndarray:
             {"content-type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=30) as response:
-            vectors += json.load(response)["embeddings"]
+            answer = json.load(response)
+            vectors += answer["embeddings"] if isinstance(answer, dict) else answer
     return np.array(vectors)
 
 

@@ -119,6 +119,16 @@ def source(name: str, part: str | None = None) -> str:
     return f"*{'; '.join(about)}. Command: `{measured['command']}`. Data: {where}.*"
 
 
+def clients() -> str:
+    """The tested clients of the service."""
+    rows = load("clients")["clients"].values()
+    lines = ["| client | tested with | outcome |", "|---|---|---|"]
+    for row in rows:
+        first, *others = (f"`{package}`" for package in row["packages"])
+        lines.append(f"| {first} | {', '.join(others)} | {row['outcome']} |")
+    return "\n".join(lines)
+
+
 def times(value: float) -> str:
     return f"{value:.2f}x"
 

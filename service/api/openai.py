@@ -3,7 +3,8 @@
 https://platform.openai.com/docs/api-reference/embeddings
 
 As in OpenAI's API, a text that is too long is refused and not truncated. Token ids are passed to
-the model unchanged: the client adds special tokens (POST /tokenize returns them).
+the model unchanged, with the special tokens that POST /tokenize returns. Ids without them, such as
+those of OpenAI's own tokenizer, are refused, unless ``any_token_ids`` is set.
 """
 
 from __future__ import annotations
@@ -16,14 +17,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from attnserve.models.tokenizer import Encoding
 from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
 from service.api.responses import respond
-from service.api.texts import SomeTexts, VectorOptions, embed_texts
+from service.api.texts import SomeTexts, VectorOptions, embed_texts, with_token_ids
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import InvalidField, UnknownModel
+from service.errors import InvalidField, UnknownField, UnknownModel
 
 ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
@@ -59,7 +59,7 @@ Inputs = Annotated[
 class EmbeddingsRequest(VectorOptions):
     """OpenAI's request for embeddings, with the extension ``prompt_name``.
 
-    Unknown fields are refused.
+    Unknown fields are refused, as by OpenAI.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -136,6 +136,10 @@ router = APIRouter(
 )
 
 
+unversioned = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=router.responses)
+"""The same interface without /v1, as text-embeddings-inference has it."""
+
+
 def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
     """(status, body) of an error below /v1; OpenAI answers 400 where other routes answer 422."""
     kind, code = ERRORS.get(
@@ -144,19 +148,20 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
     param = None
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
+    elif isinstance(error, UnknownField):  # OpenAI does not name it in ``param``
+        text = f"Unrecognized request argument supplied: {error.field}"
     elif isinstance(error, InvalidField):
         param = error.field or None
     body = {"message": text, "type": kind, "param": param, "code": code}
     return 400 if status == 422 else status, {"error": body}
 
 
+@unversioned.post("/embeddings", response_model=EmbeddingsResponse)
 @router.post("/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
-    texts = [
-        Encoding(text, [0] * len(text)) if isinstance(text, list) else text for text in body.input
-    ]
+    texts = with_token_ids(engine, body.input, "input")
     try:
         answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
     except InvalidField:

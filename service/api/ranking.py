@@ -1,13 +1,13 @@
 """Routes of rerankers: order texts by their relevance to a query.
 
-``/rerank`` has the form of text-embeddings-inference, ``/v1/rerank`` that of Cohere and Jina, and
-``/v2/rerank`` that of Cohere's newer clients.
+``/v1/rerank`` has the form of Cohere and Jina, ``/v2/rerank`` that of Cohere's newer clients, and
+``/rerank`` that of text-embeddings-inference (``tei.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -18,37 +18,14 @@ from attnserve.serving.activations import scores_of
 from service.api.openai import OpenAIError
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import respond
-from service.api.texts import TextBody, TextList
+from service.api.texts import TextList
 from service.engine.engine import Engine
 
-router = APIRouter(tags=["Texts"], route_class=JsonRoute)
-cohere = APIRouter(
+router = APIRouter(
     tags=["Cohere"],
     route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
-
-
-class RerankRequest(TextBody):
-    """Request with a query and texts to order."""
-
-    query: str
-    texts: TextList
-    raw_scores: bool = False
-    """Return the logits; by default the activation of the model, a sigmoid if it states none."""
-    return_text: bool = False
-    """Return the texts too."""
-    truncation_direction: Literal["right", "Right"] = "right"
-    """Direction of truncation; only the end of the longer text of a pair is supported."""
-
-
-class Rank(Body):
-    """The score of one text."""
-
-    index: int
-    """Position of the text in the request."""
-    score: float
-    text: str | None = None
 
 
 def _texts_of(value: Any) -> Any:
@@ -103,28 +80,16 @@ class CohereResponse(Body):
     usage: CohereUsage
 
 
-@router.post("/rerank", response_model=list[Rank], response_model_exclude_none=True)
-async def rerank(request: Request, body: RerankRequest) -> Response:
-    """The relevance of each text to the query, most relevant first (text-embeddings-inference)."""
-    engine = acquire_engine(request, body.model, body.version)
-    pairs = _pairs(engine, body.query, body.texts)
-    answer = await run(request, engine.run_task, "rerank", pairs, truncate=body.truncate)
-    activation = "identity" if body.raw_scores else engine.model.artifact.activation
-    ranks = [
-        {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-        for at, score in _ranked(answer.outputs["rerank"], activation)
-    ]
-    return await respond(request, engine, answer, ranks)
-
-
-@cohere.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
-@cohere.post("/v2/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+@router.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+@router.post("/v2/rerank", response_model=CohereResponse, response_model_exclude_none=True)
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
-    pairs = _pairs(engine, body.query, body.documents)
+    pairs = query_pairs(engine, body.query, body.documents)
     answer = await run(request, engine.run_task, "rerank", pairs)
-    ranked = _ranked(answer.outputs["rerank"], engine.model.artifact.activation)[: body.top_n]
+    ranked = ranked_by_score(answer.outputs["rerank"], engine.model.artifact.activation)[
+        : body.top_n
+    ]
     results = [
         {"index": at, "relevance_score": score}
         | ({"document": {"text": body.documents[at]}} if body.return_documents else {})
@@ -135,12 +100,12 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     return await respond(request, engine, answer, content)
 
 
-def _pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:
+def query_pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:
     """The query, after the default prompt of a cross-encoder, with each text."""
     return [(engine.model.artifact.prompt() + query, text) for text in texts]
 
 
-def _ranked(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:
+def ranked_by_score(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:
     """(index, score) by decreasing logit (texts, 1); equal ones keep their order."""
     scores = scores_of(logits, activation)
     return [(int(at), float(scores[at, 0])) for at in np.argsort(-logits[:, 0], kind="stable")]

@@ -23,7 +23,7 @@ from graph_passes.errors import InvalidData
 from service.budget import Budget
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge
+from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, UnknownField
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
 
     Raises:
         MalformedRequest: The body is not JSON.
-        InvalidField: The JSON does not match ``schema``.
+        InvalidField: The JSON does not match ``schema``; UnknownField if it has no such field.
     """
     try:
         content = orjson.loads(body)
@@ -220,7 +220,8 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         field = str(first["loc"][0]) if first["loc"] else ""
-        raise InvalidField(f"{where}: {first['msg']}", field=field) from error
+        kind = UnknownField if first["type"] == "extra_forbidden" else InvalidField
+        raise kind(f"{where}: {first['msg']}", field=field) from error
 
 
 async def run(

@@ -1,8 +1,12 @@
-"""Routes for texts: embeddings, classification, similarity and tokenization."""
+"""Routes for texts with the tokens of the answer: embeddings, classes, similarity and token ids.
+
+``tei.py`` has the same tasks in the form of text-embeddings-inference.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Annotated, Any
 
@@ -10,14 +14,18 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
+from attnserve.literals import Side
 from attnserve.models.embeddings import shorten
+from attnserve.models.tokenizer import Encoding, TextEncoder
+from attnserve.serving.activations import scores_of
+from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
 from service.api.responses import json_response, respond
 from service.engine.engine import Answer, Engine, Text
 from service.errors import InvalidField
 
-router = APIRouter(tags=["Texts"], route_class=JsonRoute)
+router = APIRouter(prefix="/texts", tags=["Texts"], route_class=JsonRoute)
 
 MAX_PAIRS = 10_000
 """Maximum number of pairs of a similarity request; distinct texts have a separate limit."""
@@ -59,13 +67,13 @@ class VectorOptions(Body):
     """Return only the first dimensions of each vector."""
 
 
-class EmbedRequest(VectorOptions, TextBody):
+class TextEmbedRequest(VectorOptions, TextBody):
     """Texts to embed."""
 
     inputs: Texts
 
 
-class PredictRequest(TextBody):
+class TextPredictRequest(TextBody):
     """Texts to classify."""
 
     inputs: Texts
@@ -73,7 +81,7 @@ class PredictRequest(TextBody):
     """Number of most likely classes to return; all if omitted."""
 
 
-class SimilarityRequest(TextBody):
+class TextSimilarityRequest(TextBody):
     """Texts to compare: ``pairs``, or ``source`` with each of ``targets``."""
 
     pairs: list[Pair] | None = Field(None, min_length=1, max_length=MAX_PAIRS, fail_fast=True)
@@ -81,7 +89,7 @@ class SimilarityRequest(TextBody):
     targets: list[str] | None = Field(None, min_length=1, max_length=MAX_PAIRS, fail_fast=True)
 
 
-class TokenizeRequest(TextBody):
+class TextTokenizeRequest(TextBody):
     """Texts to tokenize."""
 
     inputs: Texts
@@ -110,28 +118,28 @@ class TextResponse(Body):
     usage: Usage
 
 
-class PredictResponse(TextResponse):
+class TextPredictResponse(TextResponse):
     """The classes of each text."""
 
     predictions: list[list[Prediction]]
     """For each text, most likely class first."""
 
 
-class SimilarityResponse(TextResponse):
+class TextSimilarityResponse(TextResponse):
     """The similarities of pairs of texts."""
 
     similarities: list[float]
     """Cosine similarities, in the order of the request."""
 
 
-class TokenizeResponse(TextResponse):
+class TextTokenizeResponse(TextResponse):
     """The token ids of each text."""
 
     tokens: list[list[int]]
     """Token ids of each text, including special tokens."""
 
 
-class EmbedResponse(TextResponse):
+class TextEmbedResponse(TextResponse):
     """The embeddings of texts."""
 
     embeddings: list[list[float]]
@@ -145,16 +153,46 @@ async def embed_texts(
     options: VectorOptions,
     *,
     truncate: bool,
+    side: Side | None = None,
+    normalize: bool | None = None,
+    default_prompt: bool = True,
 ) -> tuple[Answer, np.ndarray]:
     """Embed texts with the chosen prompt, and token ids without a prompt.
 
-    Vectors are cut to ``options.dimensions``, and normalized again if the model normalizes.
+    Vectors are cut to ``options.dimensions`` and then normalized.
+
+    Args:
+        side: The side at which long texts lose tokens; None for that of the tokenizer.
+        normalize: None if the model normalizes.
+        default_prompt: Use the default prompt of the model for ``prompt_name`` None.
 
     Raises:
         InvalidField: The model has no such prompt, token ids were sent for it, or the vectors have
             fewer dimensions.
     """
-    artifact, name, dimensions = engine.model.artifact, options.prompt_name, options.dimensions
+    artifact, dimensions = engine.model.artifact, options.dimensions
+    prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
+    answer = await run(request, engine.run_task, "embed", prompted, truncate=truncate, side=side)
+    vectors = answer.outputs["embed"]
+    if dimensions is not None and dimensions > vectors.shape[1]:
+        raise InvalidField(
+            f"dimensions is {dimensions}, but vectors of {engine.name} have {vectors.shape[1]}",
+            "reduce it, or leave it out",
+            field="dimensions",
+        )
+    is_normal = artifact.normalize if normalize is None else normalize
+    return answer, shorten(vectors, dimensions, is_normal)
+
+
+def with_prompt(
+    engine: Engine, texts: Sequence[Text], name: str | None, *, default_prompt: bool = True
+) -> list[Text]:
+    """Put a prompt of the model before texts; ids have none.
+
+    Raises:
+        InvalidField: The model has no such prompt, or token ids were sent for it.
+    """
+    artifact = engine.model.artifact
     if name is not None and name not in artifact.prompts:
         prompts = ", ".join(sorted(artifact.prompts)) or "none"
         raise InvalidField(
@@ -168,23 +206,41 @@ async def embed_texts(
             "send texts, or leave prompt_name out",
             field="prompt_name",
         )
-    prompt = artifact.prompt() if name is None else artifact.prompts[name]
-    prompted = [prompt + text if isinstance(text, str) else text for text in texts]
-    answer = await run(request, engine.run_task, "embed", prompted, truncate=truncate)
-    vectors = answer.outputs["embed"]
-    if dimensions in (None, vectors.shape[1]):
-        return answer, vectors
-    if dimensions > vectors.shape[1]:
-        raise InvalidField(
-            f"dimensions is {dimensions}, but vectors of {engine.name} have {vectors.shape[1]}",
-            "reduce it, or leave it out",
-            field="dimensions",
-        )
-    return answer, shorten(vectors, dimensions, artifact.normalize)
+    default = artifact.prompt() if default_prompt else ""
+    prompt = default if name is None else artifact.prompts[name]
+    return [prompt + text if isinstance(text, str) else text for text in texts]
 
 
-@router.post("/embed", response_model=EmbedResponse)
-async def embed(request: Request, body: EmbedRequest) -> Response:
+def with_token_ids(
+    engine: Engine, inputs: Sequence[str | list[int]], field: str, *, is_checked: bool = True
+) -> list[str | Encoding]:
+    """Texts, and token ids as ``Encoding``; ids are not checked here if not ``is_checked``.
+
+    Raises:
+        InvalidField: Ids do not begin and end as those of the model, and ``any_token_ids`` is off:
+            another tokenizer made them.
+    """
+    encoder = engine.model.encoder
+    is_checked = is_checked and not engine.settings.any_token_ids
+    for index, ids in enumerate(inputs):
+        if isinstance(ids, str) or encoder is None or not is_checked:
+            continue
+        before, after = encoder.frame
+        what = "begin" if before and ids[: len(before)] != before else ""
+        if not before and after and ids[-len(after) :] != after:
+            what = "end"
+        if what:
+            raise InvalidField(
+                f"token ids {index} of {field} do not {what} with {before or after}, as those of"
+                f" {engine.name} do: another tokenizer made them",
+                f"{SEND_TEXTS}; ATTNSERVE_ANY_TOKEN_IDS=true accepts them",
+                field=field,
+            )
+    return [x if isinstance(x, str) else Encoding(x, [0] * len(x)) for x in inputs]
+
+
+@router.post("/embed", response_model=TextEmbedResponse)
+async def embed(request: Request, body: TextEmbedRequest) -> Response:
     """One vector per text, pooled and normalized as configured in the artifact.
 
     An empty text is valid: it is embedded as its special tokens.
@@ -195,8 +251,8 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     return await respond(request, engine, answer, content)
 
 
-@router.post("/predict", response_model=PredictResponse)
-async def predict(request: Request, body: PredictRequest) -> Response:
+@router.post("/predict", response_model=TextPredictResponse)
+async def predict(request: Request, body: TextPredictRequest) -> Response:
     """The classes of each text, most likely first.
 
     Scores are the softmax over the classes, for a single class the sigmoid of its logit, or the
@@ -207,49 +263,63 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     prompt = engine.model.artifact.prompt()
     texts = [prompt + text for text in body.inputs]
     answer = await run(request, engine.run_task, "classify", texts, truncate=body.truncate)
-    labels = engine.model.labels
-    predictions = [
-        [
-            {"label": labels.get(index, str(index)), "score": float(scores[index])}
-            for index in np.argsort(-scores, kind="stable")[: body.top_k].tolist()
-        ]
-        for scores in answer.outputs["classify"]
-    ]
+    predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(request, engine, answer, content)
 
 
-@router.post("/similarity", response_model=SimilarityResponse)
-async def similarity(request: Request, body: SimilarityRequest) -> Response:
+@router.post("/similarity", response_model=TextSimilarityResponse)
+async def similarity(request: Request, body: TextSimilarityRequest) -> Response:
     """The cosine similarity of pairs of texts, or of one text with each of several."""
     engine = acquire_engine(request, body.model, body.version)
     texts, left, right = _pairs(body)
     answer, vectors = await embed_texts(
         request, engine, texts, VectorOptions(), truncate=body.truncate
     )
-    vectors = vectors.astype(np.float64)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
     # All products of distinct texts: their number is limited, and there may be many more pairs.
-    cosines = np.clip(vectors @ vectors.T, -1, 1)[left, right]
+    cosines = cosines_of(vectors)[left, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
     return await respond(request, engine, answer, content)
 
 
-@router.post("/tokenize", response_model=TokenizeResponse)
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+@router.post("/tokenize", response_model=TextTokenizeResponse)
+async def tokenize(request: Request, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
-    encodings = await run(request, engine.tokenize, body.inputs, truncate=body.truncate)
+    work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
+    encodings = await run(request, engine.tokenize, body.inputs, work)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
+
+
+def classes(
+    engine: Engine, answer: Answer, top_k: int | None = None, *, raw_scores: bool = False
+) -> list[list[dict[str, Any]]]:
+    """The classes of each text with their scores, most likely first."""
+    labels = engine.model.labels
+    activation = "identity" if raw_scores else engine.model.artifact.activation
+    return [
+        [
+            {"label": labels.get(index, str(index)), "score": float(scores[index])}
+            for index in np.argsort(-scores, kind="stable")[:top_k].tolist()
+        ]
+        for scores in scores_of(answer.outputs["classify"], activation)
+    ]
+
+
+def cosines_of(vectors: np.ndarray) -> np.ndarray:
+    """The cosine similarity of each vector with each other one, shape (vectors, vectors)."""
+    vectors = vectors.astype(np.float64)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    return np.clip(vectors @ vectors.T, -1, 1)
 
 
 def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:
     return {"model": engine.name, "usage": {"tokens": tokens}}
 
 
-def _pairs(body: SimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
+def _pairs(body: TextSimilarityRequest) -> tuple[list[str], Sequence[int], Sequence[int]]:
     """(distinct texts, indices of the left texts, indices of the right texts)."""
     fields = {"pairs": body.pairs, "source": body.source, "targets": body.targets}
     given = [name for name, value in fields.items() if value is not None]

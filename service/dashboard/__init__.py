@@ -1,4 +1,4 @@
-"""The dashboard: one static page at /, which polls GET /stats.json once a second.
+"""The dashboard: one static page at / for browsers, which polls GET /stats.json once a second.
 
 The page loads no external resource and works offline. Its Content-Security-Policy allows its own
 script and style by checksum, and requests to the server that it came from.
@@ -11,7 +11,7 @@ import hashlib
 import re
 from importlib.resources import files
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 
 PAGE = files(__name__).joinpath("index.html").read_bytes()
 
@@ -47,9 +47,7 @@ HEADERS = {
     "etag": f'"{hashlib.sha256(PAGE).hexdigest()[:16]}"',
 }
 
-router = APIRouter(include_in_schema=False)
 
-
-@router.get("/")
-async def page() -> Response:
+def page() -> Response:
+    """The dashboard."""
     return Response(PAGE, headers=HEADERS, media_type="text/html; charset=utf-8")

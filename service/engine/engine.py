@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, repeat
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from attnserve.data.token_statistics import CalibrationRange, row_ids
+from attnserve.literals import Side
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
-from attnserve.models.tokenizer import Encoding
+from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.runtime.interface import row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -38,6 +39,8 @@ from service.errors import (
 )
 from service.metrics import ModelMetrics
 from service.settings import Settings
+
+T = TypeVar("T")
 
 Text = str | tuple[str, str] | Encoding
 """A text, a pair of texts, or token ids including special tokens."""
@@ -74,8 +77,9 @@ log = logging.getLogger("attnserve")
 class Answer:
     """Outputs and cost of a request.
 
-    ``tokens`` excludes padding, ``padded_tokens`` includes it. ``out_of_calibration`` counts the
-    rows outside of the calibration data. ``follow_up`` is called after the answer was sent.
+    ``lengths`` has the tokens of each text. ``tokens`` excludes padding, ``padded_tokens`` includes
+    it. ``out_of_calibration`` counts the rows outside of the calibration data. ``follow_up`` is
+    called after the answer was sent.
     """
 
     outputs: dict[str, np.ndarray]
@@ -84,6 +88,7 @@ class Answer:
     padded_tokens: int
     out_of_calibration: int
     follow_up: FollowUp | None
+    lengths: Sequence[int] = ()
 
     @property
     def runtimes(self) -> list[str]:
@@ -242,15 +247,18 @@ class Engine:
         texts: Sequence[Text],
         *,
         truncate: bool = True,
+        side: Side | None = None,
         deadline: float | None = None,
     ) -> Answer:
         """Embed, classify or rerank texts; ``outputs[task]`` has one row per text.
 
         Args:
-            task: A row holds the embedding of a text ("embed"), the scores of its classes
+            task: A row holds the embedding of a text ("embed"), the logits of its classes
                 ("classify"), or the logit of a query and a text ("rerank"). See ``Model.vectors``.
+                "tokens" has one row per token of all texts (``Answer.lengths``).
             texts: At least one.
             truncate: Truncate texts that are too long; False refuses them.
+            side: The side at which they lose tokens; None for that of the tokenizer.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
@@ -268,11 +276,14 @@ class Engine:
             names = [model.text_output(task)]
 
             def rows() -> list[Row]:  # in a thread
-                encodings = model.encode(texts, truncate=truncate)
+                encodings = model.encode(texts, truncate=truncate, side=side)
                 _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 shapes = model.text_shapes(max(encodings, key=len))
-                self._check_size(shapes, shapes, names)
+                size = self._check_size(shapes, shapes, names)
+                if task == "tokens":  # not pooled: the answer has all vectors
+                    size *= len(encodings)
+                    _check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
                 fixed = model.fixed_tokens
                 return [
                     Row(
@@ -289,10 +300,13 @@ class Engine:
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
             start_ns = perf_counter_ns()
+            join = np.concatenate if task == "tokens" else join_values
+            lengths = [len(row.payload) for row in result.rows]
             answer = Answer(
-                outputs={task: join_values(result.results)},
+                outputs={task: join(result.results)},
                 result=result,
-                tokens=sum(len(row.payload) for row in result.rows),
+                tokens=sum(lengths),
+                lengths=lengths,
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
                 out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
                 follow_up=self._shadow.follow_up(self, task, names, result, texts),
@@ -301,21 +315,26 @@ class Engine:
         return answer
 
     async def tokenize(
-        self, texts: Sequence[str], *, truncate: bool = False, deadline: float | None = None
-    ) -> list[Encoding]:
-        """The tokens of each text; the model is not run.
+        self,
+        texts: Sequence[Text],
+        work: Callable[[TextEncoder], Sequence[T]],
+        *,
+        deadline: float | None = None,
+    ) -> Sequence[T]:
+        """The result of ``work`` for each text, computed by the tokenizer; the model is not run.
 
         Raises:
             NotFound: The model has no tokenizer.
-            InvalidData: An item is not a text.
+            InvalidData: The tokenizer fails on a text.
             TooLarge: Too many texts or characters in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted(is_inference=False):
-            model = self.model
             is_short = self._check_texts(texts)
+            encoder = self.model.encoder
+            assert encoder is not None
             result = await self._tokenizer.submit_from(
-                lambda: [Row((), 1, text) for text in model.encode(texts, truncate=truncate)],
+                lambda: [Row((), 1, item) for item in work(encoder)],
                 len(texts),
                 deadline,
                 is_short=is_short,
@@ -414,6 +433,10 @@ class Engine:
         if is_text:
             vectors = model.vectors(key[0], inputs, outputs[0])
             results: Sequence[Any] = [vectors[index : index + 1] for index in rows]
+            if key[0] == "tokens":
+                assert model.encoder is not None
+                mask = model.encoder.mask(payloads)
+                results = [vectors[index][mask[index]] for index in rows]
         elif len(payloads) == 1:
             results = [outputs]
         else:

@@ -108,7 +108,7 @@ class Repository:
         """The engine that serves a model.
 
         Args:
-            name: None if there is only one model.
+            name: None for the only model, or ``default_model``.
             version: None for the highest.
 
         Raises:
@@ -361,12 +361,17 @@ class Repository:
 
     def _only(self) -> str:
         self._require_started()
+        if self.settings.default_model is not None:
+            return self.settings.default_model
         if len(self._engines) == 1:
             return next(iter(self._engines))
         if not self._engines:
             raise NotReady("no model is loaded", "load one, or wait until one is")
         names = ", ".join(sorted(self._engines))
-        raise NotFound(f"this server has several models: {names}", "name one of them")
+        raise NotFound(
+            f"this server has several models: {names}",
+            "name one, or set ATTNSERVE_DEFAULT_MODEL",
+        )
 
     async def _prepare(self, name: str, version: str, location: ModelLocation) -> Engine:
         """The engine of the model at ``location``: the current one if unchanged, else a new one."""

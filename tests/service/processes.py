@@ -6,17 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import service
 
 
-@contextmanager
 def serving(
     model: Path, prelude: str = "", **environment: str
-) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+) -> AbstractContextManager[tuple[str, subprocess.Popen[str]]]:
     """(address, process) of a real server on a free port, whose program starts with ``prelude``."""
     program = (
         f"{prelude}\n"
@@ -26,8 +25,16 @@ def serving(
         "from service.settings import Settings\n"
         "serve(Settings(model=Path(sys.argv[1]), port=0))"
     )
+    return started(["-c", program, str(model)], **environment)
+
+
+@contextmanager
+def started(
+    arguments: Sequence[str], **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of a server that Python runs with these arguments."""
     with subprocess.Popen(
-        [sys.executable, "-c", program, str(model)],
+        [sys.executable, *arguments],
         cwd=Path(service.__file__).parents[1],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -36,7 +43,7 @@ def serving(
     ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        ready = re.search(r"serving \S+ at (http://127\.0\.0\.1:\d+)\n", line)
+        ready = re.search(r"serving .+ at (http://127\.0\.0\.1:\d+)\n", line)
         assert ready, line + process.stderr.read()
         try:
             yield ready[1], process

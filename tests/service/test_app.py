@@ -40,7 +40,7 @@ TIMES = ("x-queue-ms", "x-tokenize-ms", "x-compute-ms")
     ("route", "body", "tokens", "padded"),
     [
         (INFER, ids_request([2, 4, 3]), 3, 3),
-        ("/embed", {"inputs": ["a", "a b c"]}, 8, 10),
+        ("/texts/embed", {"inputs": ["a", "a b c"]}, 8, 10),
         ("/v1/embeddings", {"model": "tiny", "input": ["a", "a b c"]}, 8, 10),
     ],
 )
@@ -110,7 +110,7 @@ def test_model_name_is_percent_encoded_in_header(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "模型 1"))
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     assert (answer.status_code, answer.json()["model"]) == (200, "模型 1")
     assert answer.headers["x-model"] == "%E6%A8%A1%E5%9E%8B%201"
     assert client.get("/v2/models/模型 1").status_code == 200
@@ -121,20 +121,20 @@ def test_settings_are_read_from_environment(encoder: Path, monkeypatch: pytest.M
     monkeypatch.setenv("ATTNSERVE_MAX_INPUTS", "1")
     monkeypatch.setenv("ATTNSERVE_PROBE", "false")
     with TestClient(create_app()) as client:
-        assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 413
+        assert client.post("/texts/embed", json={"inputs": ["a", "b"]}).status_code == 413
 
 
 def test_access_log_has_cost_and_no_request_text(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="attnserve.access")
-    client.post("/embed", json={"inputs": "a secret"}, headers={"x-request-id": "one"})
+    client.post("/texts/embed", json={"inputs": "a secret"}, headers={"x-request-id": "one"})
     (record,) = [record for record in caplog.records if record.name == "attnserve.access"]
     values: dict[str, Any] = record.fields  # type: ignore[attr-defined]
     assert values["ms"] >= values["total_ms"] > 0
     expected = {
         "method": "POST",
-        "path": "/embed",
+        "path": "/texts/embed",
         "status": 200,
         "model": "tiny",
         "version": "1",
@@ -150,7 +150,7 @@ def test_openapi_document_describes_bodies(client: TestClient) -> None:
     schemas = document["components"]["schemas"]
     for name in re.findall(r"#/components/schemas/(\w+)", text):
         assert name in schemas
-    assert {"InferRequest", "InferResponse", "EmbedRequest", "EmbedResponse"} <= set(schemas)
+    assert {"InferRequest", "InferResponse", "EmbedRequest", "TextEmbedResponse"} <= set(schemas)
     assert client.get("/docs").status_code == 200
 
 
@@ -191,14 +191,14 @@ def test_server_accepts_requests_once_ready_is_logged(
 def test_server_over_http_answers(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
     with httpx2.Client(base_url=address) as client:
-        answer = client.post("/embed", json={"inputs": ["a", "b c"]})
+        answer = client.post("/texts/embed", json={"inputs": ["a", "b c"]})
         assert answer.status_code == 200
         assert np.shape(answer.json()["embeddings"]) == (2, 4)
         assert "server" not in answer.headers
-        assert client.post("/embed", content=b" " * 2_000_001).status_code == 413
+        assert client.post("/texts/embed", content=b" " * 2_000_001).status_code == 413
         chunks = (b" " * 100_000 for _ in range(30))
-        assert client.post("/embed", content=chunks).status_code == 413
-        assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+        assert client.post("/texts/embed", content=chunks).status_code == 413
+        assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
 
 
 @pytest.mark.process
@@ -208,14 +208,14 @@ def test_answer_is_sent_without_nagle_delay(
     """Nagle's algorithm and delayed acknowledgements together add 40 ms to every answer."""
     address, _ = server
     with httpx2.Client(base_url=address) as client:
-        times = [client.post("/embed", json={"inputs": "a"}).elapsed for _ in range(20)]
+        times = [client.post("/texts/embed", json={"inputs": "a"}).elapsed for _ in range(20)]
     assert min(times[1:]).total_seconds() < 0.03
 
 
 @pytest.mark.process
 def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) -> None:
     address, _ = server
-    head = b"POST /embed HTTP/1.1\r\nhost: x\r\n"
+    head = b"POST /texts/embed HTTP/1.1\r\nhost: x\r\n"
     body = b'{"inputs": "a"}'
     cases = {
         "shorter than it says": (head + b"content-length: 4\r\n\r\n" + body, b"400"),
@@ -228,12 +228,12 @@ def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) ->
         received = exchange(address, sent)
         assert status in received.split(b"\r\n", 1)[0], (what, received)
         assert b" 500 " not in received, what
-    assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+    assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200
 
 
 @pytest.mark.parametrize(
     ("path", "body", "method"),
-    [(INFER, ids_request([2, 3]), "infer"), ("/tokenize", {"inputs": "a"}, "tokenize")],
+    [(INFER, ids_request([2, 3]), "infer"), ("/texts/tokenize", {"inputs": "a"}, "tokenize")],
 )
 def test_request_of_disconnected_client_leaves_queue(
     encoder: Path, path: str, body: dict[str, Any], method: str
@@ -345,7 +345,9 @@ def test_server_signaled_answers_accepted_requests_and_exits(
     with serving(encoder, SLOW, **limits) as (address, process):
         with ThreadPoolExecutor(4) as threads:
             accepted = [
-                threads.submit(httpx2.post, f"{address}/embed", json={"inputs": "a"}, timeout=20)
+                threads.submit(
+                    httpx2.post, f"{address}/texts/embed", json={"inputs": "a"}, timeout=20
+                )
                 for _ in range(4)
             ]
             series = 'attnserve_in_flight{model="tiny",version="1"} 4.0'
@@ -367,7 +369,7 @@ def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -
         process.send_signal(signal.SIGTERM)
         until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 503)
         assert httpx2.get(f"{address}/v2/health/live").status_code == 200
-        assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+        assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200
         assert process.wait(20) == 0
 
 
@@ -514,4 +516,4 @@ def test_application_can_start_again(encoder: Path) -> None:
     app = create_app(Settings(model=encoder, probe=False))
     for _ in range(2):
         with TestClient(app) as client:
-            assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+            assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200

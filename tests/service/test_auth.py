@@ -32,7 +32,7 @@ def test_require_key_each_key_is_accepted_in_either_header(
     for key in ("first-key", "second-key", "third-key", "fourth-key"):
         name = "x-api-key" if header == "x-api-key" else "authorization"
         headers = {name: key if name == header else header.format(key)}
-        assert guarded.post("/embed", json=EMBED, headers=headers).status_code == 200
+        assert guarded.post("/texts/embed", json=EMBED, headers=headers).status_code == 200
         assert guarded.get("/metrics", headers=headers).status_code == 200
 
 
@@ -54,7 +54,8 @@ def test_require_key_other_requests_are_refused(
     guarded: TestClient, headers: dict[str, str]
 ) -> None:
     for method, path in (
-        ("POST", "/embed"), ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"), ("GET", "/no"),
+        ("POST", "/texts/embed"), ("GET", "/metrics"), ("GET", "/v2"), ("GET", "/docs"),
+        ("GET", "/no"),
     ):  # fmt: skip
         answer = guarded.request(method, path, headers=headers)
         assert answer.status_code == 401
@@ -140,15 +141,15 @@ def test_cors_allows_only_configured_origins(
     preflight = origin | {"access-control-request-method": "POST"}
     closed = start(encoder)
     for answer in (
-        closed.options("/embed", headers=preflight),
-        closed.post("/embed", json=EMBED, headers=origin),
+        closed.options("/texts/embed", headers=preflight),
+        closed.post("/texts/embed", json=EMBED, headers=origin),
     ):
         assert "access-control-allow-origin" not in answer.headers
     opened = start(encoder, cors_origins="https://a.example, https://b.example", api_keys="k")
-    assert opened.options("/embed", headers=preflight).status_code == 200
-    answer = opened.post("/embed", json=EMBED, headers=origin | {"x-api-key": "k"})
+    assert opened.options("/texts/embed", headers=preflight).status_code == 200
+    answer = opened.post("/texts/embed", json=EMBED, headers=origin | {"x-api-key": "k"})
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    other = opened.options("/embed", headers=preflight | {"origin": "https://c.example"})
+    other = opened.options("/texts/embed", headers=preflight | {"origin": "https://c.example"})
     assert "access-control-allow-origin" not in other.headers
 
 
@@ -170,7 +171,7 @@ def test_changed_key_file_is_read_again(
     client = start(encoder, api_keys_file=path)
 
     def status(key: str) -> int:
-        return client.post("/embed", json=EMBED, headers={"x-api-key": key}).status_code
+        return client.post("/texts/embed", json=EMBED, headers={"x-api-key": key}).status_code
 
     assert (status("first"), status("second")) == (200, 401)
     (tmp_path / "new").write_text("second")
@@ -207,7 +208,7 @@ def test_pages_of_other_sites_cannot_unload(
     headers = {} if origin is None else {"origin": origin, "content-type": "text/plain"}
     answer = client.post(UNLOAD.format("tiny"), headers=headers)
     assert answer.status_code == status
-    assert client.post("/embed", json=EMBED).status_code == (503 if status == 200 else 200)
+    assert client.post("/texts/embed", json=EMBED).status_code == (503 if status == 200 else 200)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_control_of_models_is_refused_at_paths_with_other_ends(
     """The patterns of the router match a line break at the end of a path."""
     client = start(encoder, host="0.0.0.0")
     assert client.post(UNLOAD.format("tiny") + end, follow_redirects=False).status_code != 200
-    assert client.post("/embed", json=EMBED).status_code == 200
+    assert client.post("/texts/embed", json=EMBED).status_code == 200
 
 
 def test_admin_keys_are_needed_to_unload_and_suffice_for_all(
@@ -255,5 +256,5 @@ def test_admin_keys_alone_leave_other_requests_open(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     client = start(encoder, admin_keys="admin")
-    assert client.post("/embed", json=EMBED).status_code == 200
+    assert client.post("/texts/embed", json=EMBED).status_code == 200
     assert client.post(UNLOAD.format("tiny")).status_code == 403

@@ -63,7 +63,7 @@ def page(url: str) -> Iterator[Browser]:
 
 
 def test_root_page_loads_no_external_resource(client: TestClient):
-    answer = client.get("/")
+    answer = client.get("/", headers={"accept": "text/html"})
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/html")
     assert answer.content == PAGE
     links = re.findall(rb"""(?:src|href)\s*=\s*["']([^"']+)""", PAGE)
@@ -74,7 +74,10 @@ def test_root_page_loads_no_external_resource(client: TestClient):
 
 
 def test_policy_allows_only_own_script_and_style(client: TestClient):
-    assert client.get("/").headers["content-security-policy"] == POLICY
+    assert (
+        client.get("/", headers={"accept": "text/html"}).headers["content-security-policy"]
+        == POLICY
+    )
     assert "unsafe" not in POLICY and "http" not in POLICY and "*" not in POLICY
     assert POLICY.startswith("default-src 'none'; script-src 'sha256-")
     assert POLICY.count("'sha256-") == 2 == PAGE.count(b"<script>") + PAGE.count(b"<style>")

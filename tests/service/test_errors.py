@@ -161,7 +161,7 @@ def check(answer: Any, status: int, text: str) -> None:
     assert answer.headers["x-request-id"]
 
 
-@pytest.mark.parametrize("route", [INFER, "/embed"])
+@pytest.mark.parametrize("route", [INFER, "/texts/embed"])
 @pytest.mark.parametrize(("content", "status", "text"), BODIES.values(), ids=BODIES)
 def test_malformed_body_is_refused(
     client: TestClient, route: str, content: bytes, status: int, text: str
@@ -180,7 +180,7 @@ def test_infer_invalid_request_is_refused(
 def test_embed_invalid_request_is_refused(
     client: TestClient, request_: Any, status: int, text: str
 ) -> None:
-    check(client.post("/embed", content=orjson.dumps(request_)), status, text)
+    check(client.post("/texts/embed", content=orjson.dumps(request_)), status, text)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_embed_invalid_request_is_refused(
         ("GET", "/nothing", 404, "GET /nothing: Not Found"),
         ("GET", "/v2/", 404, "Not Found"),
         ("GET", INFER, 405, "Method Not Allowed"),
-        ("PUT", "/embed", 405, "Method Not Allowed"),
+        ("PUT", "/texts/embed", 405, "Method Not Allowed"),
         ("POST", "/v2/health/live", 405, "Method Not Allowed"),
         ("GET", "/v2/models/other", 404, "unknown model 'other': this server has 'tiny'"),
         ("GET", "/v2/models/%ff%00", 404, "unknown model"),
@@ -231,8 +231,8 @@ def test_body_above_limit_is_refused(start: Callable[..., TestClient], encoder: 
         for _ in range(100):
             yield b" " * 100
 
-    assert client.post("/embed", content=b'{"inputs":"a"}'.ljust(1000)).status_code == 200
-    check(client.post("/embed", content=b'{"inputs":"a"}'.ljust(1001)), 413, "1000 bytes")
+    assert client.post("/texts/embed", content=b'{"inputs":"a"}'.ljust(1000)).status_code == 200
+    check(client.post("/texts/embed", content=b'{"inputs":"a"}'.ljust(1001)), 413, "1000 bytes")
     check(client.post(INFER, content=chunks()), 413, "the body is larger than 1000 bytes")
 
 
@@ -244,7 +244,7 @@ def test_body_above_limit_is_refused_before_it_is_sent(encoder: Path) -> None:
         for length, lines in ((14, ["100", "200"]), (10**10, ["413"])):
             with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
                 head = f"host: x\r\nexpect: 100-continue\r\ncontent-length: {length}"
-                connection.sendall(f"POST /embed HTTP/1.1\r\n{head}\r\n\r\n".encode())
+                connection.sendall(f"POST /texts/embed HTTP/1.1\r\n{head}\r\n\r\n".encode())
                 received = connection.recv(65536)
                 if lines[0] == "100":
                     connection.sendall(b'{"inputs":"a"}')
@@ -292,7 +292,7 @@ def test_requests_before_loading_are_not_ready(encoder: Path) -> None:
     assert client.get("/v2/health/live").json() == {"live": True}
     ready = client.get("/v2/health/ready")
     assert (ready.status_code, ready.json()) == (503, {"ready": False})
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     check(answer, 503, "the models are being loaded")
     assert answer.headers["retry-after"] == "5"
 
@@ -301,7 +301,7 @@ def test_unexpected_exception_is_logged_and_hidden_from_client(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("service.api.texts.respond", lambda *_: 1 / 0)
-    answer = client.post("/embed", json={"inputs": "a"}, headers={"x-request-id": "seven"})
+    answer = client.post("/texts/embed", json={"inputs": "a"}, headers={"x-request-id": "seven"})
     check(answer, 500, "internal error")
     assert "request seven failed" in caplog.text
     assert "ZeroDivisionError" in caplog.text

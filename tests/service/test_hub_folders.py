@@ -70,7 +70,7 @@ def served(client: TestClient, case: Case, model: str, prompt: str, axes: int) -
     """The answer of the service in the form of ``expected``."""
     if case.kind == "embedding":
         named = {"prompt_name": prompt} if prompt else {}
-        answer = client.post("/embed", json={"model": model, "inputs": TEXTS, **named})
+        answer = client.post("/texts/embed", json={"model": model, "inputs": TEXTS, **named})
         assert answer.status_code == 200, answer.text
         return np.array(answer.json()["embeddings"])
     if axes == 1:
@@ -79,7 +79,7 @@ def served(client: TestClient, case: Case, model: str, prompt: str, axes: int) -
         assert answer.status_code == 200, answer.text
         ranks = sorted(answer.json(), key=lambda one: one["index"])
         return np.array([one["score"] for one in ranks])
-    answer = client.post("/predict", json={"model": model, "inputs": TEXTS})
+    answer = client.post("/texts/predict", json={"model": model, "inputs": TEXTS})
     assert answer.status_code == 200, answer.text
     found = [{one["label"]: one["score"] for one in text} for text in answer.json()["predictions"]]
     return np.array([[one[f"LABEL_{at}"] for at in range(len(one))] for one in found])

@@ -41,12 +41,12 @@ def test_metrics_count_requests_per_application(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     client, other = start(encoder), start(encoder)
-    client.post("/embed", json={"inputs": "a"})
+    client.post("/texts/embed", json={"inputs": "a"})
     client.post(INFER, json=ids_request([2, 3]))
     client.post(INFER, json={})
     client.get("/made-up")
     values = samples(client)
-    assert values["attnserve_requests_total route=/embed status=200"] == 1
+    assert values["attnserve_requests_total route=/texts/embed status=200"] == 1
     assert values["attnserve_requests_total route=/v2/models/{name}/infer status=422"] == 1
     assert values["attnserve_requests_total route=unknown status=404"] == 1
     assert values["attnserve_request_seconds_count model=tiny version=1"] == 2
@@ -102,7 +102,7 @@ def test_stats_window_and_card_describe_the_last_minute_and_the_model(
     )
     clock = [1000.5]
     monkeypatch.setattr("service.metrics.time", lambda: clock[0])
-    answer = client.post("/embed", json={"inputs": ["", "a b c d"]})
+    answer = client.post("/texts/embed", json={"inputs": ["", "a b c d"]})
     clock[0] += 1
     stats = client.get("/stats.json").json()
     assert stats["ready"] and stats["memory"]["rss_bytes"] > 1_000_000

@@ -126,10 +126,10 @@ def test_model_limits_hold_for_their_model_alone(
     assert (busy.batcher.queue.budget, other.batcher.queue.budget) == (3, 512)
     held = hold()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(client.post, "/embed", json={"inputs": "a", "model": "busy"})
+        first = threads.submit(client.post, "/texts/embed", json={"inputs": "a", "model": "busy"})
         held.wait()
-        assert client.post("/embed", json={"inputs": "a", "model": "busy"}).status_code == 429
-        second = threads.submit(client.post, "/embed", json={"inputs": "a", "model": "other"})
+        assert client.post("/texts/embed", json={"inputs": "a", "model": "busy"}).status_code == 429
+        second = threads.submit(client.post, "/texts/embed", json={"inputs": "a", "model": "other"})
         held.wait(2)  # the limits of one model leave the other alone
         held.go.set()
         assert first.result().status_code == second.result().status_code == 200

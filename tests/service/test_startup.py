@@ -100,7 +100,7 @@ def test_server_that_loads_is_live_and_not_ready_until_it_is_stopped(
     with serving(model, "--workers", workers) as (address, process):
         until(lambda: is_live(address))
         assert httpx2.get(f"{address}/v2/health/ready").status_code == 503
-        for path in ("/embed", "/v2/models/any/infer", "/v2/repository/models/any/load"):
+        for path in ("/texts/embed", "/v2/models/any/infer", "/v2/repository/models/any/load"):
             answer = httpx2.post(f"{address}{path}", json={"inputs": "a"})
             assert answer.status_code == 503 and answer.headers["retry-after"]
             assert "the models are being loaded" in answer.json()["error"]
@@ -135,6 +135,6 @@ def test_server_becomes_ready_after_it_was_live(tmp_path: Path) -> None:
     with serving(write_encoder(tmp_path / "tiny")) as (address, process):
         until(lambda: is_live(address))
         until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 200)
-        assert httpx2.post(f"{address}/embed", json={"inputs": "a"}).status_code == 200
+        assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0

@@ -68,7 +68,7 @@ def test_server_with_certificate_serves_https(
             context.load_cert_chain(files["cert"], files["key"])
         with httpx2.Client(base_url=address, verify=context) as client:
             until(lambda: client.get("/v2/health/ready").status_code == 200)
-            assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+            assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
         with pytest.raises(httpx2.TransportError):
             httpx2.get(address.replace("https:", "http:"))
 

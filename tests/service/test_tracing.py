@@ -26,11 +26,11 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[Readabl
 
 
 def test_span_has_cost_and_no_request_text(client: TestClient, spans: Spans):
-    answer = client.post("/embed", json={"inputs": "a b secret"})
+    answer = client.post("/texts/embed", json={"inputs": "a b secret"})
     (span,) = spans()
     told = dict(span.attributes or {})
     assert span.instrumentation_scope is not None and span.instrumentation_scope.name == "attnserve"
-    assert span.name == "POST /embed"
+    assert span.name == "POST /texts/embed"
     assert told["http.response.status_code"] == 200
     assert told["attnserve.model"] == "tiny"
     assert told["attnserve.tokens"] == int(answer.headers["x-tokens"])

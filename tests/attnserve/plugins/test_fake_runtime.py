@@ -53,7 +53,7 @@ def test_runtime_of_another_package(
     assert opened() > 1
 
     with serving(tmp_path / "new", ATTNSERVE_RUNTIME="fake", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/embed", json={"inputs": "a man is playing"})
+        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
         assert answer.status_code == 200 and opened() >= 1
 
 

@@ -52,7 +52,7 @@ def test_precision_of_another_package(
     assert is_rounded(tmp_path / "new")
 
     with serving(tmp_path / "new", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/embed", json={"inputs": "a man is playing"})
+        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
         assert answer.status_code == 200
 
 

@@ -58,5 +58,5 @@ def test_training_of_another_package(
     assert onnx.load(tmp_path / "new" / "model.onnx").graph.doc_string == "by the plan"
 
     with serving(tmp_path / "new", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/embed", json={"inputs": "a man is playing"})
+        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
         assert answer.status_code == 200

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -12,7 +11,6 @@ import pytest
 from onnx import parser
 
 from attnserve.models.artifact import open_artifact
-from attnserve.serving.activations import logits_of, scores_of
 from attnserve.serving.loaded_model import Model, Tensor
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
@@ -198,14 +196,3 @@ def test_model_external_data_changed_in_place_keeps_answers(tmp_path: Path, loca
     after = model.run(inputs)
     assert all(np.array_equal(after[name], array) for name, array in before.items())
     model.close()
-
-
-@pytest.mark.parametrize("activation", [None, "identity", "sigmoid", "softmax"])
-@pytest.mark.parametrize("classes", [1, 4])
-def test_logits_of_scores_are_the_logits(activation: Any, classes: int) -> None:
-    logits = np.random.default_rng(0).normal(size=(5, classes)) * 5
-    found = logits_of(scores_of(logits, activation), activation)
-    if activation == "softmax" or (activation is None and classes > 1):  # up to a constant
-        logits = logits - logits[:, :1]
-        found = found - found[:, :1]
-    np.testing.assert_allclose(found, logits, atol=1e-6)

@@ -11,8 +11,9 @@ import numpy as np
 import orjson
 import pytest
 from starlette.testclient import TestClient
+from tokenizers import processors
 
-from tests.service.tiny import ECHO, mean, write_encoder, write_model
+from tests.service.tiny import ECHO, make_tokenizer, mean, write_encoder, write_model
 
 
 def ask(client: TestClient, value: Any, **fields: Any) -> Any:
@@ -45,11 +46,60 @@ def test_embeddings_forms_of_input_are_equivalent(client: TestClient) -> None:
     np.testing.assert_array_equal(vectors(ask(client, [[2, 4, 5, 3]])), text)
 
 
-def test_embeddings_token_ids_are_passed_unchanged(client: TestClient) -> None:
+def test_embeddings_token_ids_are_passed_unchanged(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    client = start(encoder, any_token_ids=True)
     answer = ask(client, [[4, 5], [6], [7, 7, 7, 7, 7, 7, 7, 7]])
     expected = [mean([4, 5]), mean([6]), mean([7] * 8)]
     np.testing.assert_allclose(vectors(answer), expected, rtol=1e-6, atol=1e-6)
     assert answer.json()["usage"] == {"prompt_tokens": 11, "total_tokens": 11}
+
+
+def test_embeddings_token_ids_of_another_tokenizer_are_refused(client: TestClient) -> None:
+    """langchain-openai sends ids of OpenAI's tokenizer, which has no special tokens."""
+    option = "check_embedding_ctx_length=False"
+    for ids in ([4, 5], [[2, 4, 3], [5, 6]], [15339, 1917]):
+        answer = ask(client, ids)
+        check(answer, 400, option, "invalid_request_error", "input", None)
+    answer = ask(client, [2, 15339, 3])  # past the vocabulary
+    check(answer, 400, option, "invalid_request_error", "input", None)
+    assert "ATTNSERVE_ANY_TOKEN_IDS" in ask(client, [4]).text
+
+
+@pytest.mark.parametrize(("template", "accepted", "refused"), [
+    ("$A [SEP]", [4, 3], [4, 5]),  # as Qwen's
+    ("$A", [4, 5], None),
+])  # fmt: skip
+def test_embeddings_token_ids_without_a_first_special_token_are_checked_at_the_end(
+    start: Callable[..., TestClient], tmp_path: Path, template: str, accepted: Any, refused: Any
+) -> None:
+    folder = write_encoder(tmp_path / "tiny")
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("[SEP]", 3)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    client = start(folder)
+    assert ask(client, accepted).status_code == 200
+    if refused:
+        text = "token ids 0 of input do not end with [3]"
+        check(ask(client, refused), 400, text, "invalid_request_error", "input", None)
+
+
+def test_embeddings_any_token_ids_still_has_to_be_of_the_vocabulary(
+    start: Callable[..., TestClient], encoder: Path
+) -> None:
+    answer = ask(start(encoder, any_token_ids=True), [8])
+    check(answer, 400, "expected ids from 0 to 7", "invalid_request_error", "input", None)
+
+
+def test_embeddings_without_v1_are_the_same(client: TestClient) -> None:
+    body = {"model": "tiny", "input": "a"}
+    same = client.post("/embeddings", json=body)
+    assert same.json() == client.post("/v1/embeddings", json=body).json()
+    refused = client.post("/embeddings", json={"input": "a"})
+    check(refused, 400, "model: Field required", "invalid_request_error", "model", None)
 
 
 def test_embeddings_base64_is_little_endian_float32(client: TestClient) -> None:
@@ -83,16 +133,20 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
     "a float": ({"model": "tiny", "input": [1.5]}, "input: expected a text", "input"),
     "a boolean": ({"model": "tiny", "input": [True]}, "input: expected a text", "input"),
     "id past the vocabulary": (
-        {"model": "tiny", "input": [[2], [8]]},
+        {"model": "tiny", "input": [[2], [2, 8]]},
         "text 1 holds 8: expected ids from 0 to 7",
         "input",
     ),
     "negative id": (
-        {"model": "tiny", "input": [-1]},
+        {"model": "tiny", "input": [2, -1]},
         "text 0 holds -1: expected ids from 0 to 7",
         "input",
     ),
-    "id past int64": ({"model": "tiny", "input": [2**64 - 1]}, "expected ids from 0 to 7", "input"),
+    "id past int64": (
+        {"model": "tiny", "input": [2, 2**64 - 1]},
+        "expected ids from 0 to 7",
+        "input",
+    ),
     "too many ids": (
         {"model": "tiny", "input": [[2], [2] * 9]},
         "text 1 has 9 tokens, more than the limit of 8",
@@ -114,7 +168,12 @@ REFUSED: dict[str, tuple[Any, str, str | None]] = {
         "encoding_format: Input should be 'float' or 'base64'",
         "encoding_format",
     ),
-    "unknown field": ({"model": "tiny", "input": "a", "inputs": 1}, "inputs: Extra", "inputs"),
+    "unknown field": (
+        {"model": "tiny", "input": "a", "inputs": 1},
+        "Unrecognized request argument supplied: inputs",
+        None,
+    ),
+    "user no text": ({"model": "tiny", "input": "a", "user": 1}, "user: Input should", "user"),
     "a list": ([], "the body: Input should be a valid dictionary", None),
 }
 

@@ -103,11 +103,11 @@ def test_rerank_pair_in_a_template(start: Callable[..., TestClient], tmp_path: P
 
 
 def test_rerank_long_pair_is_truncated_or_refused(reranker: TestClient) -> None:
-    body = {"query": "b b", "texts": ["b " * 8], "raw_scores": True}
+    body = {"query": "b b", "texts": ["b " * 8], "raw_scores": True, "truncate": True}
     # Of 9 tokens, 3 are special and 2 those of the query: 4 of the text remain.
     assert reranker.post("/rerank", json=body).json()[0]["score"] == 3
     refused = reranker.post("/rerank", json={**body, "truncate": False})
-    assert refused.status_code == 422
+    assert (refused.status_code, refused.json()["error_type"]) == (413, "Validation")
     assert "13 tokens, more than the limit of 9" in refused.json()["error"]
 
 
@@ -141,10 +141,10 @@ def test_rerank_answers_conform_to_openapi_document(reranker: TestClient) -> Non
     ("body", "status"),
     [
         ({"query": "a"}, 422),
-        ({"query": "a", "texts": []}, 422),
+        ({"query": "a", "texts": []}, 400),
         ({"query": "a", "texts": [1]}, 422),
         ({"query": ["a"], "texts": ["a"]}, 422),
-        ({"query": "a", "texts": ["a"], "truncation_direction": "left"}, 422),
+        ({"query": "a", "texts": ["a"], "truncation_direction": "up"}, 422),
         ({"query": "a", "texts": ["a"] * 33}, 413),
         ({"query": "a", "texts": ["a"], "model": "other"}, 404),
     ],
@@ -153,7 +153,7 @@ def test_rerank_invalid_body_is_refused(
     reranker: TestClient, body: dict[str, Any], status: int
 ) -> None:
     answer = reranker.post("/rerank", json=body)
-    assert (answer.status_code, list(answer.json())) == (status, ["error"])
+    assert (answer.status_code, list(answer.json())) == (status, ["error", "error_type"])
     body = {"documents": body.pop("texts"), **body} if "texts" in body else body
     if "truncation_direction" not in body:
         answer = reranker.post("/v1/rerank", json=body)
@@ -163,7 +163,7 @@ def test_rerank_invalid_body_is_refused(
 
 def test_rerank_of_an_encoder_is_not_found(client: TestClient) -> None:
     answer = client.post("/rerank", json={"query": "a", "texts": ["a"]})
-    assert answer.status_code == 404
+    assert answer.status_code == 424
     assert answer.json()["error"].startswith("tiny is no reranker")
 
 
@@ -179,7 +179,7 @@ def test_embed_prompt_by_name(
     name: str | None, ids: list[int], start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "m", prompts=PROMPTS))
-    (vector,) = client.post("/embed", json={"inputs": "a", "prompt_name": name}).json()[
+    (vector,) = client.post("/texts/embed", json={"inputs": "a", "prompt_name": name}).json()[
         "embeddings"
     ]
     np.testing.assert_allclose(vector, mean(ids), rtol=1e-6)
@@ -192,13 +192,13 @@ def test_embed_default_prompt_is_used_without_a_name(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "m", prompts=PROMPTS, default_prompt="query"))
-    (vector,) = client.post("/embed", json={"inputs": "a"}).json()["embeddings"]
+    (vector,) = client.post("/texts/embed", json={"inputs": "a"}).json()["embeddings"]
     np.testing.assert_allclose(vector, mean([2, 5, 4, 3]), rtol=1e-6)
     ids = client.post("/v1/embeddings", json={"model": "m", "input": [2, 4, 3]}).json()
     np.testing.assert_allclose(ids["data"][0]["embedding"], mean([2, 4, 3]), rtol=1e-6)
     a, b = mean([2, 5, 4, 3]), mean([2, 5, 5, 3])
     expected = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
-    answer = client.post("/similarity", json={"source": "a", "targets": ["b"]})
+    answer = client.post("/texts/similarity", json={"source": "a", "targets": ["b"]})
     np.testing.assert_allclose(answer.json()["similarities"], [expected], rtol=1e-5)
 
 
@@ -210,7 +210,7 @@ def test_default_prompt_of_a_cross_encoder_precedes_query_and_text(
     for name, record in (("plain", {}), ("prompted", prompted)):
         client = start(write_reranker(tmp_path / name, **record))
         ranked = client.post("/v1/rerank", json={"query": "b", "documents": ["c", "b c"]}).json()
-        predicted = client.post("/predict", json={"inputs": ["b", "c"]}).json()
+        predicted = client.post("/texts/predict", json={"inputs": ["b", "c"]}).json()
         counts.append((ranked["usage"]["total_tokens"], predicted["usage"]["tokens"]))
     assert counts == [(11, 6), (15, 10)]
 
@@ -219,7 +219,7 @@ def test_embed_unknown_prompt_or_prompt_of_ids_is_refused(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "m", prompts=PROMPTS))
-    answer = client.post("/embed", json={"inputs": "a", "prompt_name": "passage"})
+    answer = client.post("/texts/embed", json={"inputs": "a", "prompt_name": "passage"})
     assert answer.status_code == 422
     assert "prompts of m are document, query" in answer.json()["error"]
     for given in ({"prompt_name": "passage", "input": "a"},
@@ -236,24 +236,26 @@ def test_embed_dimensions_are_cut_and_then_normalized(
     client = start(write_encoder(tmp_path / "m", normalize=normalize))
     expected = mean([2, 4, 3])[:3]
     expected = expected / np.linalg.norm(expected) if normalize else expected
-    (vector,) = client.post("/embed", json={"inputs": "a", "dimensions": 3}).json()["embeddings"]
+    (vector,) = client.post("/texts/embed", json={"inputs": "a", "dimensions": 3}).json()[
+        "embeddings"
+    ]
     np.testing.assert_allclose(vector, expected, rtol=1e-6)
     body = {"model": "m", "input": "a", "dimensions": 3}
     found = client.post("/v1/embeddings", json=body).json()["data"][0]["embedding"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
-    several = client.post("/embed", json={"inputs": ["a", "a"], "dimensions": 3}).json()
+    several = client.post("/texts/embed", json={"inputs": ["a", "a"], "dimensions": 3}).json()
     np.testing.assert_allclose(several["embeddings"], [expected] * 2, rtol=1e-6)
-    refused = client.post("/embed", json={"inputs": "a", "dimensions": 5})
+    refused = client.post("/texts/embed", json={"inputs": "a", "dimensions": 5})
     assert refused.status_code == 422
     assert "dimensions is 5, but vectors of m have 4" in refused.json()["error"]
 
 
 def test_embed_output_of_artifact(start: Callable[..., TestClient], tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "m", output="last_hidden_state")
-    (vector,) = start(folder).post("/embed", json={"inputs": "a"}).json()["embeddings"]
+    (vector,) = start(folder).post("/texts/embed", json={"inputs": "a"}).json()["embeddings"]
     np.testing.assert_allclose(vector, mean([2, 4, 3]), rtol=1e-6)
     folder = write_encoder(tmp_path / "other", output="sentence_embedding")
-    refused = start(folder).post("/embed", json={"inputs": "a"})
+    refused = start(folder).post("/texts/embed", json={"inputs": "a"})
     assert refused.status_code == 422
     assert "the outputs of the model are last_hidden_state, kept" in refused.json()["error"]
 
@@ -262,7 +264,7 @@ def test_embed_last_pooling_and_dimensions_of_artifact(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "m", pooling="last", dimensions=2, normalize=True))
-    vectors = client.post("/embed", json={"inputs": ["a b c", "d"]}).json()["embeddings"]
+    vectors = client.post("/texts/embed", json={"inputs": ["a b c", "d"]}).json()["embeddings"]
     for vector, ids in zip(vectors, ([2, 4, 5, 6, 3], [2, 7, 3]), strict=True):
         last = hidden_states(np.array([ids]))[0, -1, :2]
         np.testing.assert_allclose(vector, last / np.linalg.norm(last), rtol=1e-6)

@@ -34,9 +34,14 @@ def test_limits_are_inclusive(start: Callable[..., TestClient], encoder: Path) -
         encoder, max_inputs=3, max_text_chars=5, max_tensor_bytes=85, max_tokens=9, max_queue=9
     )
     cases: list[tuple[str, Any, Any, str]] = [
-        ("/embed", {"inputs": ["", "", ""]}, {"inputs": [""] * 4}, "4 texts"),
-        ("/embed", {"inputs": "a b c"}, {"inputs": ["a", "a b cc"]}, "text 1 has 6 characters"),
-        ("/embed", {"inputs": ["a", "a", "a"]}, {"inputs": ["a b c", "a b c"]}, "10 tokens"),
+        ("/texts/embed", {"inputs": ["", "", ""]}, {"inputs": [""] * 4}, "4 texts"),
+        (
+            "/texts/embed",
+            {"inputs": "a b c"},
+            {"inputs": ["a", "a b cc"]},
+            "text 1 has 6 characters",
+        ),
+        ("/texts/embed", {"inputs": ["a", "a", "a"]}, {"inputs": ["a b c", "a b c"]}, "10 tokens"),
         # A token has 16 bytes of input and 17 of output.
         (INFER, ids_request([2, 4, 5, 6, 3]), ids_request([2, 4, 5, 6, 7, 3]), "96 bytes"),
     ]
@@ -65,7 +70,7 @@ def test_embed_reports_padding_of_its_batches(
     start: Callable[..., TestClient], encoder: Path, overhead: int, waste: float
 ) -> None:
     client = start(encoder, run_overhead_tokens=overhead)
-    headers = client.post("/embed", json={"inputs": ["", "a b c d"]}).headers
+    headers = client.post("/texts/embed", json={"inputs": ["", "a b c d"]}).headers
     assert (headers["x-tokens"], float(headers["x-padding-waste"])) == ("8", waste)
 
 
@@ -112,8 +117,8 @@ def test_outputs_above_limit_are_refused_before_the_run_if_their_size_is_known(
     assert post(infer, large_request([3000, 1, 1, 1], "n_ones")) == (200, 1)
     assert post(infer, large_request([3001], "n_ones")) == (413, 1)
     # A run of a text of 4 tokens makes the same output.
-    assert post("/embed", {"inputs": "a"}) == (200, 1)
-    assert post("/embed", {"inputs": ["a", "a b"]}) == (413, 0)
+    assert post("/texts/embed", {"inputs": "a"}) == (200, 1)
+    assert post("/texts/embed", {"inputs": ["a", "a b"]}) == (413, 0)
 
 
 SCORES = """
@@ -192,10 +197,12 @@ def test_bodies_above_the_limit_of_all_requests_get_429(
     def post() -> int:
         if kind == "gzip":
             packed = gzip.compress(body)
-            answer = client.post("/embed", content=packed, headers={"content-encoding": "gzip"})
+            answer = client.post(
+                "/texts/embed", content=packed, headers={"content-encoding": "gzip"}
+            )
         else:
             content = body if kind == "stated" else iter([body[:300], body[300:]])
-            answer = client.post("/embed", content=content)
+            answer = client.post("/texts/embed", content=content)
         return answer.status_code
 
     with ThreadPoolExecutor(1) as threads:
@@ -216,9 +223,9 @@ def test_deadline_passed_answers_504_and_is_not_computed(
     client = start(encoder)
     held = hold()
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(client.post, "/embed", json=EMBED)
+        first = thread.submit(client.post, "/texts/embed", json=EMBED)
         held.wait()
-        late = client.post("/embed", json=EMBED, headers={"x-timeout-ms": "30"})
+        late = client.post("/texts/embed", json=EMBED, headers={"x-timeout-ms": "30"})
         held.go.set()
         assert first.result().status_code == 200
     assert late.status_code == 504 and "deadline" in late.json()["error"]
@@ -233,7 +240,7 @@ def test_deadline_defaults_to_setting(
 ) -> None:
     client = start(encoder, timeout_ms=20)
     held = hold()
-    assert client.post("/embed", json=EMBED).status_code == 504
+    assert client.post("/texts/embed", json=EMBED).status_code == 504
     held.go.set()
     longer = client.post(INFER, json=ids_request([2, 3]), headers={"x-timeout-ms": "5000"})
     assert longer.status_code == 200
@@ -256,7 +263,7 @@ def test_deadline_invalid_or_above_maximum_is_refused(
 ) -> None:
     client = start(encoder, **settings)
     for timeout in accepted + refused:
-        answer = client.post("/embed", json=EMBED, headers={"x-timeout-ms": timeout})
+        answer = client.post("/texts/embed", json=EMBED, headers={"x-timeout-ms": timeout})
         assert answer.status_code == (200 if timeout in accepted else 422)
         assert timeout in accepted or answer.json()["error"].startswith("x-timeout-ms is")
 
@@ -267,12 +274,12 @@ def test_full_queue_answers_429_and_stays_live_and_ready(
     client = start(encoder, max_queue=1)
     held = hold()
     with ThreadPoolExecutor(2) as threads:
-        accepted = [threads.submit(client.post, "/embed", json=EMBED)]
+        accepted = [threads.submit(client.post, "/texts/embed", json=EMBED)]
         held.wait()
-        accepted.append(threads.submit(client.post, "/embed", json=EMBED))
+        accepted.append(threads.submit(client.post, "/texts/embed", json=EMBED))
         until(lambda: 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text)
         for refused in (
-            client.post("/embed", json=EMBED),
+            client.post("/texts/embed", json=EMBED),
             client.post(INFER, json=ids_request([2, 3])),
         ):
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
@@ -419,7 +426,7 @@ def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> No
     assert cancelled == ["disconnected", "stopped"]
 
 
-# -- /tokenize ------------------------------------------------------------------------------------
+# -- /texts/tokenize ----------------------------------------------------------------------------
 
 
 class HeldTokenizer:
@@ -450,18 +457,20 @@ def test_tokenize_has_deadline_and_queue_limit_and_does_not_delay_embed(
     client = start(encoder, max_queue=1)
     held = {"inputs": "held"}
     with ThreadPoolExecutor(1) as thread:
-        first = thread.submit(client.post, "/tokenize", json=held)
+        first = thread.submit(client.post, "/texts/tokenize", json=held)
         until(lambda: tokenizer.started == 1)
         assert 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text
-        full = client.post("/tokenize", json=held)
+        full = client.post("/texts/tokenize", json=held)
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         # Longer than the texts that are tokenized in the thread of their run.
-        long = client.post("/embed", json={"inputs": "a " * 2000}, headers={"x-timeout-ms": "5000"})
+        long = client.post(
+            "/texts/embed", json={"inputs": "a " * 2000}, headers={"x-timeout-ms": "5000"}
+        )
         assert long.status_code == 200
         tokenizer.go.set()
         assert first.result().status_code == 200
     tokenizer.go.clear()
-    late = client.post("/tokenize", json=held, headers={"x-timeout-ms": "30"})
+    late = client.post("/texts/tokenize", json=held, headers={"x-timeout-ms": "30"})
     assert late.status_code == 504
     tokenizer.go.set()
     metrics = client.get("/metrics").text

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
-from service.api.texts import SimilarityRequest
+from service.api.texts import TextSimilarityRequest
 from service.errors import NotFound
 from tests.errors import raises
 from tests.service.tiny import (
@@ -31,29 +31,29 @@ from tests.service.tiny import (
 
 
 def test_embed_averages_tokens_without_padding(client: TestClient) -> None:
-    body = client.post("/embed", json={"inputs": ["a b c", "d"], "truncate": True}).json()
+    body = client.post("/texts/embed", json={"inputs": ["a b c", "d"], "truncate": True}).json()
     assert body["model"] == "tiny"
     assert body["usage"] == {"tokens": 8}  # with two special tokens per text
     expected = [mean([2, 4, 5, 6, 3]), mean([2, 7, 3])]
     np.testing.assert_allclose(body["embeddings"], expected, rtol=1e-6, atol=1e-6)
-    single = client.post("/embed", json={"inputs": "d"}).json()
+    single = client.post("/texts/embed", json={"inputs": "d"}).json()
     assert single["embeddings"] == body["embeddings"][1:]
 
 
 def test_embed_empty_text_is_its_special_tokens(client: TestClient) -> None:
-    body = client.post("/embed", json={"inputs": ""}).json()
+    body = client.post("/texts/embed", json={"inputs": ""}).json()
     assert body["usage"] == {"tokens": 2}
     np.testing.assert_allclose(body["embeddings"], [mean([2, 3])], rtol=1e-6, atol=1e-6)
 
 
 def test_embed_long_text_is_truncated_or_refused(client: TestClient) -> None:
     long = " ".join("abcd" * 5)
-    cut = client.post("/embed", json={"inputs": long})
+    cut = client.post("/texts/embed", json={"inputs": long})
     assert cut.json()["usage"] == {"tokens": 8}
     np.testing.assert_allclose(
         cut.json()["embeddings"], [mean([2, 4, 5, 6, 7, 4, 5, 3])], rtol=1e-6, atol=1e-6
     )
-    refused = client.post("/embed", json={"inputs": ["a", long], "truncate": False})
+    refused = client.post("/texts/embed", json={"inputs": ["a", long], "truncate": False})
     assert refused.status_code == 422
     assert refused.json()["error"].startswith("text 1 has 22 tokens, more than the limit of 8")
 
@@ -63,7 +63,7 @@ def test_embed_uses_pooling_of_artifact(
     start: Callable[..., TestClient], tmp_path: Path, normalize: bool
 ) -> None:
     model = write_encoder(tmp_path / "model", pooling="cls", normalize=normalize)
-    (vector,) = start(model).post("/embed", json={"inputs": "a"}).json()["embeddings"]
+    (vector,) = start(model).post("/texts/embed", json={"inputs": "a"}).json()["embeddings"]
     first = hidden_states(np.array([[2, 4, 3]]))[0, 0]
     expected = first / np.linalg.norm(first) if normalize else first
     np.testing.assert_allclose(vector, expected, rtol=1e-6, atol=1e-6)
@@ -73,7 +73,7 @@ def test_embed_without_tokenizer_is_not_found(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_encoder(tmp_path / "bare", tokenizer=False))
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json() == {
         "error": "bare has no tokenizer.json, which texts need;"
@@ -85,12 +85,12 @@ def test_embed_model_without_token_ids_is_refused(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_model(tmp_path / "echo.onnx", ECHO, tokenizer=True))
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     assert answer.status_code == 422
     assert "expected int64 or int32" in answer.json()["error"]
 
 
-# -- /predict -------------------------------------------------------------------------------------
+# -- /texts/predict ----------------------------------------------------------------------------
 
 # The logits of three classes: how often a, b and c are in the text.
 CLASSIFIER = """
@@ -116,7 +116,7 @@ def write_classifier(folder: Path, **record: object) -> Path:
 
 def test_predict_orders_classes_by_score(start: Callable[..., TestClient], tmp_path: Path) -> None:
     folder = write_classifier(tmp_path / "c", id2label={"0": "A", "1": "B", "2": "C"})
-    answer = start(folder).post("/predict", json={"inputs": ["b b c", "a"]})
+    answer = start(folder).post("/texts/predict", json={"inputs": ["b b c", "a"]})
     assert answer.status_code == 200, answer.text
     first, second = answer.json()["predictions"]
     assert [one["label"] for one in first] == ["B", "C", "A"]
@@ -131,7 +131,7 @@ def test_predict_several_labels_have_sigmoids(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
     client = start(write_classifier(tmp_path / "c", activation="sigmoid"))
-    (found,) = client.post("/predict", json={"inputs": "b b c"}).json()["predictions"]
+    (found,) = client.post("/texts/predict", json={"inputs": "b b c"}).json()["predictions"]
     expected = 1 / (1 + np.exp([-2.0, -1, 0]))
     np.testing.assert_allclose([one["score"] for one in found], expected, rtol=1e-6)
 
@@ -142,7 +142,7 @@ def test_predict_takes_the_output_that_the_record_names(
     record = {"output": "probs", "activation": "identity"}
     folder = write_classifier(tmp_path / "c", **record)
     write_model(folder / "model.onnx", CLASSIFIER.replace("logits", "probs"))
-    answer = start(folder).post("/predict", json={"inputs": "b b c"})
+    answer = start(folder).post("/texts/predict", json={"inputs": "b b c"})
     assert answer.status_code == 200, answer.text
     assert [one["score"] for one in answer.json()["predictions"][0]] == [2, 1, 0]
 
@@ -152,21 +152,21 @@ def test_predict_labels_come_from_config_or_are_numbers(
 ) -> None:
     folder = write_classifier(tmp_path / "c")
     body = {"inputs": "c", "top_k": 1}
-    (found,) = start(folder).post("/predict", json=body).json()["predictions"]
+    (found,) = start(folder).post("/texts/predict", json=body).json()["predictions"]
     assert [one["label"] for one in found] == ["2"]
     (folder / "config.json").write_text('{"id2label": {"2": "sea"}}')
-    (found,) = start(folder).post("/predict", json=body).json()["predictions"]
+    (found,) = start(folder).post("/texts/predict", json=body).json()["predictions"]
     assert [one["label"] for one in found] == ["sea"]
 
 
 def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
-    answer = client.post("/predict", json={"inputs": "a"})
+    answer = client.post("/texts/predict", json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"].startswith("tiny has no classes")
     assert "`output`" in answer.text
 
 
-# -- /similarity ----------------------------------------------------------------------------------
+# -- /texts/similarity ----------------------------------------------------------------------------
 
 
 def cosine(one: list[int], other: list[int]) -> float:
@@ -176,12 +176,14 @@ def cosine(one: list[int], other: list[int]) -> float:
 
 def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
     expected = [1.0, cosine([2, 4, 3], [2, 5, 6, 3])]
-    many = client.post("/similarity", json={"source": "a", "targets": ["a", "b c"]})
+    many = client.post("/texts/similarity", json={"source": "a", "targets": ["a", "b c"]})
     np.testing.assert_allclose(many.json()["similarities"], expected, rtol=1e-5)
     assert many.json()["usage"] == {"tokens": 7}  # repeated texts are run once
-    pairs = client.post("/similarity", json={"pairs": [["a", "a"], ["b c", "a"]]})
+    pairs = client.post("/texts/similarity", json={"pairs": [["a", "a"], ["b c", "a"]]})
     np.testing.assert_allclose(pairs.json()["similarities"], expected, rtol=1e-5)
-    repeated = client.post("/similarity", json={"source": "a", "targets": ["a", "b c"] * 5000})
+    repeated = client.post(
+        "/texts/similarity", json={"source": "a", "targets": ["a", "b c"] * 5000}
+    )
     np.testing.assert_allclose(repeated.json()["similarities"], expected * 5000, rtol=1e-5)
 
 
@@ -201,7 +203,7 @@ def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
     ],
 )
 def test_similarity_invalid_body_is_refused(client: TestClient, body: Any, text: str) -> None:
-    answer = client.post("/similarity", json=body)
+    answer = client.post("/texts/similarity", json=body)
     assert answer.status_code == 422
     assert text in answer.json()["error"]
 
@@ -211,34 +213,34 @@ def test_similarity_with_many_errors_is_refused_at_once(client: TestClient) -> N
     for body in ({"source": "a", "targets": [1] * 300_000}, {"pairs": [[]] * 300_000},
                  {"source": "a"} | {f"x{i}": 0 for i in range(100_000)}):  # fmt: skip
         with pytest.raises(ValidationError) as caught:
-            SimilarityRequest.model_validate(body)
+            TextSimilarityRequest.model_validate(body)
         assert caught.value.error_count() == 1
-        answer = client.post("/similarity", json=body)
+        answer = client.post("/texts/similarity", json=body)
         assert answer.status_code == 422 and len(answer.content) < 300
 
 
 def test_null_is_a_field_that_is_left_out(client: TestClient) -> None:
     for path, body in (
-        ("/embed", {"inputs": "a", "truncate": None, "dimensions": None}),
+        ("/texts/embed", {"inputs": "a", "truncate": None, "dimensions": None}),
         ("/v1/embeddings", {"model": "tiny", "input": "a", "encoding_format": None}),
     ):
         assert client.post(path, json=body).status_code == 200
-    assert client.post("/embed", json={"inputs": None}).status_code == 422
+    assert client.post("/texts/embed", json={"inputs": None}).status_code == 422
     ids = {"shape": [1, 3], "datatype": "INT64", "data": [2, 4, 3], "parameters": None}
     inputs = [{"name": name, **ids} for name in ("input_ids", "attention_mask")]
     body = {"inputs": inputs, "parameters": None, "outputs": None, "id": None}
     assert client.post("/v2/models/tiny/infer", json=body).status_code == 200
 
 
-# -- /tokenize ------------------------------------------------------------------------------------
+# -- /texts/tokenize ----------------------------------------------------------------------------
 
 
 def test_tokenize_returns_ids_with_special_tokens(client: TestClient) -> None:
-    body = client.post("/tokenize", json={"inputs": ["a b", ""]}).json()
+    body = client.post("/texts/tokenize", json={"inputs": ["a b", ""]}).json()
     assert body == {"tokens": [[2, 4, 5, 3], [2, 3]], "model": "tiny", "usage": {"tokens": 6}}
-    long = client.post("/tokenize", json={"inputs": "a " * 9})
+    long = client.post("/texts/tokenize", json={"inputs": "a " * 9})
     assert long.status_code == 422
-    cut = client.post("/tokenize", json={"inputs": "a " * 9, "truncate": True})
+    cut = client.post("/texts/tokenize", json={"inputs": "a " * 9, "truncate": True})
     assert len(cut.json()["tokens"][0]) == 8
 
 
@@ -248,7 +250,7 @@ def test_tokenize_is_no_inference(client: TestClient) -> None:
         return stats["inference_stats"]["success"]["count"]
 
     before = inferences()
-    client.post("/tokenize", json={"inputs": "a"})
+    client.post("/texts/tokenize", json={"inputs": "a"})
     assert inferences() == before
 
 
@@ -265,14 +267,14 @@ def test_embed_selects_model_and_version_by_name(
     client = start(tmp_path)
 
     def norm(**which: str) -> float:
-        answer = client.post("/embed", json={"inputs": "a", **which})
+        answer = client.post("/texts/embed", json={"inputs": "a", **which})
         assert answer.status_code == 200, answer.text
         assert answer.headers["x-model"] == which["model"]
         return float(np.linalg.norm(answer.json()["embeddings"][0]))
 
     assert norm(model="one") == norm(model="one", version="2") == pytest.approx(1)
     assert norm(model="one", version="1") == norm(model="other") != pytest.approx(1)
-    unnamed = client.post("/embed", json={"inputs": "a"})
+    unnamed = client.post("/texts/embed", json={"inputs": "a"})
     assert unnamed.status_code == 404
     assert "several models: one, other" in unnamed.json()["error"]
 
@@ -298,14 +300,14 @@ def test_embed_model_that_mixes_rows_runs_texts_alone(
     client = start(write_model(tmp_path / "mixer.onnx", text, tokenizer=True))
     model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
     assert (model.rows_are_independent, model.max_rows) == (False, 1)
-    answer = client.post("/embed", json={"inputs": ["a", "b", "c"]})
+    answer = client.post("/texts/embed", json={"inputs": ["a", "b", "c"]})
     assert answer.json()["embeddings"] == [[0.0], [0.0], [0.0]]
     # The rows of one request of tensors run together.
     y = client.post("/v2/models/mixer/infer", json=ids_request([2], [4])).json()["outputs"][0]
     assert y["data"] == [-1.0, 1.0]
 
 
-@pytest.mark.parametrize("route", ["/embed", "/tokenize"])
+@pytest.mark.parametrize("route", ["/texts/embed", "/texts/tokenize"])
 def test_tokenizer_panic_is_refused_and_others_are_served(
     start: Callable[..., TestClient], tmp_path: Path, route: str
 ) -> None:
@@ -318,7 +320,7 @@ def test_tokenizer_panic_is_refused_and_others_are_served(
     for _ in range(2):
         refused = client.post(route, json={"inputs": "b"})
         assert refused.status_code == 422 and "tokenizer" in refused.json()["error"]
-        assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+        assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
 
 
 # -- outputs that are no embeddings ---------------------------------------------------------------
@@ -344,9 +346,9 @@ def test_texts_output_of_one_number_per_token_is_refused(
     (tmp_path / "config.json").write_text('{"id2label": {"0": "A"}}')
     client = start(path, max_batch_tokens=4)
     for route, body, status in (
-        ("/embed", {"inputs": texts}, 422),
-        ("/predict", {"inputs": texts}, 422),
-        ("/similarity", {"source": texts[0], "targets": texts}, 422),
+        ("/texts/embed", {"inputs": texts}, 422),
+        ("/texts/predict", {"inputs": texts}, 422),
+        ("/texts/similarity", {"source": texts[0], "targets": texts}, 422),
         ("/v1/embeddings", {"model": "scores", "input": texts}, 400),
     ):
         if len(texts) > 1 or axis == "sequence":
@@ -378,7 +380,12 @@ scores (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
         ("sequence, 8", "logits", {}, "/v2/models/scores/infer"),
         ("sequence, 8", "lm_logits", {}, "/v2/models/scores/infer"),
         ("sequence, 8", "output", {"architectures": ["XForCausalLM"], "vocab_size": 8}, "/infer"),
-        ("sequence, 8", "output", {"architectures": ["XForMaskedLM"], "vocab_size": 8}, "/infer"),
+        (
+            "sequence, 8",
+            "output",
+            {"architectures": ["XForMaskedLM"], "vocab_size": 8},
+            "/embed_sparse",
+        ),
     ],
 )
 def test_embed_scores_are_refused_with_the_right_route(
@@ -390,9 +397,9 @@ def test_embed_scores_are_refused_with_the_right_route(
     (tmp_path / "config.json").write_text(json.dumps(config))
     client = start(tmp_path / "scores.onnx")
     for path, body in (
-        ("/embed", {"inputs": ["a", "b c"]}),
+        ("/texts/embed", {"inputs": ["a", "b c"]}),
         ("/v1/embeddings", {"model": "scores", "input": "a"}),
-        ("/similarity", {"source": "a", "targets": ["b"]}),
+        ("/texts/similarity", {"source": "a", "targets": ["b"]}),
     ):
         answer = client.post(path, json=body)
         assert answer.status_code == 404 and route in answer.text, answer.text
@@ -406,7 +413,7 @@ def test_embed_reranker_names_rerank(start: Callable[..., TestClient], tmp_path:
     graph = SCORES.replace("wide = {{1, 1, 8}}", "wide = {{1, 1, 1}}")
     graph = graph.format(axes="1", name="logits", source="texts")
     client = start(write_model(tmp_path / "m.onnx", graph, tokenizer=True))
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     assert answer.status_code == 404 and "/rerank" in answer.text
 
 
@@ -418,8 +425,8 @@ def test_embed_vector_with_names_of_classes_in_config_is_served(
     write_model(tmp_path / "m.onnx", graph, tokenizer=True)
     (tmp_path / "config.json").write_text('{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}')
     client = start(tmp_path / "m.onnx")
-    assert client.post("/embed", json={"inputs": "a"}).json()["embeddings"] == [[3] * 8]
-    assert client.post("/predict", json={"inputs": "a"}).status_code == 404
+    assert client.post("/texts/embed", json={"inputs": "a"}).json()["embeddings"] == [[3] * 8]
+    assert client.post("/texts/predict", json={"inputs": "a"}).status_code == 404
 
 
 # Hidden states, and another output.
@@ -461,7 +468,7 @@ def test_embed_sentence_embedding_precedes_hidden_states_and_these_other_outputs
     onnx.save(model, tmp_path / "m.onnx")
     make_tokenizer().save(str(tmp_path / "tokenizer.json"))
     client = start(tmp_path / "m.onnx")
-    assert client.post("/embed", json={"inputs": "a"}).json()["embeddings"] == [vector]
+    assert client.post("/texts/embed", json={"inputs": "a"}).json()["embeddings"] == [vector]
 
 
 def test_model_with_pooler_output_in_place_of_hidden_states_is_refused(tmp_path: Path) -> None:
@@ -496,12 +503,12 @@ def test_embed_output_with_fewer_rows_is_refused(
 ) -> None:
     path = write_model(tmp_path / "fewer.onnx", FEWER_ROWS, tokenizer=True)
     client = start(path, timeout_ms=2000)
-    assert client.post("/embed", json={"inputs": ["a", "b"]}).status_code == 200
-    assert client.post("/embed", json={"inputs": ["a", "d"]}).status_code == 422
-    assert client.post("/embed", json={"inputs": "d"}).status_code == 422
+    assert client.post("/texts/embed", json={"inputs": ["a", "b"]}).status_code == 200
+    assert client.post("/texts/embed", json={"inputs": ["a", "d"]}).status_code == 422
+    assert client.post("/texts/embed", json={"inputs": "d"}).status_code == 422
 
 
-@pytest.mark.parametrize("route", ["/embed", "/tokenize"])
+@pytest.mark.parametrize("route", ["/texts/embed", "/texts/tokenize"])
 def test_tokenizer_without_unknown_token_refuses_unknown_words(
     start: Callable[..., TestClient], tmp_path: Path, route: str
 ) -> None:

@@ -178,14 +178,14 @@ def test_deploy_ray_killed_replica_is_replaced(url: str):
         return replicas(process)  # pyright: ignore[reportArgumentType]
 
     with httpx.Client(base_url=address, timeout=30) as client:
-        wanted = client.post("/embed", json={"inputs": ["a b", "c"]}).json()["embeddings"]
+        wanted = client.post("/texts/embed", json={"inputs": ["a b", "c"]}).json()["embeddings"]
         assert len(wanted) == 2
         (victim, survivor) = running()
         victim.kill()
         good = 0
         for _ in range(100):
             with suppress(httpx.HTTPError):
-                answer = client.post("/embed", json={"inputs": ["a b", "c"]})
+                answer = client.post("/texts/embed", json={"inputs": ["a b", "c"]})
                 if answer.status_code == 200:
                     assert answer.json()["embeddings"] == wanted
                     assert "x-compute-ms" in answer.headers

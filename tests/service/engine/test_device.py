@@ -106,7 +106,7 @@ def test_embed_with_cuda_graphs_gives_same_vectors(
     encoder = write_encoder(tmp_path / "tiny")
     texts = ["a", "a b", "a b c", ["a", "b c d"], "a b c d"]
     client = start(encoder, provider="cpu", cuda_graphs=3, concurrency=2, tf32=True)
-    captured = [client.post("/embed", json={"inputs": text}).json() for text in texts * 3]
+    captured = [client.post("/texts/embed", json={"inputs": text}).json() for text in texts * 3]
     ((runner, options),) = graphs
     assert (options.cuda, options.cuda_graphs) == (Cuda(tf32=True), 3)
     assert options.concurrency == 2
@@ -114,7 +114,7 @@ def test_embed_with_cuda_graphs_gives_same_vectors(
     graphs.clear()
     plain = start(encoder, provider="cpu")
     for told, text in zip(captured, texts * 3, strict=True):
-        expected = plain.post("/embed", json={"inputs": text}).json()["embeddings"]
+        expected = plain.post("/texts/embed", json={"inputs": text}).json()["embeddings"]
         np.testing.assert_allclose(told["embeddings"], expected, rtol=0, atol=1e-6)
     assert not graphs[0][0].buckets.captured  # 0: none
 
@@ -148,7 +148,7 @@ def test_embed_on_a_gpu_gives_vectors_of_the_cpu(
     gpu = start(encoder, provider="cuda", cuda_graphs=3, probe=True)
     cpu = start(encoder, provider="cpu")
     for text in ["a", "a b", ["a", "b c d"], "a b c d"] * 3:
-        got, expected = (one.post("/embed", json={"inputs": text}) for one in (gpu, cpu))
+        got, expected = (one.post("/texts/embed", json={"inputs": text}) for one in (gpu, cpu))
         assert got.status_code == expected.status_code == 200, got.text
         np.testing.assert_allclose(
             got.json()["embeddings"], expected.json()["embeddings"], rtol=0, atol=1e-4
@@ -168,7 +168,7 @@ def test_create_app_auto_provider_is_logged_once(
         pytest.skip("this ONNX Runtime has the CUDA provider")
     client = start(write_encoder(tmp_path / "tiny"), provider="auto")
     assert client.app.state.settings.provider == "cpu"  # type: ignore[attr-defined]
-    answer = client.post("/embed", json={"inputs": "a"})
+    answer = client.post("/texts/embed", json={"inputs": "a"})
     assert answer.status_code == 200 and "x-gpu-bytes" not in answer.headers
     assert len([line for line in lines(caplog) if "no GPU" in line]) == 1
 

@@ -696,7 +696,7 @@ def test_failed_session_is_not_ready_until_reloaded(
 
     monkeypatch.setattr(engine, "_reload", reload_later)
 
-    answer = client.post("/embed", json={"inputs": "a", "model": "tiny"})
+    answer = client.post("/texts/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
     # Not ready, but alive; the other model is ready, and serves.
     until(lambda: client.get("/v2/health/ready").json() == {"ready": False})
@@ -710,7 +710,7 @@ def test_failed_session_is_not_ready_until_reloaded(
 
     reload.set()
     until(lambda: client.get("/v2/health/ready").status_code == 200)
-    assert client.post("/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
+    assert client.post("/texts/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
     assert engine.model._session.native is not faulty
 
 
@@ -729,11 +729,11 @@ def test_failed_allocation_of_one_request_leaves_model_ready(
         warmed.set()
 
     monkeypatch.setattr(model, "warm_up", recover)
-    assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 503
     faulty.broken = False
     try:
         assert client.get("/v2/health/ready").status_code == 200
-        other = client.post("/embed", json={"inputs": "b"}, headers={"x-timeout-ms": "5000"})
+        other = client.post("/texts/embed", json={"inputs": "b"}, headers={"x-timeout-ms": "5000"})
         assert other.status_code == 200
     finally:
         go.set()
@@ -756,9 +756,9 @@ def test_failed_session_that_recovers_is_not_reloaded(
         warm_up()
 
     monkeypatch.setattr(model, "warm_up", recover)
-    assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 503
     until(lambda: client.get("/v2/health/ready").status_code == 200)
-    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
     (stats,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
     assert stats["inference_stats"]["fail"]["count"] == 1
 
@@ -876,7 +876,7 @@ def test_load_unexpected_error_is_unavailable_and_others_serve(
         Model, "warm_up", lambda model: 1 / 0 if model.name == "bad" else warm_up(model)
     )
     client = start(tmp_path)
-    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
     answer = client.post("/v2/repository/models/bad/load")
     assert answer.status_code == 503 and "ZeroDivisionError" in answer.json()["error"]
 
@@ -918,7 +918,7 @@ def test_repository_unreadable_lists_and_unloads_loaded_models(
     assert load.status_code == 503 and str(tmp_path) not in load.text
     assert client.post("/v2/repository/models/unknown/unload").status_code == 503
     assert client.post("/v2/repository/models/two/unload").status_code == 200
-    assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
 
 
 def test_index_version_that_was_deleted_is_not_listed(
@@ -952,7 +952,7 @@ def test_answers_hold_no_paths_of_the_server(
     for answer in (
         client.post("/v2/repository/index"),
         client.get("/stats.json"),
-        client.post("/embed", json={"inputs": "a", "model": "tiny"}),
+        client.post("/texts/embed", json={"inputs": "a", "model": "tiny"}),
     ):
         assert "tiny: its files have changed" in answer.text and str(tmp_path) not in answer.text
 

@@ -68,7 +68,7 @@ def send(client: TestClient, requests: int, *, waits: bool = False) -> None:
     values, pending = random.Random(0), shadow_of(client)._pending
     for _ in range(requests):
         text = " ".join(values.choices("abcd", k=values.randint(1, 6)))
-        assert client.post("/embed", json={"inputs": text}).status_code == 200
+        assert client.post("/texts/embed", json={"inputs": text}).status_code == 200
         until(lambda: not waits or len(pending) < shadow.MAX_PENDING // 2)
 
 
@@ -186,9 +186,9 @@ def test_rows_outside_of_the_calibration_are_counted_and_marked(
     start: Callable[..., TestClient], tmp_path: Path
 ):
     client = start(write_encoder(tmp_path / "tiny", lineage=[calibrated(2, 3, 4, 5)]))
-    inside = client.post("/embed", json={"inputs": ["a", "a b"]})
+    inside = client.post("/texts/embed", json={"inputs": ["a", "a b"]})
     assert "x-out-of-calibration" not in inside.headers
-    outside = client.post("/embed", json={"inputs": ["a", "a b a", "c d", "c d c d"]})
+    outside = client.post("/texts/embed", json={"inputs": ["a", "a b a", "c d", "c d c d"]})
     assert outside.headers["x-out-of-calibration"] == "3"
     infer = "/v2/models/tiny/infer"
     assert (
@@ -225,10 +225,10 @@ def test_request_texts_are_collected(
 ):
     file = tmp_path / "texts.txt"
     client = start(encoder, sample_texts=file, sample_rate=1)
-    client.post("/embed", json={"inputs": ["a\nb", " c\u2028d "]})
+    client.post("/texts/embed", json={"inputs": ["a\nb", " c\u2028d "]})
     client.post("/v1/embeddings", json={"model": "tiny", "input": [2, 4, 3]})
-    client.post("/similarity", json={"source": "a b c", "targets": ["d"]})
-    client.post("/embed", json={"inputs": "a " * 50, "truncate": False})
+    client.post("/texts/similarity", json={"source": "a b c", "targets": ["d"]})
+    client.post("/texts/embed", json={"inputs": "a " * 50, "truncate": False})
     lines = until(lambda: len(found := file.read_text().splitlines()) >= 4 and found)
     assert sorted(lines) == ["a b", "a b c", "c d", "d"], "refused texts are not collected"
     assert file.stat().st_mode & 0o777 == 0o600
@@ -261,7 +261,7 @@ def test_collected_texts_calibrate_a_model_that_meets_its_guarantee_on_them(
         marked = 0
         for _ in range(requests):
             inputs = [" ".join(values.choices(words, k=values.randint(3, 12))) for _ in range(8)]
-            headers = client.post("/embed", json={"inputs": inputs}).headers
+            headers = client.post("/texts/embed", json={"inputs": inputs}).headers
             marked += "x-out-of-calibration" in headers
             until(lambda: len(shadow_of(client)._pending) < shadow.MAX_PENDING // 2)
         return marked

@@ -55,7 +55,7 @@ class Load:
             is_text = random_.random() < 0.5
             if is_text:
                 text = " ".join("abcd"[token - 4] for token in ids)
-                path, body = "/embed", {"inputs": text, "model": "tiny"}
+                path, body = "/texts/embed", {"inputs": text, "model": "tiny"}
             else:
                 path, body = "/v2/models/tiny/infer", ids_request(ids)
             try:
@@ -80,7 +80,7 @@ class Load:
         """Send requests and leave before their answers, at random times."""
         random_ = random.Random(0)
         body = json.dumps({"inputs": "a b c", "model": "tiny"}).encode()
-        head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /texts/embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
         request = head + body
         while not self.done.wait(random_.random() / 100):
             try:

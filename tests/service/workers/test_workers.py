@@ -209,9 +209,9 @@ def clients(server: Server) -> list[Client]:
 def test_statistics_of_every_worker_cover_all_workers(clients: list[Client]) -> None:
     one, two = clients
     body = EMBED | {"model": "counted"}
-    assert [one.post("/embed", body) for _ in range(3)] == [200] * 3
-    assert [two.post("/embed", body) for _ in range(4)] == [200] * 4
-    assert two.post("/embed", body | {"inputs": ["a"] * 100}) == 413
+    assert [one.post("/texts/embed", body) for _ in range(3)] == [200] * 3
+    assert [two.post("/texts/embed", body) for _ in range(4)] == [200] * 4
+    assert two.post("/texts/embed", body | {"inputs": ["a"] * 100}) == 413
     idle = b'attnserve_in_flight{model="counted",version="1"} 0.0'
     for client in clients:
         (told,) = client.get("/v2/models/counted/stats")["model_stats"]
@@ -255,7 +255,7 @@ def test_answers_of_all_workers_are_compared_with_one_original(tmp_path: Path) -
         first = server.client(server.pids()[0])
         for _ in range(6):
             for worker in (first, second):
-                assert worker.post("/embed", EMBED) == 200
+                assert worker.post("/texts/embed", EMBED) == 200
             until(lambda: not list(server.temporary.glob("*/shadow/*.row")))
         for client in (first, second):
 
@@ -276,13 +276,13 @@ def test_load_and_unload_apply_to_all_workers(server: Server, clients: list[Clie
     assert one.post("/v2/repository/models/other/unload") == 200
     for client in clients:
         assert ("other", "1", "UNAVAILABLE") in client.index()
-        assert client.post("/embed", body) == 503
-        assert client.post("/embed", EMBED | {"model": "tiny"}) == 200
+        assert client.post("/texts/embed", body) == 503
+        assert client.post("/texts/embed", EMBED | {"model": "tiny"}) == 200
         assert client.ready
     assert two.post("/v2/repository/models/other/load") == 200
     for client in clients:
         assert ("other", "1", "READY") in client.index()
-        assert client.post("/embed", body) == 200
+        assert client.post("/texts/embed", body) == 200
         assert client.post("/v2/repository/models/none/load") == 404
 
     # A new version, and one that cannot be loaded: what is well is served by all.
@@ -316,14 +316,14 @@ def test_killed_worker_is_replaced_while_others_serve(server: Server) -> None:
     def load() -> None:
         while not done.wait(0.01):
             try:
-                answer = httpx2.post(f"http://127.0.0.1:{server.port}/embed", json=body)
+                answer = httpx2.post(f"http://127.0.0.1:{server.port}/texts/embed", json=body)
                 seen.append(answer.status_code)
             except httpx2.TransportError as error:
                 seen.append(type(error).__name__)
 
     def replaced() -> bool:
         nonlocal asked
-        assert other.ready and other.post("/embed", body) == 200  # all the time
+        assert other.ready and other.post("/texts/embed", body) == 200  # all the time
         asked += 1
         return before[0] not in server.pids() and other.get("/stats.json")["workers"] == {
             "wanted": 2,
@@ -367,7 +367,7 @@ def test_workers_drain_and_exit_after_end_of_supervisor(
         server.wait()
         workers = [psutil.Process(pid) for pid in server.pids()]
         clients = [server.client(worker.pid) for worker in workers for _ in range(2)]
-        accepted = [threads.submit(client.post, "/embed", EMBED) for client in clients]
+        accepted = [threads.submit(client.post, "/texts/embed", EMBED) for client in clients]
         watching = server.any_client()
         series = b'attnserve_in_flight{model="tiny",version="1"} 4.0'
         until(lambda: series in watching.ask("GET", "/metrics")[1])
@@ -391,7 +391,7 @@ def test_second_interrupt_refuses_unanswered_requests(tmp_path: Path, workers: i
         ThreadPoolExecutor(1) as threads,
     ):
         server.wait(workers)
-        asked = threads.submit(server.any_client().ask, "POST", "/embed", EMBED)
+        asked = threads.submit(server.any_client().ask, "POST", "/texts/embed", EMBED)
         watching = server.any_client()
         series = b'attnserve_in_flight{model="tiny",version="1"} 1.0'
         until(lambda: series in watching.ask("GET", "/metrics")[1])
@@ -428,7 +428,7 @@ def test_hanging_worker_is_killed_and_replaced(
         until(lambda: f"(process {silent}) hangs: it is killed" in server.log)
         until(lambda: "serves again" in server.log)
         assert other in server.pids() and silent not in server.pids()
-        assert client.post("/embed", EMBED) == 200
+        assert client.post("/texts/embed", EMBED) == 200
         assert server.log.count("hangs: it is killed") == 1  # who speaks is left alone
 
 
@@ -650,7 +650,7 @@ def test_workers_that_cannot_write_keep_serving(tmp_path: Path) -> None:
             psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (0, 0))
         client, start = server.client(before[0]), monotonic()
         while monotonic() < start + 6:  # twice the time of a hang
-            assert client.post("/embed", EMBED) == 200
+            assert client.post("/texts/embed", EMBED) == 200
         assert server.pids() == before
 
 
