@@ -44,7 +44,6 @@ TARGETS = {
     "test",
     "test-clients",
     "test-all",
-    "test-clients",
     "support",
     "lint",
     "types",
