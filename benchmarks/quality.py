@@ -247,7 +247,7 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "other": other and {**other.to_json(), "loss": other.losses.measured},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
         "disagree": disagreements(keep, proved, unseen) if search.gain else [],
-        "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
+        "layers": [[d.block, d.kept, d.count, d.operator] for d in search.layers],
     }  # fmt: skip
 
 

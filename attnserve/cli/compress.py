@@ -210,7 +210,7 @@ def _show_plan(report: PlanReport) -> None:
             table.add_row(
                 name,
                 f"{decision.kept} of {decision.count} {unit}{decision.config.size}",
-                decision.written + (", float32" if decision.in_float else ""),
+                decision.operator + (", float32" if decision.in_float else ""),
                 f"{decision.ms_before:.3f}",
                 f"{decision.ms_after:.3f}",
                 f"{decision.ms_before / decision.ms_after:.2f}x",

@@ -14,7 +14,7 @@ __all__ = [
     "Round",
     "SearchRecord",
     "TrainingRounds",
-    "VerificationRecord",
+    "Verification",
 ]
 
 
@@ -46,14 +46,16 @@ class GoalRecord(Recorded, frozen=True):
     recover: float | None = None
 
 
-class VerificationRecord(Measured, frozen=True):
-    """A verification of a choice on held-out data; see ``planning.search.report.Verification``.
+class Verification(Measured, frozen=True):
+    """A verification of a choice on held-out data that no selection used.
 
     Attributes:
+        fidelity: The comparison with the original; only its qualities are recorded.
         loss: The largest of the losses that the goal limits; see ``Losses``.
         share: The kept share of the task's score, if the goal has a task.
     """
 
+    fidelity: Fidelity = Field(default=Fidelity(), exclude=True)
     loss: FiniteFloat
     share: Share | None = None
 
@@ -107,7 +109,7 @@ class SearchRecord(Measured, frozen=True):
     gain: bool = False
     fidelity: Fidelity | None = None
     choose: Quality | None = None
-    verifications: Annotated[tuple[VerificationRecord, ...], Field(alias="proofs")] = ()
+    verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -52,7 +52,7 @@ class Decision(Whole, frozen=True):
         head_size: The truncated size of queries and keys, if they are truncated.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        written: What computes it: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
+        operator: What computes it: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.
@@ -66,7 +66,7 @@ class Decision(Whole, frozen=True):
     head_size: int | None = None
     rank: int | None = None
     source: str | None = None
-    written: str
+    operator: Annotated[str, Field(alias="written")]
     ms_before: float
     ms_after: float
     predicted_loss: float

@@ -81,7 +81,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         kind=group.kind,
                         count=group.count,
                         **asdict(config),
-                        written=operator,
+                        operator=operator,
                         ms_before=timing.mean(timing.blocks[block].original),
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,

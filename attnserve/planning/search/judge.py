@@ -19,6 +19,7 @@ from attnserve.job import Job, JobWithData
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
+from attnserve.models.search_record import Verification
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
@@ -26,7 +27,7 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.report import Verification, mean_speedup
+from attnserve.planning.search.report import mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
@@ -284,7 +285,12 @@ class Judge:
         if self.task is not None:
             share = self.task.share(model, fidelity, part, job)
             losses.append(share.losses.bounded if is_bounded else share.losses.measured)
-        return Verification(fidelity, share, max(losses, default=0.0))
+        return Verification(
+            fidelity=fidelity,
+            qualities=fidelity.qualities,
+            share=share,
+            loss=max(losses, default=0.0),
+        )
 
 
 def _median_speedup(rows: np.ndarray) -> float:

@@ -18,7 +18,7 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import MIN_GAIN, ROUNDING
 from attnserve.literals import Measure
-from attnserve.models.search_record import Round, TrainingRounds
+from attnserve.models.search_record import Round, TrainingRounds, Verification
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
@@ -32,7 +32,6 @@ from attnserve.planning.search.front_search import (
     power_of,
 )
 from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.report import Verification
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError

@@ -12,7 +12,7 @@ import numpy as np
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency, Share
 from attnserve.models.recorded import present
-from attnserve.models.search_record import GoalRecord, TrainingRounds, VerificationRecord
+from attnserve.models.search_record import GoalRecord, TrainingRounds, Verification
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, Decision, PlanRecord, Point
 from attnserve.reports.plots import plot_front
@@ -32,28 +32,6 @@ def mean_speedup(speeds: Sequence[ShapeLatency], lengths: Collection[int]) -> fl
     """The geometric mean over these lengths; 1 if none of them was timed."""
     chosen = [speed.speedup for speed in speeds if speed.sequence in lengths]
     return float(np.exp(np.mean(np.log(chosen)))) if chosen else 1.0
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Verification of a candidate on held-out data that no selection used.
-
-    Attributes:
-        fidelity: The comparison with the original, whose qualities are recorded.
-        share: The kept share of the task's score, if the goal has a task.
-        loss: The largest of the losses that the goal limits; see ``Losses``.
-    """
-
-    fidelity: Fidelity
-    share: Share | None
-    loss: float
-
-    @property
-    def record(self) -> VerificationRecord:
-        """The verification as plan.json has it."""
-        return VerificationRecord(
-            qualities=self.fidelity.qualities, share=self.share, loss=self.loss
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +97,7 @@ class PlanReport:
             fidelity=self.fidelity.cosines.model_copy(update={"share": self.share}),
             qualities=self.fidelity.qualities,
             choose=self.choose and self.choose.quality,
-            verifications=tuple(each.record for each in self.verifications),
+            verifications=tuple(self.verifications),
             speedup=self.speedup,
             speeds=tuple(self.speeds),
             speedups=self.served_speed,

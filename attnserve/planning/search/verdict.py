@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import ShapeLatency
-from attnserve.models.search_record import TrainingRounds
+from attnserve.models.search_record import TrainingRounds, Verification
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
@@ -16,7 +16,7 @@ from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, SpeedCheck
-from attnserve.planning.search.report import PlanReport, Verification
+from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.verification import (
     Verified,
     prefer_unreduced,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import MIN_REMOVAL_GAIN
+from attnserve.models.search_record import Verification
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.report import Verification
 
 __all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 

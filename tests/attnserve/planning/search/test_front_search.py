@@ -11,6 +11,7 @@ import pytest
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.literals import Precision
+from attnserve.models.search_record import Verification
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
@@ -23,7 +24,6 @@ from attnserve.planning.search.front_search import (
     bisect,
 )
 from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.report import Verification
 from attnserve.planning.search.verification import Verified
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
@@ -239,7 +239,7 @@ def test_prefer_unreduced_compares_with_the_model_that_would_be_written(
 
 
 def test_prefer_unreduced_plan_is_not_compared() -> None:
-    no_judge, plain, proofs = None, candidate_of(FUSED), [Verification(FIDELITY, None, 0.0)]
+    no_judge, plain, proofs = None, candidate_of(FUSED), [Verification(fidelity=FIDELITY, loss=0.0)]
     front_search = search(no_judge, keep=0.99)  # a comparison would need one
     verified = Verified(plain, proofs)
     assert verification.prefer_unreduced(front_search, verified) is verified
@@ -304,7 +304,7 @@ class ProvingJudge:
 
     def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         self.parts.append(part)
-        return Verification(FIDELITY, None, next(self.losses))
+        return Verification(fidelity=FIDELITY, loss=next(self.losses))
 
 
 @dataclass(frozen=True, eq=False)

@@ -88,7 +88,7 @@ def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
     assert report.gain and not report.plan.lossy_blocks
     assert report.fidelity.mean_cosine > 1 - 1e-5
-    assert {d.written for d in report.layers} == {"attention", "gelu"}
+    assert {d.operator for d in report.layers} == {"attention", "gelu"}
 
 
 @pytest.mark.timing
@@ -103,7 +103,7 @@ def test_search_removes_unimportant_attention(
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
     decision = next(d for d in report.layers if d.block == last.name)
-    assert (decision.kept, decision.written) == (0, "skip")
+    assert (decision.kept, decision.operator) == (0, "skip")
     assert report.plan.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
     assert report.gain and report.fidelity.mean_cosine >= 0.999
@@ -147,7 +147,7 @@ def test_search_raises_the_opset_for_a_newer_operator(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     assert load_model(open_artifact(model)).opset_imports[""] < 23
     found = optimized("a.onnx", keep=0.95)
-    fused = [d.block for d in found.search.layers if d.written == "onnx"]
+    fused = [d.block for d in found.search.layers if d.operator == "onnx"]
     written = load_model(open_artifact(tmp_path / "a.onnx"))
     assert written.opset_imports[""] == 23
     assert [n.op_type for n in written.graph].count("Attention") == len(fused) > 0
@@ -165,7 +165,7 @@ def test_search_without_newer_opset_uses_older_operators(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     monkeypatch.setattr(search, "raise_opset", refuse)
     report = planned(keep=1.0)
-    assert {d.written for d in report.layers if d.kind == "attention"} == {"attention"}
+    assert {d.operator for d in report.layers if d.kind == "attention"} == {"attention"}
 
 
 @pytest.mark.timing(seconds=5)
