@@ -150,7 +150,7 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
     assert report.search is not None
     return {
         "verdict": report.search.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "proofs": [verification.record.to_json() for verification in report.search.verifications],
+        "proofs": [verification.to_json() for verification in report.search.verifications],
         "layers": [
             [d.block, d.kept, d.count, d.operator, d.in_float] for d in report.search.layers
         ],

@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "calibrated_on": kind, "goal": goal, "asked": GOALS[goal], "seconds": seconds,
                 "kept": kept, "mean_cosine": report.fidelity.mean_cosine,
                 "verdict": search.verdict, "quality_unseen": quality.to_json(),
-                "proofs": [verification.record.to_json() for verification in search.verifications],
+                "proofs": [verification.to_json() for verification in search.verifications],
                 "layers": [[d.block, d.kept, d.count, d.operator] for d in search.layers],
             })  # fmt: skip
             if kind == "--train":

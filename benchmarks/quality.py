@@ -242,7 +242,7 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "keep": keep, "verdict": search.verdict, "gain": search.gain,
         "seconds": seconds, "cpu_seconds": cpu_seconds,
         "sequences": search.asked.sequences, "speedup": search.speedup,
-        "proofs": [proof.record.to_json() for proof in search.verifications],
+        "proofs": [proof.to_json() for proof in search.verifications],
         "unseen": {**unseen.to_json(), "loss": unseen.losses.measured},
         "other": other and {**other.to_json(), "loss": other.losses.measured},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
