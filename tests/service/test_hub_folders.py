@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.hub_folders import CASES, QUERY, TEXTS, Case, expected, write_folder
+from tests.hub_folders import CASES, QUERY, TEXTS, TOKENIZER, Case, expected, write_folder
 
 pytestmark = [
     pytest.mark.export,
@@ -74,7 +74,9 @@ def served(client: TestClient, case: Case, model: str, prompt: str, axes: int) -
         assert answer.status_code == 200, answer.text
         return np.array(answer.json()["embeddings"])
     if axes == 1:
-        body = {"model": model, "query": QUERY, "texts": TEXTS}
+        side = case.files.get(TOKENIZER, {}).get("truncation_side", "right")  # TEI's is "right"
+        cut = {"truncate": True, "truncation_direction": side}
+        body = {"model": model, "query": QUERY, "texts": TEXTS, **cut}
         answer = client.post("/rerank", json=body)
         assert answer.status_code == 200, answer.text
         ranks = sorted(answer.json(), key=lambda one: one["index"])
