@@ -87,11 +87,11 @@ def time_models(
     models: Sequence[ir.Model],
     feeds: Mapping[Workload, Any],
     *,
-    runtimes: Sequence[str] = ("onnxruntime",),
+    runtimes: Sequence[str] = (),
     **_: Any,
 ) -> tuple[list[Workload], list[np.ndarray]] | None:
     times = [
-        np.array([[milliseconds(model, feed)] * 2 for _ in runtimes for model in models])
+        np.array([[milliseconds(model, feed)] * 2 for _ in runtimes or ("",) for model in models])
         for feed in feeds.values()
     ]
     return (list(feeds), times) if times else None
@@ -101,10 +101,10 @@ def equal_times(
     models: Sequence[ir.Model],
     feeds: Mapping[Workload, Any],
     *,
-    runtimes: Sequence[str] = ("onnxruntime",),
+    runtimes: Sequence[str] = (),
     **_: Any,
 ) -> tuple[list[Workload], list[np.ndarray]]:
-    return list(feeds), [np.ones((len(runtimes) * len(models), 2)) for _ in feeds]
+    return list(feeds), [np.ones((max(len(runtimes), 1) * len(models), 2)) for _ in feeds]
 
 
 def unchanged(timer: ServedTimer, model: ir.Model, *_: Any) -> ir.Model:
