@@ -46,7 +46,7 @@ RUNTIMES = ("onnxruntime", "openvino", "auto")
 LENGTHS = (16, 32, 128, 512)
 BATCHES = (1, 8)
 
-SECONDS = 10.0
+SECONDS = 100.0
 """Time of the measurement of one model at all shapes."""
 
 TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=10, max_rounds=100)
