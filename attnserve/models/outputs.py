@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -57,6 +58,8 @@ ABANDONED_S = 60.0
 """A temporary folder without a lock that is younger may belong to a process that is starting."""
 
 LOCK_POLL_S = 0.05
+
+log = logging.getLogger(__name__)
 
 OPENVINO_FILE = "openvino/openvino_model.xml"
 """Where Optimum Intel and sentence-transformers look for a model; its weights are in a .bin."""
@@ -376,7 +379,8 @@ def write_for_libraries(
         )  # fmt: skip
         try:
             write(openvino)
-        except InvalidModel:  # of a fused operator that this release lacks
+        except InvalidModel as error:  # of a fused operator that this release lacks
+            log.warning("the OpenVINO file has no fused operators: %s", error.what)
             write(model)
     if is_own_card(folder / CARD):
         text = model_card(artifact, view, has_openvino=file.is_file())

@@ -20,7 +20,7 @@ from attnserve.context import CPU, Device
 from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.served_graph.equality import LEAST_EXACT, Reference, runnable
+from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
 from attnserve.planning.served_graph.timing import (
     Times,
     by_shape,
@@ -254,7 +254,7 @@ def _references(
     for runtime in source.other_runtimes & set(others):
         with suppress(AttnserveError):  # ``_open_equal`` says why it does not run
             own = Reference.of(source.model, model, replace(device, runtime=runtime))
-            replace(references[first], accepted=LEAST_EXACT).compare(own.session)
+            replace(references[first], accepted=PLAUSIBLE).compare(own.session)
             references[runtime] = own
     return references
 
