@@ -71,8 +71,9 @@ float32 by at least three times as much."""
 PLAUSIBLE = Tolerance(0.9, 0.5)
 """Limit of the difference between two runtimes in which the quality of a model is proved.
 
-It finds a CPU that computes it otherwise than the one of the proof. For all-MiniLM-L6-v2 in int8, as
-torch exports it, ONNX Runtime and OpenVINO differ by a cosine of 0.96 and an error of 0.30."""
+A CPU that computes other products than that of the proof is beyond it. For all-MiniLM-L6-v2 in
+int8, as torch exports it, ONNX Runtime and OpenVINO differ by a cosine of 0.96 and an error of
+0.30."""
 
 MARGIN = 2.0
 
