@@ -140,6 +140,9 @@ class SessionOptions:
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
         profile: Path prefix of the file that a profile is written to.
+        compiled: File with the compiled model, for runtimes that compile for long: it is written if
+            it is missing or invalid. Only this user may write to its folder, and the name depends
+            on the model, the device, the machine and the versions.
     """
 
     optimize: bool = True
@@ -147,6 +150,7 @@ class SessionOptions:
     cuda: Cuda = PARITY
     copied: tuple[str, ...] = ()
     profile: Path | None = None
+    compiled: Path | None = None
 
 
 DEFAULT_OPTIONS = SessionOptions()

@@ -16,8 +16,10 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from threading import Lock
@@ -27,6 +29,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import Device
+from attnserve.runtime.cache import read_private, write_atomically
 from attnserve.runtime.external_data import (
     PROTOBUF_LIMIT_BYTES,
     external_files,
@@ -51,6 +54,9 @@ do not fit together, OpenVINO may return the outputs of the run before, without 
 
 CANCELED = "was canceled"
 """In the message of a run that was canceled."""
+
+CHECKSUM_BYTES = 32
+"""Size of the checksum that a file with a compiled model begins with."""
 
 INSTALL = "pip install 'attnserve[openvino]'"
 
@@ -301,7 +307,7 @@ def _open(
                 "ENABLE_CPU_PINNING": False,  # other sessions and processes share the cores
             }
             return OpenVinoSession(
-                lambda: core.compile_model(model, "CPU", settings), described.graph, tables
+                partial(_compiled, core, model, settings, options.compiled), described.graph, tables
             )
     except Exception as error:  # RuntimeError for everything
         raise InvalidModel(
@@ -309,6 +315,22 @@ def _open(
             "set `runtime` to onnxruntime",
             code="session.graph_refused",
         ) from error
+
+
+def _compiled(core: Any, model: Any, settings: dict[str, Any], file: Path | None) -> Any:
+    """The compiled model, read from ``SessionOptions.compiled`` or written to it."""
+    if file is None:
+        return core.compile_model(model, "CPU", settings)
+    content = read_private(file) or b""
+    checksum, blob = content[:CHECKSUM_BYTES], content[CHECKSUM_BYTES:]
+    if checksum == sha256(blob).digest():  # damaged files can end the process
+        with suppress(Exception):  # RuntimeError for everything
+            return core.import_model(blob, "CPU", settings)
+    compiled = core.compile_model(model, "CPU", settings)
+    blob = compiled.export_model().getvalue()
+    with suppress(OSError):  # the disk is full: it is compiled again
+        write_atomically(file, sha256(blob).digest() + blob)
+    return compiled
 
 
 def write_openvino(

@@ -32,6 +32,7 @@ def open_session(
     cuda: Cuda = PARITY,
     copied: tuple[str, ...] = (),
     profile: Path | None = None,
+    compiled: Path | None = None,
 ) -> Session:
     """Open a model on disk or in memory; see ``SessionOptions``.
 
@@ -46,7 +47,7 @@ def open_session(
             "set `threads` to 0 for the default",
             code="session.threads",
         )
-    options = SessionOptions(optimize, spinning, cuda, copied, profile)
+    options = SessionOptions(optimize, spinning, cuda, copied, profile, compiled)
     return RUNTIMES[runtime_of(source, device)].open(source, device, options)
 
 

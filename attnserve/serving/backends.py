@@ -61,12 +61,14 @@ def open_runner(
     longest: int | None = None,
     long_rows: LongRows | None = None,
     copied: Sequence[str] = (),
+    compiled: Path | None = None,
 ) -> Session:
     """Open the session that runs a model in a service.
 
     Args:
         source: A model on disk or in memory.
         copied: Files of external data to copy; see ``SessionOptions``.
+        compiled: File for the compiled model; see ``SessionOptions``.
         longest: Maximum sequence length of the model, if known.
         long_rows: Rows that another runtime runs, on the CPU.
 
@@ -75,13 +77,14 @@ def open_runner(
     """
     cuda = options.cuda
     open_one = partial(
-        open_session, source, options.device, copied=tuple(copied), spinning=options.spinning
-    )
+        open_session, source, options.device,
+        copied=tuple(copied), spinning=options.spinning, compiled=compiled,
+    )  # fmt: skip
     if options.device.provider == "cpu":
         if long_rows is None:
             return open_one()
         other = replace(options, device=replace(options.device, runtime=long_rows.runtime))
-        long = open_runner(source, other, longest=longest, copied=copied)
+        long = open_runner(source, other, longest=longest, copied=copied, compiled=compiled)
         return LengthRunner(open_one(), long, long_rows.above)
     if options.cuda_graphs:
         capturing = replace(cuda, graphs=True)

@@ -26,7 +26,7 @@ from attnserve.runtime.machine import available_cores, cpu_flags
 from attnserve.versions import package_versions
 from graph_passes.errors import InvalidModel
 
-__all__ = ["CheckCache"]
+__all__ = ["CheckCache", "compiled_file"]
 
 PACKAGES = ("attnserve", "onnxruntime", "onnxruntime-gpu", "openvino", "tokenizers", "onnx-ir")
 
@@ -154,8 +154,14 @@ class CheckCache:
                 path in entries or age < time() - ABANDONED_S
             ):
                 path.unlink(missing_ok=True)
-                for file in (path.with_suffix(".onnx"), data_file(path.with_suffix(".onnx"))):
+                model = path.with_suffix(".onnx")
+                for file in (model, data_file(model), compiled_file(model)):
                     file.unlink(missing_ok=True)
+
+
+def compiled_file(model: Path) -> Path:
+    """The file beside a fused model for what a runtime compiles from it."""
+    return model.with_suffix(".compiled")
 
 
 def _checksums(file: Path) -> list[str]:

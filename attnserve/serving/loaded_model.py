@@ -28,6 +28,7 @@ from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.session import RUNTIMES
 from attnserve.serving.activations import scores_of
 from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
+from attnserve.serving.check_cache import compiled_file
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
@@ -161,6 +162,7 @@ class Model:
             longest=artifact.max_length,
             long_rows=long_rows,
             copied=facts.external if graph is None else (),
+            compiled=graph and compiled_file(graph),
         )
         self.inputs = tuple(_tensor(value) for value in self._session.get_inputs())
         self.outputs = tuple(_tensor(value) for value in self._session.get_outputs())

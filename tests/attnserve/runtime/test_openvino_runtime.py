@@ -208,6 +208,30 @@ def test_named_outputs_are_returned_in_their_order():
 
 
 @pytest.mark.skipif(not has_bfloat16_product(), reason="the CPU does not multiply bfloat16")
+def test_compiled_model_is_read_again_and_damage_repaired(tmp_path: Path):
+    file = tmp_path / "model.compiled"
+    feed = ids_of(2, 5)
+    [expected] = open_session(table(), OPENVINO, compiled=file).run(None, feed)
+    written = file.read_bytes()
+    damaged = [written[:100], b"", bytes(len(written)), written[:-1] + b"?"]
+    for content in (written, *damaged):
+        file.write_bytes(content)
+        session = open_session(table(), OPENVINO, compiled=file)
+        np.testing.assert_array_equal(session.run(None, feed)[0], expected)
+        assert result(session, {**feed, "ids": feed["ids"] + ROWS}) is None
+        assert len(file.read_bytes()) == len(written)
+    file.write_bytes(written)
+    before = file.stat().st_mtime_ns
+    open_session(table(), OPENVINO, compiled=file)
+    assert file.stat().st_mtime_ns == before
+
+
+def test_compiled_model_is_optional(tmp_path: Path):
+    missing = tmp_path / "missing" / "model.compiled"
+    session = open_session(table(), OPENVINO, compiled=missing)
+    assert result(session, ids_of(2, 5)) is not None
+
+
 def test_model_is_computed_in_bfloat16_only_if_it_says_so(tmp_path: Path):
     generator = np.random.default_rng(0)
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, 64] y) {'

@@ -26,7 +26,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import data_file
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from attnserve.serving import check_cache, model_check
-from attnserve.serving.check_cache import CheckCache
+from attnserve.serving.check_cache import CheckCache, compiled_file
 from attnserve.serving.graph_facts import GraphFacts
 from attnserve.serving.model_check import LoadChecker, identify
 from graph_passes.errors import InvalidArgument, InvalidModel
@@ -533,12 +533,12 @@ def test_cache_deletes_data_files_with_their_entries(monkeypatch: pytest.MonkeyP
     for number, name in enumerate("ab"):
         file = cache.file(name)
         assert file is not None
-        for path in (file, data_file(file)):
+        for path in (file, data_file(file), compiled_file(file)):
             path.write_bytes(name.encode())
         cache.write(name, {}, fused=True)
         os.utime(file.with_suffix(".json"), (number, number))
     cache.write("b", {}, fused=True)
-    assert cache.folder is not None and len(list(cache.folder.iterdir())) == 3
+    assert cache.folder is not None and len(list(cache.folder.iterdir())) == 4
     assert cache.read("b") == {} and cache.read("a") is None
 
 
