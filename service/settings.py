@@ -214,12 +214,14 @@ class Settings(EnvironmentOptions):
 
     max_body_bytes: PositiveInt = 2_000_000
     """Maximum size of a request body in bytes."""
-    max_inputs: PositiveInt = 32
-    """Maximum number of texts per request."""
+    max_inputs: PositiveInt = 2048
+    """Maximum number of texts per request; OpenAI's API has the same."""
     max_text_chars: PositiveInt = 200_000
     """Maximum number of characters of one text."""
-    max_tokens: PositiveInt = 16_384
-    """Maximum number of tokens per request, which bounds its memory."""
+    max_tokens: PositiveInt = 300_000
+    """Maximum number of tokens of the texts of one request."""
+    max_padded_tokens: PositiveInt = 16_384
+    """Maximum number of tokens of the tensors of one request, with padding."""
     max_tensor_bytes: PositiveInt = 64_000_000
     """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
     any_token_ids: bool = False

@@ -51,6 +51,8 @@ async def respond(
         cost_field: The field of ``content`` for the cost. ``content`` is then serialized when the
             time is known, and its "outputs" may hold large arrays, flat, as "data".
     """
+    if sum(array.size for array in answer.outputs.values()) > SLICE and not cost_field:
+        content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
@@ -79,6 +81,18 @@ async def respond(
         return Response(b"".join([body, *raw]), 200, headers, media_type, background)
     parts = _parts(body, arrays, raw)
     return StreamingResponse(parts, 200, headers, media_type, background)
+
+
+async def _in_parts(content: Any) -> Any:
+    """``content`` with its arrays as JSON, serialized a slice at a time between other requests."""
+    if isinstance(content, np.ndarray) and content.ndim < 2:
+        await asyncio.sleep(0)
+        return orjson.Fragment(orjson.dumps(np.ascontiguousarray(content), option=JSON))
+    if isinstance(content, dict):
+        return {name: await _in_parts(one) for name, one in content.items()}
+    if isinstance(content, np.ndarray | list) and not isinstance(content[0], list):  # of no arrays
+        return [await _in_parts(one) for one in content]
+    return content
 
 
 def _without_large(content: dict[str, Any]) -> tuple[bytes, list[np.ndarray]]:

@@ -150,8 +150,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
         "platform": f"{model.runtime_of(None)}_onnx",
         "backend": model.runtime_of(None),
         "version_policy": {"all": {}},
-        # A row has at least one token, so max_tokens also bounds the rows of a request.
-        "max_batch_size": settings.max_tokens if batches else 0,
+        # A row has at least one token, so max_padded_tokens also bounds the rows of a request.
+        "max_batch_size": settings.max_padded_tokens if batches else 0,
         "input": [_tensor(tensor, batches) for tensor in model.inputs],
         "output": [_tensor(tensor, batches) for tensor in model.outputs],
         "instance_group": [

@@ -220,7 +220,7 @@ class Engine:
             shapes = row = {name: array.shape for name, array in inputs.items()}
             if model.rows_are_independent:  # the batcher bounds the rows of a run
                 row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-            _check_limit(padded_tokens, self.settings.max_tokens, "padded tokens")
+            _check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
             size = self._check_size(shapes, row, names)
             if hold is not None:
                 await hold(COPIES * size, deadline)
@@ -277,13 +277,14 @@ class Engine:
 
             def rows() -> list[Row]:  # in a thread
                 encodings = model.encode(texts, truncate=truncate, side=side)
-                _check_limit(sum(map(len, encodings)), self.settings.max_tokens, "tokens")
+                tokens = sum(map(len, encodings))
+                _check_limit(tokens, self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
-                shapes = model.text_shapes(max(encodings, key=len))
-                size = self._check_size(shapes, shapes, names)
-                if task == "tokens":  # not pooled: the answer has all vectors
-                    size *= len(encodings)
-                    _check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
+                longest = max(encodings, key=len)
+                shapes = model.text_shapes(longest)
+                size = self._check_size(shapes, shapes, names) // max(len(longest), 1)
+                size *= tokens if task == "tokens" else len(encodings)
+                _check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
                 fixed = model.fixed_tokens
                 return [
                     Row(

@@ -79,7 +79,7 @@ def langchain_openai(job: Job) -> Job:
     embeddings = made()
     return {
         "texts": embeddings.embed_documents(job["texts"]),
-        "many texts": made(chunk_size=32).embed_documents(job["many"]),
+        "many texts": made().embed_documents(job["many"]),
         "query": asyncio.run(embeddings.aembed_query(job["query"])),
         "dimensions": made(dimensions=job["dimensions"]).embed_documents(job["texts"]),
     }

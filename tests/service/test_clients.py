@@ -347,7 +347,7 @@ def test_openai_errors_have_its_types(ask: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="vectors of tiny have 4"):
         ask.embeddings.create(model="tiny", input="a", dimensions=5)
     with pytest.raises(openai.APIStatusError, match="33 texts in one request") as too_many:
-        ask.embeddings.create(model="tiny", input=["a"] * 33)
+        ask.embeddings.create(model="tiny", input=["a"] * 2049)
     assert too_many.value.status_code == 413
     with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions: Not Found"):
         ask.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}])

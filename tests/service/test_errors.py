@@ -145,7 +145,7 @@ EMBEDDINGS: dict[str, tuple[Any, int, str]] = {
     "numbers": ({"inputs": ["a", 3]}, 422, "inputs.1: Input should be a valid string"),
     "nested": ({"inputs": [["a"]]}, 422, "inputs.0: Input should be a valid string"),
     "many numbers": ({"inputs": [1] * 400_000}, 422, "inputs.0"),
-    "many texts": ({"inputs": ["a"] * 33}, 413, "33 texts in one request: at most 32"),
+    "many texts": ({"inputs": ["a"] * 2049}, 413, "2049 texts in one request: at most 2048"),
     "truncate no boolean": ({"inputs": "a", "truncate": 1}, 422, "truncate"),
     "unknown field": ({"inputs": "a", "truncat": False}, 422, "truncat: Extra inputs"),
     "too long": ({"inputs": "a " * 9, "truncate": False}, 422, "text 0 has 11 tokens"),

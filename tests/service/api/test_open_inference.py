@@ -116,7 +116,7 @@ def test_infer_raw_tensors_at_any_address(client: TestClient, spaces: int) -> No
 def test_infer_large_outputs_arrive_in_parts(
     start: Callable[..., TestClient], encoder: Path, is_binary: bool
 ) -> None:
-    client = start(encoder, max_tokens=200_000)
+    client = start(encoder, max_padded_tokens=200_000)
     ids = np.resize(np.arange(2, 8), (20_000, 4))
     asked = {"id": "\0 seven", "parameters": {"binary_data_output": is_binary}}
     body, headers = binary_request(ids, **asked)
@@ -143,7 +143,7 @@ def test_infer_large_json_beside_raw_tensors_arrives(
         {"name": "kept", "parameters": {"binary_data": True}},
     ]
     body, headers = binary_request(ids, outputs=outputs)
-    client = start(encoder, max_tokens=200_000)
+    client = start(encoder, max_padded_tokens=200_000)
     answer = client.post("/v2/models/tiny/infer", content=body, headers=headers)
     assert int(answer.headers["content-length"]) == len(answer.content)
     told, raw = read_binary(answer)
@@ -155,7 +155,7 @@ def test_infer_large_json_of_http_1_0_has_a_length(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
     """HTTP/1.0 has no chunks."""
-    app = start(encoder, max_tokens=200_000).app
+    app = start(encoder, max_padded_tokens=200_000).app
     ids = np.resize(np.arange(2, 8), (20_000, 4))
 
     async def older(scope: Any, receive: Any, send: Any) -> None:

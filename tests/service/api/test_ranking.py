@@ -145,7 +145,7 @@ def test_rerank_answers_conform_to_openapi_document(reranker: TestClient) -> Non
         ({"query": "a", "texts": [1]}, 422),
         ({"query": ["a"], "texts": ["a"]}, 422),
         ({"query": "a", "texts": ["a"], "truncation_direction": "up"}, 422),
-        ({"query": "a", "texts": ["a"] * 33}, 413),
+        ({"query": "a", "texts": ["a"] * 2049}, 413),
         ({"query": "a", "texts": ["a"], "model": "other"}, 404),
     ],
 )

@@ -17,6 +17,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from attnserve.models.tokenizer import TextEncoder
+from service.api import responses
 from service.api.requests import cancel_on_disconnect
 from service.api.responses import _parts, _without_large
 from service.errors import ClientGone
@@ -31,7 +32,12 @@ EMBED = {"inputs": "a"}
 
 def test_limits_are_inclusive(start: Callable[..., TestClient], encoder: Path) -> None:
     client = start(
-        encoder, max_inputs=3, max_text_chars=5, max_tensor_bytes=85, max_tokens=9, max_queue=9
+        encoder,
+        max_inputs=3,
+        max_text_chars=5,
+        max_tensor_bytes=85,
+        max_tokens=9,
+        max_queue=9,
     )
     cases: list[tuple[str, Any, Any, str]] = [
         ("/texts/embed", {"inputs": ["", "", ""]}, {"inputs": [""] * 4}, "4 texts"),
@@ -49,6 +55,18 @@ def test_limits_are_inclusive(start: Callable[..., TestClient], encoder: Path) -
         assert client.post(route, json=accepted).status_code == 200
         answer = client.post(route, json=refused)
         assert answer.status_code == 413 and answer.json()["error"].startswith(text)
+
+
+@pytest.mark.parametrize("route", ["/embed", "/embed_all", "/texts/embed", "/v1/embeddings"])
+def test_large_answers_are_those_of_small_requests(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    client = start(encoder)
+    field = "input" if route.startswith("/v1") else "inputs"
+    body = {field: ["a", "b c", "", "a b c d"] * 500, "model": "tiny"}
+    large = client.post(route, json=body)
+    monkeypatch.setattr(responses, "SLICE", 10**9)
+    assert large.status_code == 200 and large.content == client.post(route, json=body).content
 
 
 def test_infer_request_larger_than_batch_is_split_and_joined(

@@ -181,7 +181,7 @@ def test_decode_with_and_without_special_tokens(start: Start, tmp_path: Path) ->
         ("/embed", {"inputs": [True]}, 422, "Validation"),
         ("/embed", {"inputs": [2, 2**70]}, 422, "Validation"),
         ("/embed", {"inputs": [2, 9, 3]}, 422, "Validation"),
-        ("/embed", {"inputs": ["a"] * 33}, 413, "Validation"),
+        ("/embed", {"inputs": ["a"] * 2049}, 413, "Validation"),
         ("/embed", {"inputs": "a", "dimensions": 0}, 422, "Validation"),
         ("/embed", {"inputs": "a", "normalize": "yes"}, 422, "Validation"),
         ("/embed", {"inputs": "a", "model": "other"}, 404, "Validation"),
@@ -247,7 +247,7 @@ def test_info_describes_the_model(client: TestClient) -> None:
     found = client.get("/info").json()
     assert found["served_model_name"] == "tiny"
     assert found["model_type"] == {"embedding": {"pooling": "mean"}}
-    assert (found["max_input_length"], found["max_client_batch_size"]) == (8, 32)
+    assert (found["max_input_length"], found["max_client_batch_size"]) == (8, 2048)
     assert found["auto_truncate"] is False
 
 
