@@ -26,7 +26,7 @@ from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import CheckResult, LoadChecker, identify
 from attnserve.serving.operator_report import OperatorReport, unfused
-from graph_passes.errors import AttnserveError, InvalidModel
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.shadow import Shadow
@@ -206,7 +206,8 @@ class Repository:
 
         Raises:
             AttnserveError: No model could be loaded; the error of the first one. Also raised if the
-                original of ``settings.shadow`` could not be loaded, or fits none of the models.
+                original of ``settings.shadow`` could not be loaded, or fits none of the models, and
+                if there is no ``default_model``.
         """
         if self._started:
             return
@@ -214,6 +215,13 @@ class Repository:
         names = await asyncio.to_thread(self._find)
         if unknown := set(self.settings.model_limits) - names.keys():
             log.warning("model_limits: unknown model %s", ", ".join(sorted(unknown)))
+        default = self.settings.default_model
+        if names and default is not None and default not in names:
+            raise InvalidArgument(
+                f"default_model: unknown model {default!r}",
+                f"name one of {', '.join(sorted(names))}",
+                code="service.default_model",
+            )
         first_error: AttnserveError | None = None
         for name in sorted(names):
             try:

@@ -23,7 +23,7 @@ from onnx import TensorProto, helper, numpy_helper
 from starlette.testclient import TestClient
 
 from attnserve.serving.loaded_model import Model
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidModel
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.settings import Settings
@@ -102,6 +102,17 @@ async def ask(repository: Repository, name: str, version: str | None = None) -> 
 
 
 # -- files on disk --------------------------------------------------------------------------------
+
+
+def test_default_model_must_exist(tmp_path: Path) -> None:
+    write_scale(tmp_path / "many" / "2", 2)
+
+    async def script(repository: Repository) -> None:
+        assert await ask(repository, "many") == 2
+
+    play(tmp_path, script, default_model="many")
+    with raises(InvalidArgument, code="service.default_model"):
+        play(tmp_path, script, default_model="other")
 
 
 def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
