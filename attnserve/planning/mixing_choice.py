@@ -163,14 +163,16 @@ def choose_mixing(
         errors["own"] = comparison.error(built["own"])
         if errors["own"] <= bound:
             break
-    models = {kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound}
+    models: dict[MixingKind, ir.Model] = {
+        kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound
+    }
     sparse = plans.get(SizedMixing("sparse"))
     if sparse is not None:
         models["sparse"] = comparison.sketch(sparse)
     speeds = comparison.speeds(list(models.values()))
     if speeds is None:
         return built["dense"], None
-    reports = {
+    reports: dict[MixingKind, MixingReport] = {
         kind: MixingReport(mixing=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
         for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
@@ -179,7 +181,7 @@ def choose_mixing(
         errors["sparse"] = comparison.error(built["sparse"])
         error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
         reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
-    fitted = {
+    fitted: dict[MixingKind, MixingReport] = {
         kind: report
         for kind, report in reports.items()
         if report.error is not None and report.error <= bound
