@@ -186,6 +186,17 @@ def test_plan_from_json_invalid_content_is_refused(mistake: str):
     check_length(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("kind", "low_rank"), ("mixing", "low_rank"), ("head_size", "sparse")]
+)
+def test_plan_from_json_unknown_kind_of_mixing_is_refused_by_key_and_value(key: str, value: str):
+    params = {"rank": 4, key: value}
+    content = {"passes": [{"pass": "collaborate", "targets": {NAMES[0]: params}}]}
+    with raises(InvalidArgument, "pass.params", NAMES[0], key, value) as caught:
+        Plan.from_json(content)
+    check_length(caught.value)
+
+
 BLOCKS = st.sampled_from([*NAMES, "ffn_0", "9", ""])
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(-2, 14), st.floats(),
