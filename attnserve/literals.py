@@ -12,6 +12,7 @@ __all__ = [
     "Importance",
     "LearnedTask",
     "Measure",
+    "MixingKind",
     "MixingOption",
     "Padding",
     "Pooling",
@@ -30,6 +31,8 @@ Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
 Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine"]
+MixingKind = Literal["dense", "sparse", "own"]
+"""Which of the shared dimensions a head reads: all, some, or its own, which no other head reads."""
 MixingOption = Literal["auto", "dense", "sparse"]
 Side = Literal["right", "left"]
 Padding = Side

@@ -31,7 +31,7 @@ from benchmarks._common import description, number_table, write_result
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from tests.stories import LENGTH, stories
 
 GROUPS, SIZE = 4, 8
@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
     results: list[dict[str, Any]] = []
     for size in SIZES:
         mixings = {
-            "truncated": SparseMixing(rank=GROUPS * size, head_size=size),
-            "shared": DenseMixing(rank=GROUPS * size),
+            "truncated": Mixing(rank=GROUPS * size, head_size=size),
+            "shared": Mixing(rank=GROUPS * size),
         }
         for form, params in mixings.items():
             for calibrated in (True, False):

@@ -17,7 +17,7 @@ from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass, pass_named, registered_passes
-from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.convert_bfloat16 import ToBfloat16
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fold_biases import FoldBiases
@@ -41,7 +41,6 @@ __all__ = [
     "Collaborate",
     "CollaborativeFactors",
     "DecomposeAttention",
-    "DenseMixing",
     "FeedForwardBlock",
     "FoldBiases",
     "FuseAttention",
@@ -52,13 +51,13 @@ __all__ = [
     "InvalidData",
     "InvalidModel",
     "InvariantBroken",
+    "Mixing",
     "PruneHeads",
     "PruneNeurons",
     "Refusal",
     "ReuseAttention",
     "RewritePass",
     "SkipAttention",
-    "SparseMixing",
     "StripCache",
     "ToBfloat16",
     "Unmatched",

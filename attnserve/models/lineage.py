@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat
 
+from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
 from attnserve.models.recorded import Recorded, Whole
 from attnserve.models.search_record import SearchRecord
@@ -135,14 +136,14 @@ class MixingReport(Whole, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        mixing: "dense", "sparse" or "own".
+        mixing: Its kind.
         error: Error of the outputs on calibration data, or of the weights without data; None if the
             mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
-    mixing: Annotated[str, Field(alias="form")]
+    mixing: Annotated[MixingKind, Field(alias="form")]
     error: FiniteFloat | None
     speedup: Speedup
     slowest: Speedup
@@ -151,7 +152,7 @@ class MixingReport(Whole, frozen=True):
 class MixingChoice(Whole, frozen=True):
     """The chosen mixing, the reason, and all mixings that were timed."""
 
-    chosen: str
+    chosen: MixingKind
     why: str
     mixings: Annotated[tuple[MixingReport, ...], Field(alias="forms")]
 

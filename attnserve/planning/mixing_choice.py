@@ -19,6 +19,7 @@ import onnx_ir as ir
 from attnserve.checks.compare import compare
 from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, SAME_ERROR
+from attnserve.literals import MixingKind
 from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
@@ -154,22 +155,24 @@ def choose_mixing(
     Returns:
         The built model, and the report; that with dense mixing and None if they cannot be timed.
     """
-    built = {"dense": build(plans[SizedMixing("dense")])}
-    errors = {"dense": comparison.error(built["dense"])}
+    built: dict[MixingKind, Mixed] = {"dense": build(plans[SizedMixing("dense")])}
+    errors: dict[MixingKind, float] = {"dense": comparison.error(built["dense"])}
     bound = SAME_ERROR * errors["dense"]
     for mixing in (mixing for mixing in plans if mixing.kind == "own"):
         built["own"] = build(plans[mixing])
         errors["own"] = comparison.error(built["own"])
         if errors["own"] <= bound:
             break
-    models = {kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound}
+    models: dict[MixingKind, ir.Model] = {
+        kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound
+    }
     sparse = plans.get(SizedMixing("sparse"))
     if sparse is not None:
         models["sparse"] = comparison.sketch(sparse)
     speeds = comparison.speeds(list(models.values()))
     if speeds is None:
         return built["dense"], None
-    reports = {
+    reports: dict[MixingKind, MixingReport] = {
         kind: MixingReport(mixing=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
         for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
@@ -178,7 +181,7 @@ def choose_mixing(
         errors["sparse"] = comparison.error(built["sparse"])
         error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
         reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
-    fitted = {
+    fitted: dict[MixingKind, MixingReport] = {
         kind: report
         for kind, report in reports.items()
         if report.error is not None and report.error <= bound
@@ -196,7 +199,7 @@ def choose_mixing(
     return built[chosen.mixing], choice
 
 
-def _fastest(reports: Mapping[str, MixingReport]) -> MixingReport:
+def _fastest(reports: Mapping[MixingKind, MixingReport]) -> MixingReport:
     """The fastest mixing; of those that are about as fast, the one with the smallest error.
 
     Mixings that are slower than the original at some shape are taken only if all are.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Annotated, ClassVar, Self
+from typing import ClassVar, Self
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import BaseModel, Discriminator, Field, InstanceOf, Tag
+from pydantic import BaseModel, Field, InstanceOf
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo
@@ -45,9 +45,7 @@ from graph_passes.passes.invariants import CacheShape
 
 __all__ = [
     "Collaborate",
-    "DenseMixing",
     "Mixing",
-    "SparseMixing",
     "collaborate_refusal",
     "exact_rank",
     "factor",
@@ -58,8 +56,12 @@ WEAK_FILL = -1e3
 """Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
 
 
-class _Mixing(BaseModel, frozen=True, extra="forbid"):
-    """What all mixings have.
+class Mixing(BaseModel, frozen=True, extra="forbid"):
+    """Which of the shared dimensions each head reads: all (dense), or some of them (sparse).
+
+    If R is large enough, each head of sparse mixing has its own dimensions. Under rotary positions,
+    dense mixing shares the elements of one key head of all groups, from 2 to G*K (exact); in sparse
+    mixing each head keeps its own ``head_size`` elements, whatever R is.
 
     Attributes:
         rank: R, the number of dimensions from which all heads read together, from 1 to H*K (exact).
@@ -69,44 +71,16 @@ class _Mixing(BaseModel, frozen=True, extra="forbid"):
     """
 
     rank: int = Field(ge=1)
-    head_size: int | None
+    head_size: int | None = Field(default=None, ge=1)
     cache: bool = False
     factors: InstanceOf[CollaborativeFactors] | InstanceOf[RotaryFactors] | None = Field(
         default=None, exclude=True
     )
 
-
-class DenseMixing(_Mixing, frozen=True):
-    """Every head reads all R dimensions.
-
-    Under rotary positions, they are the elements of one key head of all groups, from 2 to G*K
-    (exact).
-    """
-
-    head_size: None = None
-
-
-class SparseMixing(_Mixing, frozen=True):
-    """Every head reads some of the R dimensions; if R is large enough, each has its own.
-
-    Under rotary positions, each head keeps its own ``head_size`` elements, whatever R is.
-    """
-
-    head_size: int = Field(ge=1)
-
-
-def _tag(params: object) -> str:
-    """The type of parameters: plan.json tells them apart by ``head_size``, or its absence."""
-    is_json = isinstance(params, Mapping)
-    size = params.get("head_size") if is_json else getattr(params, "head_size", None)
-    return "dense" if size is None else "sparse"
-
-
-Mixing = Annotated[
-    Annotated[DenseMixing, Tag("dense")] | Annotated[SparseMixing, Tag("sparse")],
-    Discriminator(_tag),
-]
-"""The parameters of collaborative heads: which of the shared dimensions each head reads."""
+    @property
+    def is_dense(self) -> bool:
+        """Whether every head reads all R dimensions."""
+        return self.head_size is None
 
 
 class Collaborate(AttentionPass[Mixing], FittedPass):
@@ -150,16 +124,16 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
         cache: bool = False,
     ) -> Collaborate:
         """Return a pass that installs precomputed factors, by block name."""
-        return cls({
-            name: SparseMixing(rank=whole.rank, head_size=whole.rank, cache=cache, factors=whole)
-            if sparse else DenseMixing(rank=whole.rank, cache=cache, factors=whole)
-            for name, whole in factors.items()
-        })  # fmt: skip
+        targets: dict[str, Mixing] = {}
+        for name, whole in factors.items():
+            size = whole.rank if sparse else None
+            targets[name] = Mixing(rank=whole.rank, head_size=size, cache=cache, factors=whole)
+        return cls(targets)
 
     @property
     def needs_refit(self) -> bool:
         """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
-        return any(isinstance(params, DenseMixing) for params in self.targets.values())
+        return any(params.is_dense for params in self.targets.values())
 
     def blocks_to_fit(self, analyses: Analyses) -> list[AttentionBlock]:
         """The blocks that lose dimensions."""
@@ -189,9 +163,11 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
             is_pooled = len(uses) > 1 and len(known_moments) == len(uses)
             pool = pool_moments(known_moments) if is_pooled else None
             block_factors = factor(
-                first, params.rank, head_size=params.head_size,
+                first,
+                params.rank,
+                head_size=params.head_size,
                 moments=pool or (known_moments[0] if known_moments else None),
-            )  # fmt: skip
+            )
             for block in uses:
                 factors[block.name] = block_factors
                 if (
@@ -205,10 +181,11 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
                     )
                 if progress is not None:
                     progress(len(factors), len(targets))
-        return type(self)({
+        fitted = {
             name: params.model_copy(update={"factors": factors.get(name)})
             for name, params in self.targets.items()
-        })  # fmt: skip
+        }
+        return type(self)(fitted)
 
     def unfitted(self, analyses: Analyses) -> Self:
         """The same pass with placeholder factors, for models that are only timed.
@@ -258,12 +235,11 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
     ) -> Refusal | None:
         if params is None:
             return collaborate_refusal(block, shared=True)
-        is_sparse = isinstance(params, SparseMixing)
-        if refusal := collaborate_refusal(block, caches=params.cache, shared=not is_sparse):
+        if refusal := collaborate_refusal(block, caches=params.cache, shared=params.is_dense):
             return refusal
         if block.k.is_cached and block.graph is not analyses.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
-        if block.k.is_cached and is_sparse:
+        if block.k.is_cached and not params.is_dense:
             return Refusal(
                 "cache_sparse",
                 "its cache holds shared dimensions: only dense mixing reads them",
@@ -292,10 +268,10 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
             make = Inserter(block.graph, block.product, f"{block.name}/collaborative")
             if isinstance(factors, RotaryFactors):
                 logits = rotary_logits(make, block, factors)
-            elif isinstance(params, SparseMixing):
-                logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
-            else:
+            elif params.is_dense:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
+            else:
+                logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
             _replace_logits(make, block, logits, info)
 
 
@@ -307,7 +283,7 @@ def _is_lossy(block: AttentionBlock, params: Mixing) -> bool:
 
 def _has_shared(block: AttentionBlock, params: Mixing) -> bool:
     """Whether R means anything: under rotary positions, truncated heads share nothing."""
-    return isinstance(params, DenseMixing) or not block.q.rotary_terms
+    return params.is_dense or not block.q.rotary_terms
 
 
 def _equal_weights(targets: AttentionTargets[Mixing]) -> list[list[AttentionBlock]]:

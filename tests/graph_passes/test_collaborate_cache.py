@@ -15,8 +15,7 @@ from graph_passes.errors import CannotRewrite, InvariantBroken
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import (
     Collaborate,
-    DenseMixing,
-    SparseMixing,
+    Mixing,
     factor,
     sharing_refusal,
 )
@@ -205,7 +204,7 @@ def test_collaborate_cache_not_requested_is_refused() -> None:
     block = only(model)
     assert sharing_refusal(block, caches=True) is None
     with raises(CannotRewrite, "rewrite.cached"):
-        Collaborate({block.name: DenseMixing(rank=4)})(model)
+        Collaborate({block.name: Mixing(rank=4)})(model)
     assert shapes(model) == shapes(decoder())
 
 
@@ -282,7 +281,7 @@ def test_collaborate_cache_unsupported_is_refused(case: str) -> None:
     refusal = sharing_refusal(block, caches=True)
     assert refusal and refusal.code == code
     with raises(CannotRewrite, f"rewrite.{code}"):
-        Collaborate({block.name: DenseMixing(rank=4, cache=True)})(model)
+        Collaborate({block.name: Mixing(rank=4, cache=True)})(model)
     assert shapes(model) == shapes(decoder(**parts))
 
 
@@ -322,4 +321,4 @@ def test_collaborate_cache_sparse_mixing_is_refused() -> None:
     model = decoder()
     (block,), _ = find_attention(model)
     with raises(CannotRewrite, "rewrite.cache_sparse"):
-        Collaborate({block.name: SparseMixing(rank=5, head_size=3, cache=True)})(model)
+        Collaborate({block.name: Mixing(rank=5, head_size=3, cache=True)})(model)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from graph_passes.blocks import AttentionBlock, Causal, Mask, PositionBias
-from graph_passes.passes.collaborate import Collaborate, DenseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.reference import attention_reference, inputs_of, softmax
 from tests.graph_passes.graphs import (
     SCALE,
@@ -123,7 +123,7 @@ def test_attention_reference_mask_with_heads_in_the_batch(block: AttentionBlock)
 
 def test_attention_reference_adds_the_content_term() -> None:
     """Equation 3: the content term equals the query bias."""
-    exact = Collaborate({"attention_0": DenseMixing(rank=H * K)})
+    exact = Collaborate({"attention_0": Mixing(rank=H * K)})
     standard, shared = only(attention()), only(exact(attention()).model)
     assert shared.content is not None
     arrays = (tokens(), np.zeros((2, 1, 1, S)))

@@ -15,7 +15,7 @@ from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.passes.base import BlockPass, FittedPass
-from graph_passes.passes.collaborate import Collaborate, SparseMixing, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
@@ -161,7 +161,7 @@ class Truncated(BlockConfig):
 
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
         assert isinstance(block, AttentionBlock)
-        mixing = SparseMixing(rank=self._rank(block), head_size=self.head_size - 1)
+        mixing = Mixing(rank=self._rank(block), head_size=self.head_size - 1)
         return [*super().passes(block, mask), Collaborate({block.name: mixing})]
 
     def _rank(self, block: AttentionBlock) -> int:

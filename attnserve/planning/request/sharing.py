@@ -9,19 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from attnserve.literals import MixingKind
 from attnserve.options import Rewrites
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import max_read_size, padded_size
 from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.passes.collaborate import (
-    DenseMixing,
-    Mixing,
-    SparseMixing,
-    collaborate_refusal,
-    exact_rank,
-)
+from graph_passes.passes.collaborate import Mixing, collaborate_refusal, exact_rank
 
 __all__ = ["SharingChooser", "SizedMixing"]
 
@@ -38,7 +33,7 @@ class SizedMixing(NamedTuple):
             have at least R dimensions in all.
     """
 
-    kind: Literal["dense", "sparse", "own"]
+    kind: MixingKind
     step: int = 0
 
 
@@ -208,9 +203,7 @@ def _mixing(
             "nothing_shared",
             f"R = {rank} >= {key_size}, the size of the keys of {own} heads: nothing to compress",
         )
-    if size is None:
-        return DenseMixing(rank=rank, cache=cache)
-    return SparseMixing(rank=rank, head_size=size, cache=cache)
+    return Mixing(rank=rank, head_size=size, cache=cache)
 
 
 def _head_size(block: AttentionBlock, own: int, rank: int, mixing: SizedMixing) -> int | None:

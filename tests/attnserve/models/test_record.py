@@ -127,6 +127,23 @@ def test_fields_of_later_versions_are_kept(path: Path):
     assert lost(content, read.model_validate(content).to_json()) == []
 
 
+@pytest.mark.parametrize(
+    ("mixing", "place"),
+    [
+        ({"chosen": "low_rank", "why": "", "forms": []}, "lineage.0.mixing.chosen"),
+        ({"chosen": "own", "why": "", "forms": [{"form": "low_rank"}]}, "mixing.forms.0.form"),
+    ],
+)
+def test_open_artifact_unknown_kind_of_mixing_is_refused(
+    plain: Path, mixing: dict[str, Any], place: str
+):
+    content = {"lineage": [{"rewrite": "collaborate", "mixing": mixing}]}
+    (plain.parent / "attnserve.json").write_text(json.dumps(content))
+    with raises(InvalidModel, "artifact.record", place, "low_rank", "dense", "own") as caught:
+        open_artifact(plain)
+    assert caught.value.exit_code == 2
+
+
 def test_unknown_key_that_equals_an_attribute_is_not_read_as_the_field():
     verification = {"loss": 0.25}
     content = {"rewrite": "none", "search": {"proofs": [verification], "verifications": "later"}}

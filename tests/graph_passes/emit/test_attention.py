@@ -16,7 +16,7 @@ from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import emit_heads, heads_refusal
 from graph_passes.emit.probabilities import emit_probabilities, probabilities_by_head
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, DenseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.reference import attention_reference, inputs_of
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
@@ -210,7 +210,7 @@ def test_heads_refusal_of_values_with_entangled_bias_is_none() -> None:
 
 def test_emission_refusal_of_collaborative_heads() -> None:
 
-    rewrite = Collaborate({"attention_0": DenseMixing(rank=5)})
+    rewrite = Collaborate({"attention_0": Mixing(rank=5)})
     block, _ = read(rewrite(attention()).model)
     assert code_of(block) == "collaborative"
 

@@ -26,7 +26,7 @@ from graph_passes.passes.base import (
     pass_named,
     registered_passes,
 )
-from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -92,8 +92,8 @@ class PruneAndRename(RenameOutput):
 
 PASSES: dict[str, RewritePass] = {
     "collaborate": Collaborate({
-        FIRST: DenseMixing(rank=5),
-        SECOND: SparseMixing(rank=6, head_size=3, cache=True),
+        FIRST: Mixing(rank=5),
+        SECOND: Mixing(rank=6, head_size=3, cache=True),
     }),
     "decompose_attention": DecomposeAttention([FIRST]),
     "fold_biases": FoldBiases(),
@@ -357,7 +357,7 @@ def fused_layers() -> ir.Model:
 
 
 READ_ONCE: dict[str, tuple[Callable[[], ir.Model], RewritePass]] = {
-    "collaborate": (layers, Collaborate({FIRST: DenseMixing(rank=5)})),
+    "collaborate": (layers, Collaborate({FIRST: Mixing(rank=5)})),
     "decompose_attention": (fused_layers, DecomposeAttention([FIRST, SECOND])),
     "fuse_attention": (layers, FuseAttention({FIRST: "attention", SECOND: "multi_head"})),
     "prune_heads": (layers, PruneHeads({FIRST: (1, 0, 1), SECOND: (0, 0, 0)})),
@@ -365,7 +365,7 @@ READ_ONCE: dict[str, tuple[Callable[[], ir.Model], RewritePass]] = {
     "skip_attention": (layers, SkipAttention({FIRST: "affine"})),
 }
 READ_TWICE: dict[str, tuple[Callable[[], ir.Model], RewritePass]] = {
-    "collaborate, fused": (fused_layers, Collaborate({FIRST: DenseMixing(rank=5)})),
+    "collaborate, fused": (fused_layers, Collaborate({FIRST: Mixing(rank=5)})),
     "reuse_attention, fused": (fused_layers, ReuseAttention({SECOND: {0: (FIRST, 1)}})),
 }
 
@@ -393,7 +393,7 @@ def test_pass_finds_attention_once_and_again_only_after_decomposing(
 # ---- bodies of If -------------------------------------------------------------------------------
 
 IN_BODIES: Mapping[str, RewritePass] = {
-    "collaborate": Collaborate({FIRST: DenseMixing(rank=H * K)}),
+    "collaborate": Collaborate({FIRST: Mixing(rank=H * K)}),
     "fuse_attention": FuseAttention({FIRST: "multi_head"}),
     "prune_heads": PruneHeads({FIRST: (1, 0, 1)}),
     "skip_attention": SkipAttention({FIRST: "constant"}),

@@ -20,8 +20,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.collaborate import (
     Collaborate,
-    DenseMixing,
-    SparseMixing,
+    Mixing,
     factor,
     sharing_refusal,
 )
@@ -151,7 +150,7 @@ def test_collaborate_ranks_differ_by_layer() -> None:
     model = two_layers()
     blocks, _ = find_attention(model)
     ranks = {block.name: rank for block, rank in zip(blocks, (4, EXACT), strict=True)}
-    Collaborate({name: DenseMixing(rank=rank) for name, rank in ranks.items()})(model)
+    Collaborate({name: Mixing(rank=rank) for name, rank in ranks.items()})(model)
     matches = read_attention(model)
     assert {block.name: block.head_size for block in matches.blocks} == ranks
     assert matches.unmatched == ()
@@ -211,7 +210,7 @@ def test_collaborate_inexact_case_is_refused(case: str) -> None:
     refusal = sharing_refusal(block)
     assert refusal and refusal.code == code
     with raises(CannotRewrite, f"rewrite.{code}"):
-        Collaborate({block.name: DenseMixing(rank=4)})(model)
+        Collaborate({block.name: Mixing(rank=4)})(model)
 
 
 def test_collaborate_flattened_tokens_are_refused() -> None:
@@ -231,7 +230,7 @@ def test_term_of_the_keys_alone_is_refused(rewrite: str) -> None:
     model = attention(mask=mask, inputs=f"float[batch, sequence, {D}] x", constants={"gate": gate})
     assert only(model).content is not None and only(model).form == "standard"
     passes = {
-        "collaborate": Collaborate({NAME: DenseMixing(rank=EXACT)}),
+        "collaborate": Collaborate({NAME: Mixing(rank=EXACT)}),
         "prune": PruneHeads({NAME: [1, 1, 0]}),
     }
     with raises(CannotRewrite, "rewrite.key_term"):
@@ -244,12 +243,12 @@ def test_collaborate_one_remaining_head_a_second_time_is_refused() -> None:
     collaborate(model, K)
     assert only(model).content is not None
     with raises(CannotRewrite, "rewrite.key_term"):
-        Collaborate({NAME: DenseMixing(rank=K)})(model)
+        Collaborate({NAME: Mixing(rank=K)})(model)
 
 
 def test_collaborate_second_time_is_refused() -> None:
     with raises(CannotRewrite, "rewrite.collaborative"):
-        Collaborate({NAME: DenseMixing(rank=4)})(collaborate(attention(), 5))
+        Collaborate({NAME: Mixing(rank=4)})(collaborate(attention(), 5))
 
 
 def test_collaborate_fused_operator_is_decomposed() -> None:
@@ -361,8 +360,8 @@ def test_collaborate_sparse_macs_match_formula() -> None:
     "rewrite",
     [
         PruneHeads({NAME: (1, 0, 1)}),
-        Collaborate({NAME: DenseMixing(rank=4)}),
-        Collaborate({NAME: SparseMixing(rank=4, head_size=2)}),
+        Collaborate({NAME: Mixing(rank=4)}),
+        Collaborate({NAME: Mixing(rank=4, head_size=2)}),
     ],
     ids=["prune", "share", "share sparsely"],
 )

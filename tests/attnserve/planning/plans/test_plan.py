@@ -21,7 +21,7 @@ from attnserve.planning.plans.steps import Cast, Distill
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument
 from graph_passes.passes.base import registered_passes
-from graph_passes.passes.collaborate import Collaborate, DenseMixing, SparseMixing
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
@@ -47,8 +47,8 @@ def passes() -> list[Any]:
         ReuseAttention({NAMES[3]: {2: (NAMES[1], 0), 0: (NAMES[2], 1)}}),
         PruneNeurons({"ffn_0": [1, 0, 0, 1, 1, 0], "ffn_1": [0] * 11 + [1]}),
         Collaborate({
-            NAMES[2]: SparseMixing(rank=6, head_size=3),
-            NAMES[3]: DenseMixing(rank=K, cache=True),
+            NAMES[2]: Mixing(rank=6, head_size=3),
+            NAMES[3]: Mixing(rank=K, cache=True),
         }),
         FuseAttention({NAMES[1]: "attention"}),
         FuseGelu(["ffn_1"]),
@@ -105,7 +105,7 @@ def test_plan_round_trip_keeps_order_empty_and_measured_plans():
 
 def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
     singles = [
-        Collaborate({NAMES[3]: DenseMixing(rank=K)}),
+        Collaborate({NAMES[3]: Mixing(rank=K)}),
         PruneHeads({NAMES[2]: [0, 1, 1]}),
         PruneHeads({}),
         PruneHeads({NAMES[1]: [1, 0, 1]}),
@@ -182,6 +182,17 @@ def check_length(error: AttnserveError) -> None:
 def test_plan_from_json_invalid_content_is_refused(mistake: str):
     content, code = NOT_PLANS[mistake]
     with raises(InvalidArgument, code) as caught:
+        Plan.from_json(content)
+    check_length(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("kind", "low_rank"), ("mixing", "low_rank"), ("head_size", "sparse")]
+)
+def test_plan_from_json_unknown_kind_of_mixing_is_refused_by_key_and_value(key: str, value: str):
+    params = {"rank": 4, key: value}
+    content = {"passes": [{"pass": "collaborate", "targets": {NAMES[0]: params}}]}
+    with raises(InvalidArgument, "pass.params", NAMES[0], key, value) as caught:
         Plan.from_json(content)
     check_length(caught.value)
 

@@ -26,6 +26,8 @@ from tests.errors import raises
 
 pytestmark = pytest.mark.usefixtures("cache", "counted")
 
+UNKNOWN_MIXING = {"pass": "collaborate", "targets": {"block": {"rank": 4, "kind": "low_rank"}}}
+
 
 @pytest.mark.parametrize(
     ("content", "error", "code"),
@@ -56,6 +58,7 @@ def test_optimize_plan_file_that_is_no_plan_is_refused(
     [
         ({"plan": None}, "plan.invalid"),
         ({"plan": {"passes": [{"pass": "truncate"}]}}, "pass.unknown"),
+        ({"plan": {"passes": [UNKNOWN_MIXING]}}, "pass.params"),
         ({"asked": {"seed": -1}}, "plan.invalid"),
         ({"asked": {"provider": "tpu"}}, "plan.invalid"),
         ({"plan": {"precision": "int3"}}, "plan.invalid"),
