@@ -26,9 +26,9 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
+    from attnserve.models.measured import Fidelity
     from attnserve.planning.optimize import OptimizeReport
-    from attnserve.planning.plans.plan_file import Point
-    from attnserve.planning.search.report import PlanReport
+    from attnserve.planning.plans.plan_file import PlanRecord, Point
     from attnserve.recovery.report import RecoverReport
 
 __all__ = ["app"]
@@ -136,7 +136,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         print_line(report.search.verdict)
     if (speed := report.speed) is not None:
         # Otherwise the verdict states the speed.
-        if report.search is None or report.search.served_speed is None:
+        if report.search is None or report.search.speedups is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= MIN_GAIN
@@ -191,21 +191,21 @@ def plan(
     if show.json_:
         print_json({"output": str(report.output), **report.to_json()})
         return
-    _show_plan(report)
+    _show_plan(report.record, report.fidelity)
     assert report.output is not None
     plot = report.output.with_suffix(".svg")
     print_line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
 
 
-def _show_plan(report: PlanReport) -> None:
+def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
-    if report.layers:
-        names, legend = shorten_names([d.block for d in report.layers], width=out.width - 56)
+    if record.layers:
+        names, legend = shorten_names([d.block for d in record.layers], width=out.width - 56)
         table = make_table(
             "plan, block by block",
             ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
         )
-        for decision, name in zip(report.layers, names, strict=True):
+        for decision, name in zip(record.layers, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"
             table.add_row(
                 name,
@@ -219,13 +219,13 @@ def _show_plan(report: PlanReport) -> None:
         out.print(table)
         if legend:
             print_line(legend)
-        for decision, name in zip(report.layers, names, strict=True):
+        for decision, name in zip(record.layers, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
         "fastest choices by loss (Pareto front)",
         (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
-    for point in _sample_front(report.front):
+    for point in _sample_front(record.front):
         table.add_row(
             f"{point.speedup:.2f}x",
             f"{point.predicted_loss:.4f}",
@@ -233,13 +233,13 @@ def _show_plan(report: PlanReport) -> None:
             "" if point.cosine is None else f"{point.cosine:.4f}",
         )
     out.print(table)
-    if report.speeds:
+    if record.speeds:
         table = make_table(
-            f"latency of the whole model, {report.asked.threads or 'all'} thread(s), "
-            f"{report.asked.provider}",
+            f"latency of the whole model, {record.asked.threads or 'all'} thread(s), "
+            f"{record.asked.provider}",
             (">batch x tokens", ">original ms", ">ms", ">speed-up"),
         )
-        for speed in report.speeds:
+        for speed in record.speeds:
             table.add_row(
                 f"{speed.batch} x {speed.sequence}",
                 f"{speed.original_ms:.2f}",
@@ -247,8 +247,8 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
-    print_qualities("verified quality", report.fidelity)
-    print_line(report.verdict)
+    print_qualities("verified quality", fidelity)
+    print_line(record.verdict)
 
 
 def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:

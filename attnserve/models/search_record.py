@@ -105,7 +105,7 @@ class SearchRecord(Measured, frozen=True):
     """
 
     asked: GoalRecord = GoalRecord()
-    verdict: str | None = None
+    verdict: str = ""
     gain: bool = False
     fidelity: Fidelity | None = None
     choose: Quality | None = None

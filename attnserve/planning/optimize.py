@@ -258,10 +258,11 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     """Time the converted model, and compare it with the original."""
     original = job.original
     search_report = rewritten.search
+    search = None if search_report is None else search_report.record
     plan = rewritten.plan
     converted = rewritten.state.result
     compare_on = partial(compare, original, converted, context=job.context)
-    if search_report is not None and search_report.gain:
+    if search_report is not None and search_report.record.gain:
         fidelity = search_report.fidelity  # the verification
     elif isinstance(job, JobWithData):
         fidelity = job.compare_held_out(converted, job.data.held_out)
@@ -272,8 +273,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     other_runtimes: Mapping[str, Fidelity] = {}
     if isinstance(job, JobWithData) and goal.eval_data is None:
         other_runtimes = prove_in_other_runtimes(job, converted, fidelity, goal.keep)
-    if search_report is not None and search_report.served_speed is not None:
-        speed = search_report.served_speed
+    if search is not None and search.speedups is not None:
+        speed = search.speedups
     else:
         speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
@@ -289,7 +290,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         job,
         plan,
         rewritten.applied,
-        search_report,
+        search,
         (before, after),
         break_even_length,
         (fidelity, *other_fidelities),
@@ -305,7 +306,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         sequence=job.counted.length,
         warnings=(*rewritten.warnings, *warnings),
         plan=plan,
-        search=search_report,
+        search=search,
         also_verified=other_fidelities,
         other_runtimes=other_runtimes,
         int8_weight_bits=int8_weight_bits(converted),

@@ -13,7 +13,7 @@ from attnserve.models.quantized import Int8Activations
 from attnserve.models.recorded import present
 from attnserve.planning.mixing_choice import MixingChoice
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search.report import PlanReport
+from attnserve.planning.plans.plan_file import PlanRecord
 
 __all__ = ["OptimizeReport"]
 
@@ -24,7 +24,7 @@ class OptimizeReport:
 
     Attributes:
         after: Parameters and MACs of the rewritten model in float32, bytes of its written weights.
-        search: The report of the search, if there was one.
+        search: The record of the search, if there was one.
         also_verified: The comparison on each file of ``also_prove``.
         other_runtimes: See ``LineageEntry``.
         int8_weight_bits: 8 if the model needs a CPU with VNNI, AMX or ARM dot products; None
@@ -42,7 +42,7 @@ class OptimizeReport:
     sequence: int
     warnings: tuple[str, ...]
     plan: Plan
-    search: PlanReport | None = None
+    search: PlanRecord | None = None
     also_verified: tuple[Fidelity, ...] = ()
     other_runtimes: Mapping[str, Fidelity] = field(default_factory=dict[str, Fidelity])
     int8_weight_bits: Literal[7, 8] | None = None
@@ -70,8 +70,7 @@ class OptimizeReport:
             other_runtimes=self.other_runtimes,
         )
         if search is not None:
-            planned = search.record  # written as a ``SearchRecord``: without the plan
-            optional |= {"search": planned, "choose": planned.choose}
+            optional |= {"search": search, "choose": search.choose}
         return LineageEntry(
             rewrite="+".join(dict.fromkeys(kinds)) or "none",
             before=self.before,
