@@ -79,7 +79,7 @@ def optimize(
             model, output, goal=goal, rewrites=rewrites, data=data, write=write, target=target,
             run=run, plan=plan, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, show)
+    warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
@@ -87,8 +87,9 @@ def optimize(
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
+    record = report.record
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
-    steps = [step for step in report.steps if step.rewrite in lossy]
+    steps = [step for step in record.steps if step.rewrite in lossy]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(
         f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
@@ -111,7 +112,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         out.print(table)
     if legend:
         print_line(legend)
-    before, after = report.before, report.after
+    before, after = record.before, record.after
+    assert before is not None and after is not None  # older records may lack them
     if report.plan.precision != "float32":
         count = len(report.plan.float_blocks)
         suffix = f", {count} block{'s' * (count > 1)} not converted" if count else ""
@@ -119,22 +121,22 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:
         print_line(
-            f"MACs at {report.batch} x {report.sequence} tokens: "
+            f"MACs at {record.batch} x {record.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
-    for fidelity in (report.fidelity, *report.also_verified):
+    for fidelity in (report.fidelity, *record.also_verified):
         print_qualities("quality", fidelity)
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
-    if report.other_runtimes:
-        print_line(f"the quality is the same in {', '.join(report.other_runtimes)}")
-    if report.mixing is not None:
-        print_line(f"mixing {report.mixing.chosen}: {report.mixing.why}")
+    if record.other_runtimes:
+        print_line(f"the quality is the same in {', '.join(record.other_runtimes)}")
+    if record.mixing is not None:
+        print_line(f"mixing {record.mixing.chosen}: {record.mixing.why}")
     if report.search is not None:
         print_line(report.search.verdict)
-    if (speed := report.speed) is not None:
+    if (speed := record.speedups) is not None:
         # Otherwise the verdict states the speed.
         if report.search is None or report.search.speedups is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")

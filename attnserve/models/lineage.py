@@ -1,7 +1,6 @@
 """The rewrites of a model as attnserve.json records them: what ``optimize`` and ``recover`` write.
 
-They write one entry each. The reports of commands (``OptimizeReport``, ``RecoverReport``) have what
-they write as ``record``.
+They write one entry each, which is the ``record`` of their report.
 """
 
 from __future__ import annotations

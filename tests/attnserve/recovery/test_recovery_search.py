@@ -133,7 +133,7 @@ def test_training_that_fails_returns_the_model_of_the_plain_search(
     report = optimized(recover=MINUTES / 8)
     assert report.search.gain and not report.search.recovered.gain
     assert "not finite" in report.search.recovered.verdict
-    assert any(warning.startswith("no gain by training") for warning in report.warnings)
+    assert any(warning.startswith("no gain by training") for warning in report.record.warnings)
     assert report.plan.to_json() == plain.plan.to_json()
     assert report.fidelity == plain.fidelity
     same = attnserve.verify(plain.output, tmp_path / "out")

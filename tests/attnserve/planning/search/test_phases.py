@@ -77,7 +77,8 @@ def test_plan_of_a_decoder_times_the_phase(
     assert {speed.sequence for speed in report.record.speeds} == {LENGTH}
     assert SavedPlan.read(path).record.asked.phase == phase
     again = optimize(llama, tmp_path / "new", plan=path, calib=rows, threads=1)
-    assert again.speed is not None and {w.phase for w in again.speed.workloads} == {phase}
+    speed = again.record.speedups
+    assert speed is not None and {workload.phase for workload in speed.workloads} == {phase}
 
 
 def test_plan_phase_of_a_model_without_a_cache_is_refused(

@@ -212,10 +212,10 @@ def test_search_without_gain_returns_the_original(
     assert report.search is not None and not report.search.gain
     assert report.search.verdict.startswith("no gain: ")
     assert "0.91x" in report.search.verdict and "64 tokens" in report.search.verdict
-    assert any(warning.startswith("no gain") for warning in report.warnings)
+    assert any(warning.startswith("no gain") for warning in report.record.warnings)
     same = verify(model, tmp_path / "out.onnx")
     assert same.outputs[0].max_abs_error == 0
-    assert report.after.parameters == report.before.parameters
+    assert report.record.after.parameters == report.record.before.parameters
 
 
 @pytest.mark.timing
