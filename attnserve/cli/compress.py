@@ -299,7 +299,7 @@ def recover(
             model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
             run=run, openvino=openvino, force=force, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, show)
+    warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
@@ -315,4 +315,4 @@ def _show_recovery(report: RecoverReport) -> None:
         f"{report.after.mean_cosine:.4f}, minimum {report.before.min_cosine:.4f} -> "
         f"{report.after.min_cosine:.4f}"
     )
-    print_line(report.verdict)
+    print_line(report.record.verdict)

@@ -216,7 +216,7 @@ class LineageEntry(Measured, frozen=True):
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
     gain: bool | None = None
-    verdict: str | None = None
+    verdict: str = ""
     training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
 
