@@ -77,7 +77,7 @@ def test_optimize_cache_and_int8_are_calibrated_together(gpt2: Path, tmp_path: P
     calib = sequences(tmp_path / "rows.npz")
     float32 = optimized(gpt2, tmp_path, 8, calib=calib)
     int8 = optimized(gpt2, tmp_path / "int8", 8, precision="int8", calib=calib)
-    assert int8.int8_activations == "static"
+    assert int8.record.int8_activations == "static"
     assert int8.fidelity.mean_cosine > float32.fidelity.mean_cosine - 0.01
     for before, after in zip(decode(float32.output), decode(int8.output), strict=True):
         assert np.linalg.norm(before - after) < 0.1 * np.linalg.norm(before)
