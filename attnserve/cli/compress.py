@@ -201,13 +201,13 @@ def plan(
 
 def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
-    if record.layers:
-        names, legend = shorten_names([d.block for d in record.layers], width=out.width - 56)
+    if record.decisions:
+        names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
         table = make_table(
             "plan, block by block",
             ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
         )
-        for decision, name in zip(record.layers, names, strict=True):
+        for decision, name in zip(record.decisions, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"
             table.add_row(
                 name,
@@ -221,7 +221,7 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
         out.print(table)
         if legend:
             print_line(legend)
-        for decision, name in zip(record.layers, names, strict=True):
+        for decision, name in zip(record.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
         "fastest choices by loss (Pareto front)",
@@ -237,8 +237,8 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     out.print(table)
     if record.speeds:
         table = make_table(
-            f"latency of the whole model, {record.asked.threads or 'all'} thread(s), "
-            f"{record.asked.provider}",
+            f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
+            f"{record.goal.provider}",
             (">batch x tokens", ">original ms", ">ms", ">speed-up"),
         )
         for speed in record.speeds:

@@ -187,6 +187,7 @@ class LineageEntry(Measured, frozen=True):
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_proofs``).
+        chosen_by: As in ``SearchRecord``.
         scores: For a training with labels, the scores as of ``Score.to_json``.
     """
 
@@ -210,7 +211,7 @@ class LineageEntry(Measured, frozen=True):
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    choose: Quality | None = None
+    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
     also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None

@@ -337,8 +337,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         (fidelity, *other_fidelities),
     )
     searched: dict[str, Any] = {}
-    if search is not None:  # ``choose`` is null without a gain
-        searched = {"search": search, "choose": search.choose}
+    if search is not None:  # ``chosen_by`` is null without a gain
+        searched = {"search": search, "chosen_by": search.chosen_by}
     record = LineageEntry(
         rewrite=rewritten.names,
         before=before,
