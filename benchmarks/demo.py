@@ -98,7 +98,8 @@ def run(folder: Path, console: Console) -> None:
     with step("compare on unseen text") as progress:
         for name, report in reports.items():
             comparison = attnserve.verify(original, report.output, data=unseen, progress=progress)
-            rows.append(Row(name, report.output.parent, report.after, comparison.mean_cosine))
+            cost, cosine = report.record.after, comparison.mean_cosine
+            rows.append(Row(name, report.output.parent, cost, cosine))
     with step("measure latency, one thread") as progress:
         bench = attnserve.bench(
             [row.model for row in rows], sequences=LENGTHS, threads=1, rounds=12, progress=progress
@@ -111,7 +112,7 @@ def run(folder: Path, console: Console) -> None:
     with step("serve the fastest model, send one request"):
         answer = ask(best.model)
     console.print(summary(rows, bench, unseen))
-    for warning in dict.fromkeys(w for report in reports.values() for w in report.warnings):
+    for warning in dict.fromkeys(w for report in reports.values() for w in report.record.warnings):
         console.print(f"warning: {warning}", markup=False, soft_wrap=True)
     show_answer(console, best, answer)
     page = folder / "analysis" / "report.html"

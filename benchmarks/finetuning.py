@@ -84,7 +84,7 @@ def measure(ranks: list[int | None], seed: int, options: argparse.Namespace) -> 
             row = {
                 "task": options.task, "rank": rank, "seed": seed, "minutes": options.minutes,
                 "tuned": score, "decomposed": scored(smaller, options),
-                "tuned_again": scored(again, options), "gain": report.gain,
+                "tuned_again": scored(again, options), "gain": report.record.gain,
                 "learning_rate": report.training.learning_rate, "steps": report.training.steps,
                 "threads": options.threads or "all",
             }  # fmt: skip

@@ -152,7 +152,7 @@ def measure(folder: Path, goal: str, keep: float, files: dict[str, Path]) -> dic
         "verdict": report.search.verdict, "seconds": seconds, "cpu_seconds": cpu_seconds,
         "proofs": [verification.to_json() for verification in report.search.verifications],
         "layers": [
-            [d.block, d.kept, d.count, d.operator, d.in_float] for d in report.search.layers
+            [d.block, d.kept, d.count, d.operator, d.in_float] for d in report.search.decisions
         ],
         **compared(original, output, files),
     }  # fmt: skip

@@ -75,7 +75,7 @@ def prune_and_train(study: Study, rounds: int, options: argparse.Namespace) -> l
         after = study.quality(trained)
         course = report.record.to_json()["training"]
         steps.append({"before": before, "after": after, "training": course})
-        print(f"round {number} of {rounds}: {report.verdict}", before, after, flush=True)
+        print(f"round {number} of {rounds}: {report.record.verdict}", before, after, flush=True)
         model = trained
     return steps
 

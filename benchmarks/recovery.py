@@ -151,9 +151,9 @@ class Study:
         row = {
             "asked": CASES[case], "threads": options.threads or "all", "seconds": seconds,
             "before": before, "after": after, "speedups": speeds,
-            "verdict": report.verdict, "training": report.record.to_json()["training"],
+            "verdict": report.record.verdict, "training": report.record.to_json()["training"],
         }  # fmt: skip
-        print(f"{case}: {report.verdict}", before, after, speeds["smaller"], flush=True)
+        print(f"{case}: {report.record.verdict}", before, after, speeds["smaller"], flush=True)
         return row
 
     def quality(self, model: Path) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def measure_case(name: str, parameters: Mapping[str, Any], study: Study) -> dict
             study.original, output, calib=study.calibration, refit=refit, force=True, **parameters
         )
         row[key] = study.quality(output)
-        row["parameters"] = report.after.parameters
+        row["parameters"] = report.record.after.parameters
         row["macs_128"] = attnserve.inspect(output / "model.onnx").total_macs
     Console(stderr=True).print(f"{name}: cosine {row['refit']['mean_cosine']:.4f}")
     return row

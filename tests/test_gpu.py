@@ -132,5 +132,5 @@ def test_training_on_the_gpu_improves_a_rewritten_model(encoder: ir.Model, tmp_p
     )  # fmt: skip
     before, after = report.before.quality, report.after.quality
     assert before is not None and after is not None
-    assert report.gain and after.value > before.value
+    assert report.record.gain and after.value > before.value
     assert (tmp_path / "trained" / "model.onnx").is_file()

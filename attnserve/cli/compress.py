@@ -26,9 +26,9 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
+    from attnserve.models.measured import Fidelity
     from attnserve.planning.optimize import OptimizeReport
-    from attnserve.planning.plans.plan_file import Point
-    from attnserve.planning.search.report import PlanReport
+    from attnserve.planning.plans.plan_file import PlanRecord, Point
     from attnserve.recovery.report import RecoverReport
 
 __all__ = ["app"]
@@ -79,7 +79,7 @@ def optimize(
             model, output, goal=goal, rewrites=rewrites, data=data, write=write, target=target,
             run=run, plan=plan, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, show)
+    warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
@@ -87,8 +87,9 @@ def optimize(
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
+    record = report.record
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
-    steps = [step for step in report.steps if step.rewrite in lossy]
+    steps = [step for step in record.steps if step.rewrite in lossy]
     names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
     table = make_table(
         f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
@@ -111,7 +112,8 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         out.print(table)
     if legend:
         print_line(legend)
-    before, after = report.before, report.after
+    before, after = record.before, record.after
+    assert before is not None and after is not None  # older records may lack them
     if report.plan.precision != "float32":
         count = len(report.plan.float_blocks)
         suffix = f", {count} block{'s' * (count > 1)} not converted" if count else ""
@@ -119,24 +121,24 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
     if before.macs and after.macs:
         print_line(
-            f"MACs at {report.batch} x {report.sequence} tokens: "
+            f"MACs at {record.batch} x {record.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
-    for fidelity in (report.fidelity, *report.also_verified):
+    for fidelity in (report.fidelity, *record.also_verified):
         print_qualities("quality", fidelity)
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
         f"minimum {report.fidelity.min_cosine:.4f} ({report.fidelity.data})"
     )
-    if report.other_runtimes:
-        print_line(f"the quality is the same in {', '.join(report.other_runtimes)}")
-    if report.mixing is not None:
-        print_line(f"mixing {report.mixing.chosen}: {report.mixing.why}")
+    if record.other_runtimes:
+        print_line(f"the quality is the same in {', '.join(record.other_runtimes)}")
+    if record.mixing is not None:
+        print_line(f"mixing {record.mixing.chosen}: {record.mixing.why}")
     if report.search is not None:
         print_line(report.search.verdict)
-    if (speed := report.speed) is not None:
+    if (speed := record.speedups) is not None:
         # Otherwise the verdict states the speed.
-        if report.search is None or report.search.served_speed is None:
+        if report.search is None or report.search.speedups is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")
         if steps or report.plan.precision != "float32":
             gains = speed.served.value >= MIN_GAIN
@@ -191,21 +193,21 @@ def plan(
     if show.json_:
         print_json({"output": str(report.output), **report.to_json()})
         return
-    _show_plan(report)
+    _show_plan(report.record, report.fidelity)
     assert report.output is not None
     plot = report.output.with_suffix(".svg")
     print_line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
 
 
-def _show_plan(report: PlanReport) -> None:
+def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
-    if report.layers:
-        names, legend = shorten_names([d.block for d in report.layers], width=out.width - 56)
+    if record.decisions:
+        names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
         table = make_table(
             "plan, block by block",
             ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
         )
-        for decision, name in zip(report.layers, names, strict=True):
+        for decision, name in zip(record.decisions, names, strict=True):
             unit = "heads" if decision.kind == "attention" else "neurons"
             table.add_row(
                 name,
@@ -219,13 +221,13 @@ def _show_plan(report: PlanReport) -> None:
         out.print(table)
         if legend:
             print_line(legend)
-        for decision, name in zip(report.layers, names, strict=True):
+        for decision, name in zip(record.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     table = make_table(
         "fastest choices by loss (Pareto front)",
         (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
     )
-    for point in _sample_front(report.front):
+    for point in _sample_front(record.front):
         table.add_row(
             f"{point.speedup:.2f}x",
             f"{point.predicted_loss:.4f}",
@@ -233,13 +235,13 @@ def _show_plan(report: PlanReport) -> None:
             "" if point.cosine is None else f"{point.cosine:.4f}",
         )
     out.print(table)
-    if report.speeds:
+    if record.speeds:
         table = make_table(
-            f"latency of the whole model, {report.asked.threads or 'all'} thread(s), "
-            f"{report.asked.provider}",
+            f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
+            f"{record.goal.provider}",
             (">batch x tokens", ">original ms", ">ms", ">speed-up"),
         )
-        for speed in report.speeds:
+        for speed in record.speeds:
             table.add_row(
                 f"{speed.batch} x {speed.sequence}",
                 f"{speed.original_ms:.2f}",
@@ -247,8 +249,8 @@ def _show_plan(report: PlanReport) -> None:
                 f"{speed.speedup:.2f}x",
             )
         out.print(table)
-    print_qualities("verified quality", report.fidelity)
-    print_line(report.verdict)
+    print_qualities("verified quality", fidelity)
+    print_line(record.verdict)
 
 
 def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:
@@ -297,7 +299,7 @@ def recover(
             model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
             run=run, openvino=openvino, force=force, progress=progress,
         )  # fmt: skip
-    warnings = print_warnings(report.warnings, show)
+    warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
     else:
@@ -313,4 +315,4 @@ def _show_recovery(report: RecoverReport) -> None:
         f"{report.after.mean_cosine:.4f}, minimum {report.before.min_cosine:.4f} -> "
         f"{report.after.min_cosine:.4f}"
     )
-    print_line(report.verdict)
+    print_line(report.record.verdict)

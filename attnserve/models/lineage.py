@@ -1,7 +1,6 @@
 """The rewrites of a model as attnserve.json records them: what ``optimize`` and ``recover`` write.
 
-They write one entry each. The reports of commands (``OptimizeReport``, ``RecoverReport``) have what
-they write as ``record``.
+They write one entry each, which is the ``record`` of their report.
 """
 
 from __future__ import annotations
@@ -189,6 +188,7 @@ class LineageEntry(Measured, frozen=True):
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_proofs``).
+        chosen_by: As in ``SearchRecord``.
         scores: For a training with labels, the scores as of ``Score.to_json``.
     """
 
@@ -212,13 +212,13 @@ class LineageEntry(Measured, frozen=True):
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    choose: Quality | None = None
+    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
     also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
     gain: bool | None = None
-    verdict: str | None = None
+    verdict: str = ""
     training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
 

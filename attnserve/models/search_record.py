@@ -99,16 +99,17 @@ class SearchRecord(Measured, frozen=True):
 
     Attributes:
         fidelity, quality, qualities: The result of the verification of the returned choice.
-        choose: The same quality on the data to choose.
+        goal: The goal of the search, with its workloads and its device.
+        chosen_by: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 
-    asked: GoalRecord = GoalRecord()
-    verdict: str | None = None
+    goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
+    verdict: str = ""
     gain: bool = False
     fidelity: Fidelity | None = None
-    choose: Quality | None = None
+    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
     verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -19,7 +20,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.lineage import LineageEntry, ModelCost, StepRecord
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -30,19 +31,18 @@ from attnserve.models.outputs import (
     write_rewritten,
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
+from attnserve.models.recorded import present
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
-from attnserve.planning.optimize_report import OptimizeReport
 from attnserve.planning.optimize_warnings import warnings_of
 from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.plan_file import SavedPlan
+from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_proofs import prove_in_other_runtimes
-from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
@@ -61,6 +61,38 @@ __all__ = ["OptimizeReport", "optimize"]
 NOT_COMPARED = (
     "mixings of shared dimensions could not be timed on inputs of this model: dense mixing is used"
 )
+
+
+@dataclass(frozen=True)
+class OptimizeReport:
+    """The applied rewrites, and their costs and effects.
+
+    Attributes:
+        record: The entry of the lineage; ``_write`` adds the inputs.
+        plan: The applied plan.
+        fidelity: The comparison with the original, with the errors of each output.
+        output: The .onnx file.
+        search: The content of plan.json, if there was a search; the lineage has a part of it.
+    """
+
+    record: LineageEntry
+    plan: Plan
+    fidelity: Fidelity
+    output: Path
+    search: PlanRecord | None = None
+
+    @property
+    def steps(self) -> tuple[StepRecord, ...]:
+        """The applied rewrites, one per block."""
+        return self.record.steps
+
+    @property
+    def break_even_sequence(self) -> int | None:
+        """The length from which the new model needs more MACs than the original, if any."""
+        return self.record.break_even_sequence
+
+    def to_json(self) -> dict[str, Any]:
+        return self.record.to_json("rewrite")
 
 
 @with_keywords
@@ -161,7 +193,7 @@ class _Outcome:
     Attributes:
         state: The state after the last step.
         timer: The timer of the served models, with those that it has made.
-        search: The report of the search that made the plan, if there was one.
+        search: The record of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
     """
 
@@ -169,7 +201,7 @@ class _Outcome:
     state: State
     timer: ServedTimer
     warnings: tuple[str, ...] = ()
-    search: PlanReport | None = None
+    search: PlanRecord | None = None
     mixing: MixingChoice | None = None
 
     @property
@@ -182,12 +214,23 @@ class _Outcome:
         """The finished rewrites, with their errors."""
         return self.state.applied
 
+    @property
+    def names(self) -> str:
+        """The names of the passes, of the training and of the precision, joined by "+"."""
+        names = [step.rewrite for step in self.applied.steps]
+        if self.search is not None and self.search.recovered and self.search.recovered.gain:
+            names.append("recover")
+        if self.plan.precision != "float32":
+            names.append(self.plan.precision)
+        return "+".join(dict.fromkeys(names)) or "none"
+
 
 def _search(job: JobWithData, goal: Goal) -> _Outcome:
     """Search for a plan, and return its model."""
     require_attention(job.matches)  # errors come before the search, which takes long
     result = search(goal, job)
-    return _Outcome(result.report.plan, result.state, ServedTimer(job), search=result.report)
+    report = result.report
+    return _Outcome(report.plan, result.state, ServedTimer(job), search=report.record)
 
 
 def _replay(job: JobWithData, saved: SavedPlan) -> _Outcome:
@@ -257,12 +300,11 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeReport:
     """Time the converted model, and compare it with the original."""
     original = job.original
-    search_report = rewritten.search
-    plan = rewritten.plan
+    search, plan = rewritten.search, rewritten.plan
     converted = rewritten.state.result
     compare_on = partial(compare, original, converted, context=job.context)
-    if search_report is not None and search_report.gain:
-        fidelity = search_report.fidelity  # the verification
+    if search is not None and search.gain:
+        fidelity = search.verifications[-1].fidelity
     elif isinstance(job, JobWithData):
         fidelity = job.compare_held_out(converted, job.data.held_out)
     else:
@@ -272,8 +314,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     other_runtimes: Mapping[str, Fidelity] = {}
     if isinstance(job, JobWithData) and goal.eval_data is None:
         other_runtimes = prove_in_other_runtimes(job, converted, fidelity, goal.keep)
-    if search_report is not None and search_report.served_speed is not None:
-        speed = search_report.served_speed
+    if search is not None and search.speedups is not None:
+        speed = search.speedups
     else:
         speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
@@ -289,30 +331,38 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         job,
         plan,
         rewritten.applied,
-        search_report,
+        search,
         (before, after),
         break_even_length,
         (fidelity, *other_fidelities),
     )
-    return OptimizeReport(
-        output=file,
+    searched: dict[str, Any] = {}
+    if search is not None:  # ``chosen_by`` is null without a gain
+        searched = {"search": search, "chosen_by": search.chosen_by}
+    record = LineageEntry(
+        rewrite=rewritten.names,
         before=before,
         after=after,
         steps=rewritten.applied.steps,
-        fidelity=fidelity,
+        fidelity=fidelity.cosines,
+        qualities=fidelity.qualities,
         break_even_sequence=break_even_length,
         batch=job.counted.batch,
         sequence=job.counted.length,
         warnings=(*rewritten.warnings, *warnings),
-        plan=plan,
-        search=search_report,
-        also_verified=other_fidelities,
-        other_runtimes=other_runtimes,
-        int8_weight_bits=int8_weight_bits(converted),
-        int8_activations=int8_activations(converted),
-        speed=speed,
-        mixing=rewritten.mixing,
+        plan=plan.to_json(),
+        served_speedup=speed and speed.served.value,
+        speedups=speed,
+        **present(
+            mixing=rewritten.mixing,
+            int8_weight_bits=int8_weight_bits(converted),
+            int8_activations=int8_activations(converted),
+            also_verified=other_fidelities,
+            other_runtimes=other_runtimes,
+        ),
+        **searched,
     )
+    return OptimizeReport(record, plan, fidelity, file, search)
 
 
 def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:

@@ -12,9 +12,9 @@ from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, StepRecord
 from attnserve.models.measured import Fidelity
+from attnserve.models.search_record import SearchRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.search.report import PlanReport
 from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 
@@ -30,7 +30,7 @@ def warnings_of(
     job: Job,
     plan: Plan,
     applied: ApplyReport,
-    search: PlanReport | None,
+    search: SearchRecord | None,
     costs: tuple[ModelCost, ModelCost],
     break_even: int | None,
     fidelities: Sequence[Fidelity],
@@ -39,7 +39,7 @@ def warnings_of(
 
     Args:
         applied: The steps of the plan.
-        search: The report of the search, if there was one.
+        search: The record of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         break_even: The length from which the rewritten model needs more MACs; None if there is
             none.
@@ -59,7 +59,7 @@ def warnings_of(
     )
 
 
-def _training_warnings(search: PlanReport | None) -> list[str]:
+def _training_warnings(search: SearchRecord | None) -> list[str]:
     """A warning about a search whose training brought no gain."""
     recovered = None if search is None else search.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]

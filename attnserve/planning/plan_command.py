@@ -90,7 +90,7 @@ def plan(
         text = json.dumps(report.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
         try:
-            (stage / plot.name).write_text(draw_front(report), encoding="utf-8")
+            (stage / plot.name).write_text(draw_front(report.record), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
     return replace(report, output=output)

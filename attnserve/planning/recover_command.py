@@ -18,9 +18,13 @@ from attnserve.job import JobWithData
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
+from attnserve.models.lineage import BeforeRecovery, LineageEntry
+from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
+from attnserve.models.recorded import present
+from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.plans.apply import apply_steps, start
@@ -236,18 +240,54 @@ def _recovered(
     scores = None
     if labels and teacher_score and before.score and after.score:
         scores = LabelReport(labels.counts, teacher_score, before.score, after.score)
-    report = RecoverReport(
-        output=file,
-        before=before.fidelity,
-        after=after.fidelity,
+    bits = int8_weight_bits(result_model)
+    record = LineageEntry(
+        rewrite="recover" if bits is None else "recover+int8",
+        fidelity=after.fidelity.cosines,
+        qualities=after.fidelity.qualities,
+        before_recovery=BeforeRecovery(
+            fidelity=before.fidelity.cosines, qualities=before.fidelity.qualities
+        ),
         gain=gain,
-        training=training,
-        int8_weight_bits=int8_weight_bits(result_model),
-        int8_activations=int8_activations(result_model),
-        scores=scores,
+        verdict=_verdict(before.fidelity, after.fidelity, training, scores, gain, bits is not None),
+        training=training.record,
         warnings=tuple(warnings),
+        **present(
+            scores=scores and scores.to_json(),
+            int8_weight_bits=bits,
+            int8_activations=int8_activations(result_model),
+        ),
     )
+    report = RecoverReport(record, before.fidelity, after.fidelity, training, file)
     return report, result_model
+
+
+def _verdict(
+    before: Fidelity,
+    after: Fidelity,
+    training: TrainingResult,
+    scores: LabelReport | None,
+    gain: bool,
+    rounded: bool,
+) -> str:
+    """The result in one line for people.
+
+    Args:
+        rounded: Whether the model is an int8 model.
+    """
+    new = after.quality
+    assert new is not None
+    old = next(one for one in before.qualities if one.subject == new.subject)
+    if not gain:
+        return (
+            f"no gain: {new.measure} {new.value:.4f} after {training.steps} steps; the "
+            f"{'rounded ' * rounded}weights of the rewritten model are returned"
+        )
+    scored = "" if scores is None else f"{scores.line}, "
+    return (
+        f"{scored}{new.measure} {old.value:.4f} -> {new.value:.4f} after {training.steps} steps "
+        f"in {training.seconds / 60:.1f} minutes"
+    )
 
 
 def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:

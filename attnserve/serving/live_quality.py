@@ -110,9 +110,9 @@ def _guaranteed(entry: LineageEntry) -> float | None:
     quality, search = entry.quality, entry.search
     if quality is None or quality.split == "random":
         return None
-    asked = search.asked if search is not None and search.gain else GoalRecord()
-    if asked.keep is not None and asked.measure != "score":
-        return asked.keep
+    goal = search.goal if search is not None and search.gain else GoalRecord()
+    if goal.keep is not None and goal.measure != "score":
+        return goal.keep
     return quality.value if quality.ci95 is None else quality.ci95[0]
 
 

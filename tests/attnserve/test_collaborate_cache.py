@@ -77,7 +77,7 @@ def test_optimize_cache_and_int8_are_calibrated_together(gpt2: Path, tmp_path: P
     calib = sequences(tmp_path / "rows.npz")
     float32 = optimized(gpt2, tmp_path, 8, calib=calib)
     int8 = optimized(gpt2, tmp_path / "int8", 8, precision="int8", calib=calib)
-    assert int8.int8_activations == "static"
+    assert int8.record.int8_activations == "static"
     assert int8.fidelity.mean_cosine > float32.fidelity.mean_cosine - 0.01
     for before, after in zip(decode(float32.output), decode(int8.output), strict=True):
         assert np.linalg.norm(before - after) < 0.1 * np.linalg.norm(before)
@@ -88,7 +88,7 @@ def test_optimize_full_rank_cache_keeps_decoding_exact(gpt2: Path, tmp_path: Pat
     for new, old in zip(decode(report.output), decode(gpt2), strict=True):
         np.testing.assert_allclose(new, old, atol=1e-4, rtol=0)
     assert report.fidelity.min_cosine >= 1 - 1e-6
-    assert any("shrinks only if R" in warning for warning in report.warnings)
+    assert any("shrinks only if R" in warning for warning in report.record.warnings)
 
 
 @pytest.mark.timing(seconds=10)
@@ -98,8 +98,9 @@ def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: 
         report = optimized(gpt2, tmp_path, R)
         assert cache_shape(report.output) == ["batch", "1", "past", str(R + H)]
         assert [step.cache_width for step in report.steps] == [R + H] * LAYERS
-        assert any(f"from 48 to {2 * (R + H)} numbers" in warning for warning in report.warnings)
-        assert not any("shrinks only" in warning for warning in report.warnings)
+        warnings = report.record.warnings
+        assert any(f"from 48 to {2 * (R + H)} numbers" in warning for warning in warnings)
+        assert not any("shrinks only" in warning for warning in warnings)
         pairs = zip(decode(report.output), expected, strict=True)
         errors.append(float(sum(np.linalg.norm(new - old) for new, old in pairs)))
     assert errors == sorted(errors, reverse=True)

@@ -37,7 +37,7 @@ def test_optimize_fuses_operators_before_a_conversion(
     assert (kinds["Attention"], kinds["Gelu"], kinds["Softmax"], kinds["Erf"]) == (2, 2, 0, 0)
     assert len(report.plan.targets(FuseAttention)) == 2
     assert {step.rewrite for step in report.steps} == {"fuse_attention", "fuse_gelu"}
-    assert report.after.macs == report.before.macs
+    assert report.record.after.macs == report.record.before.macs
     assert report.fidelity.mean_cosine > cosine - 1e-4
 
 

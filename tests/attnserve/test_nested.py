@@ -49,7 +49,7 @@ def test_optimize_calibration_of_subgraphs_warns(branches: Path, tmp_path: Path)
     report = optimize(
         branches, tmp_path / "new.onnx", collab_dk=4, mixing="dense", calib=tmp_path / "rows.npz"
     )
-    assert sum("by its weights alone" in warning for warning in report.warnings) == 2
+    assert sum("by its weights alone" in warning for warning in report.record.warnings) == 2
 
 
 def test_inspect_inlines_functions(tmp_path: Path):

@@ -117,8 +117,8 @@ def test_optimize_steps_follow_the_plan_and_add_up(optimized: Cases, case: str):
         step.block: step for step in report.steps
     }  # the last step of a layer holds its fitted error
     assert any(step.fitted_error is not None for step in last.values())
-    assert report.steps[-1].macs_after == report.after.macs
-    macs = [report.before.macs, *(step.macs_after for step in report.steps)]
+    assert report.steps[-1].macs_after == report.record.after.macs
+    macs = [report.record.before.macs, *(step.macs_after for step in report.steps)]
     assert None not in macs
     if case != "all":  # sharing alone may add MACs
         assert macs == sorted(macs, reverse=True)  # pyright: ignore
@@ -144,10 +144,11 @@ def test_optimize_all_rewrites_are_one_plan_in_one_file(optimized: Cases):
 @pytest.mark.parametrize("case", CASES)
 def test_optimize_reported_costs_equal_those_of_the_file(optimized: Cases, case: str):
     folder, report = optimized(case)
-    read = inspect(folder, batch=report.batch, sequence=report.sequence)
-    assert (read.parameters, read.total_macs) == (report.after.parameters, report.after.macs)
-    assert report.after.parameters < report.before.parameters
-    assert report.after.bytes < report.before.bytes
+    record, before, after = report.record, report.record.before, report.record.after
+    read = inspect(folder, batch=record.batch, sequence=record.sequence)
+    assert (read.parameters, read.total_macs) == (after.parameters, after.macs)
+    assert after.parameters < before.parameters
+    assert after.bytes < before.bytes
     session = open_session(folder / "model.onnx")
     for shape in ((1, 1), (3, 11), (2, 64)):  # the model accepts any shape
         feeds = {value.name: np.ones(shape, np.int64) for value in session.get_inputs()}
@@ -159,10 +160,11 @@ def test_optimize_removes_parameters_of_pruned_and_reused_heads(optimized: Cases
     removed = sum(mask.count(0) for mask in report.plan.targets(PruneHeads).values())
     assert removed == 3  # of 12
     head = 4 * 32 * 8  # W_Q, W_K, W_V and W_O; the biases are 0, one constant for all heads
-    assert report.before.parameters - report.after.parameters == removed * head
+    assert report.record.before.parameters - report.record.after.parameters == removed * head
     report = optimized("reuse").report
+    before, after = report.record.before.parameters, report.record.after.parameters
     assert [len(heads) for heads in report.plan.targets(ReuseAttention).values()] == [2]
-    assert report.before.parameters - report.after.parameters == 2 * (2 * 32 * 8) - 32  # a new bias
+    assert before - after == 2 * (2 * 32 * 8) - 32  # a new bias
 
 
 def test_optimize_json_has_the_keys_of_the_contract(optimized: Cases):
@@ -228,8 +230,8 @@ def test_optimize_second_call_continues_from_the_first(
     assert tree(first) == before
     lineage = record(tmp_path / "two")["lineage"]
     assert [entry["rewrite"] for entry in lineage] == ["prune_heads", "reuse_attention"]
-    assert report.after.macs is not None and report.before.macs is not None
-    assert report.after.macs < report.before.macs
+    assert report.record.after.macs is not None and report.record.before.macs is not None
+    assert report.record.after.macs < report.record.before.macs
     matches = inspect(tmp_path / "two").matches
     assert [block.form for block in matches.blocks] == ["standard", "reuse", "standard"]
     heads = [block.num_heads for block in inspect(first).matches.blocks]
@@ -247,7 +249,7 @@ def test_optimize_fused_export_gives_the_same_plan(
     export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)
     new = tmp_path / "new"
     report = optimize(tmp_path / "fused", new, calib=calibration, **CASES["all"])
-    assert report.steps[-1].macs_after == report.after.macs
+    assert report.steps[-1].macs_after == report.record.after.macs
     other = optimized("all").report
     masks = [list(r.plan.targets(PruneHeads).values()) for r in (report, other)]
     assert masks[0] == masks[1]
@@ -285,9 +287,9 @@ def test_optimize_mask_or_index_needs_no_data(small: Path, tmp_path: Path):
     steps = [(step.rewrite, step.heads) for step in report.steps]
     assert steps == [("prune_heads", 2), ("prune_heads", 0)]
     assert all(step.relative_error is not None for step in report.steps), "on random inputs"
-    assert report.steps[-1].macs_after == report.after.macs
+    assert report.steps[-1].macs_after == report.record.after.macs
     assert report.fidelity.data == "random inputs"
-    assert any("not calibrated" in warning for warning in report.warnings)
+    assert any("not calibrated" in warning for warning in report.record.warnings)
     assert [block.num_heads for block in inspect(tmp_path / "new.onnx").matches.blocks] == [3, 2]
 
 
@@ -387,7 +389,7 @@ def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, t
     for number, request in enumerate(requests):
         new = tmp_path / str(number) / "model.onnx"
         report = optimize(path, new, calib=arrays, **request)
-        assert report.steps[-1].macs_after == report.after.macs, request
+        assert report.steps[-1].macs_after == report.record.after.macs, request
         assert not inspect(new).matches.unmatched, request
         path = new
     assert forms(path) == ["sparse", "reuse"]
@@ -415,7 +417,7 @@ def test_optimize_reused_layer_of_an_earlier_call_is_refused(
         optimize(once, tmp_path / "b.onnx", reuse={"2": {"1": ["0", 0]}})
     report = optimize(once, tmp_path / "b.onnx", prune=0.3, calib=arrays)
     assert "attention_1" not in report.plan.targets(PruneHeads)
-    assert any("attention_1" in w and "attention_2" in w for w in report.warnings)
+    assert any("attention_1" in w and "attention_2" in w for w in report.record.warnings)
 
 
 def test_optimize_without_applicable_layer_is_refused(small: Path, arrays: Path, tmp_path: Path):

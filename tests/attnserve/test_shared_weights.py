@@ -192,8 +192,8 @@ def test_optimize_prune_removes_the_same_heads_of_all_uses(
     assert len({tuple(mask) for mask in masks.values()}) == 1
     assert sum(next(iter(masks.values()))) == H - 1
     # A third of the weights and biases; the refit may add biases of the same size.
-    assert report.after.parameters <= report.before.parameters * 2 / 3 + 2 * D
-    assert not any("larger than" in warning for warning in report.warnings)
+    assert report.record.after.parameters <= report.record.before.parameters * 2 / 3 + 2 * D
+    assert not any("larger than" in warning for warning in report.record.warnings)
 
 
 def test_optimize_prune_some_of_the_uses_is_refused(albert: Path, calibration: Path):
@@ -208,8 +208,8 @@ def test_optimize_reuse_leaves_a_shared_output_projection(
     report = optimize(albert, tmp_path / "new.onnx", reuse=edges, calib=calibration)
     (step,) = report.steps
     assert step.fitted_error is None
-    assert report.after.parameters <= report.before.parameters
-    assert any(step.block in warning and "not refitted" in warning for warning in report.warnings)
+    assert report.record.after.parameters <= report.record.before.parameters
+    assert any(step.block in each and "not refitted" in each for each in report.record.warnings)
 
 
 @pytest.mark.parametrize("wanted", [{"collab_dk": 6, "mixing": "dense"}, {"head_dk": 3}])
@@ -222,7 +222,7 @@ def test_optimize_packed_weights_of_merged_heads_leave_the_graph(
     np.savez(data, x=rng.standard_normal((40, 9, D)).astype(np.float32))
     report = optimize(folded, tmp_path / "new.onnx", calib=data, **wanted)
     assert len(report.steps) == LAYERS
-    assert report.after.parameters < report.before.parameters + LAYERS * (H + 1) * D
+    assert report.record.after.parameters < report.record.before.parameters + LAYERS * (H + 1) * D
     kept = load_model(tmp_path / "new.onnx").graph.initializers
     assert (D, 3 * H * K) not in {tuple(value.shape or ()) for value in kept.values()}
     assert report.fidelity.mean_cosine > 0.9
@@ -231,8 +231,8 @@ def test_optimize_packed_weights_of_merged_heads_leave_the_graph(
 def test_optimize_larger_result_warns(albert: Path, calibration: Path, tmp_path: Path):
     """A map in place of one of three attentions with the same weights is an additional weight."""
     report = optimize(albert, tmp_path / "new.onnx", skip=["0"], calib=calibration)
-    assert report.after.parameters > report.before.parameters
-    (warning,) = [each for each in report.warnings if "larger than the original" in each]
-    assert f"{report.after.parameters:,}" in warning
-    assert f"{report.after.bytes:,}" in warning
+    assert report.record.after.parameters > report.record.before.parameters
+    (warning,) = [each for each in report.record.warnings if "larger than the original" in each]
+    assert f"{report.record.after.parameters:,}" in warning
+    assert f"{report.record.after.bytes:,}" in warning
     assert warning in report.to_json()["warnings"]

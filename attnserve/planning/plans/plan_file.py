@@ -100,7 +100,7 @@ class PlanRecord(SearchRecord, frozen=True):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
-        layers: The decision for each block.
+        decisions: One for each block.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -109,7 +109,7 @@ class PlanRecord(SearchRecord, frozen=True):
     model: Source = Source()
     calibration: Calibration = Calibration()
     speedups: ServedSpeed | None = None
-    layers: tuple[Decision, ...] = ()
+    decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
@@ -139,8 +139,8 @@ class SavedPlan:
     @property
     def guaranteed(self) -> float | None:
         """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
-        asked = self.record.asked
-        return asked.keep if self.record.gain and asked.measure != "score" else None
+        goal = self.record.goal
+        return goal.keep if self.record.gain and goal.measure != "score" else None
 
     def require_guarantee(self, fidelity: Fidelity) -> None:
         """Check that the model of the plan keeps what its search guarantees.
@@ -181,7 +181,7 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: This version does not know the measure.
         """
-        planned = _known(self.path, self.record.asked.measure, SearchMeasure)
+        planned = _known(self.path, self.record.goal.measure, SearchMeasure)
         if planned in ("score", given):
             return given
         if given != "auto":
@@ -198,7 +198,7 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the phase.
         """
-        phase = given.phase or _known(self.path, self.record.asked.phase, Phase)
+        phase = given.phase or _known(self.path, self.record.goal.phase, Phase)
         return given.model_copy(update={"phase": phase})
 
     def context(self, context: RunContext) -> RunContext:
@@ -207,10 +207,10 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the provider.
         """
-        asked = self.record.asked
-        provider = _known(self.path, asked.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=asked.runtime)
-        return replace(context, device=device, seed=asked.seed)
+        goal = self.record.goal
+        provider = _known(self.path, goal.provider, Provider)
+        device = replace(context.device, provider=provider, runtime=goal.runtime)
+        return replace(context, device=device, seed=goal.seed)
 
     def job(
         self,

@@ -27,7 +27,6 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.report import mean_speedup
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
@@ -212,8 +211,10 @@ class Judge:
         return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
-        """The geometric mean of the speed-ups at the requested lengths."""
-        return mean_speedup(speeds, [workload.length for workload in self.job.requested])
+        """The geometric mean of the speed-ups at the requested lengths; 1 if none was timed."""
+        lengths = [workload.length for workload in self.job.requested]
+        requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
+        return float(np.exp(np.mean(np.log(requested)))) if requested else 1.0
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original; see ``time_models``.

@@ -35,12 +35,12 @@ class SearchInput:
 
     Attributes:
         checked: The workloads at which the whole model is timed.
-        asked: The request as plan.json records it.
+        goal: The goal as plan.json records it.
     """
 
     job: JobWithData
     checked: Sequence[Workload]
-    asked: GoalRecord
+    goal: GoalRecord
 
     @classmethod
     def of(cls, goal: Goal, job: JobWithData) -> SearchInput:
@@ -58,7 +58,7 @@ class SearchInput:
                 "give `provider` cuda, or another `precision`",
                 code="search.bfloat16",
             )
-        return cls(job, _workloads_to_check(job), _asked(goal, job))
+        return cls(job, _workloads_to_check(job), _goal_record(goal, job))
 
     @cached_property
     def key(self) -> str:
@@ -68,7 +68,7 @@ class SearchInput:
             artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.job.data)
         ]  # fmt: skip
         data = self.job.data.source.to_json()
-        return digest((fingerprint(artifact), data, self.asked.to_json(), served, versions()))
+        return digest((fingerprint(artifact), data, self.goal.to_json(), served, versions()))
 
 
 def _workloads_to_check(job: JobWithData) -> list[Workload]:
@@ -89,11 +89,11 @@ def _workloads_to_check(job: JobWithData) -> list[Workload]:
     return accepted
 
 
-def _asked(goal: Goal, job: JobWithData) -> GoalRecord:
-    """The request as plan.json records it."""
+def _goal_record(goal: Goal, job: JobWithData) -> GoalRecord:
+    """The goal as plan.json records it."""
     target, context = job.target, job.context
     device = context.device
-    asked = GoalRecord(
+    record = GoalRecord(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
         measure=goal.measure,
@@ -111,8 +111,8 @@ def _asked(goal: Goal, job: JobWithData) -> GoalRecord:
         seed=context.seed,
     )
     if goal.recover is not None:
-        asked = asked.model_copy(update={"recover": goal.recover})
-    return asked
+        record = record.model_copy(update={"recover": goal.recover})
+    return record
 
 
 def _accepted(

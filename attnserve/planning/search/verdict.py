@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
-from attnserve.models.measured import ShapeLatency
+from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
+from attnserve.models.recorded import present
 from attnserve.models.search_record import TrainingRounds, Verification
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, SpeedCheck
+from attnserve.planning.search.judge import SpeedCheck
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.verification import (
     Verified,
@@ -27,6 +29,11 @@ from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
 __all__ = ["SearchResult", "result_of"]
+
+ITSELF = Verification(
+    fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
+)
+"""The comparison of the original with itself, which needs no run."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +54,7 @@ def result_of(
     """
     goal, judge = front_search.goal, front_search.judge
     if not verified.meets_goal:
-        return _no_gain(front_search, verified.candidate, _missed(goal, verified), recovered)
+        return _no_gain(front_search, verified, _missed(goal, verified), recovered)
     verified = prefer_unreduced(front_search, verified)
     timed = judge.time(verified.candidate)
     if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
@@ -65,7 +72,7 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(front_search, verified.candidate, timed.refusal, recovered, timed.speeds)
+    return _no_gain(front_search, verified, timed.refusal, recovered, timed.speeds)
 
 
 def _missed(goal: Goal, verified: Verified) -> str:
@@ -98,18 +105,7 @@ def _gain(
         verdict += f" ({recovered.verdict})"
     if note:
         verdict += f"; {note}"
-    report = replace(
-        _report(front_search, candidate, verdict),
-        plan=plan,
-        gain=True,
-        fidelity=verification.fidelity,
-        share=verification.share,
-        speeds=timed.speeds,
-        choose=candidate.fidelity,
-        verifications=tuple(verified.verifications),
-        recovered=recovered,
-        served_speed=speed,
-    )
+    report = _report(front_search, verified, verdict, recovered, timed.speeds, speed, gain=True)
     return SearchResult(report, state)
 
 
@@ -134,7 +130,7 @@ def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
 
 def _no_gain(
     front_search: FrontSearch,
-    candidate: Candidate,
+    verified: Verified,
     reason: str,
     recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency] = (),
@@ -143,23 +139,52 @@ def _no_gain(
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
-    report = replace(_report(front_search, candidate, verdict), speeds=speeds, recovered=recovered)
+    report = _report(front_search, verified, verdict, recovered, speeds)
     job = front_search.judge.job
     return SearchResult(report, start(Plan(), job, job.original))
 
 
-def _report(front_search: FrontSearch, candidate: Candidate, verdict: str) -> PlanReport:
-    """The report of a search that returns the original."""
+def _report(
+    front_search: FrontSearch,
+    verified: Verified,
+    verdict: str,
+    recovered: TrainingRounds | None,
+    speeds: Sequence[ShapeLatency],
+    served_speed: ServedSpeed | None = None,
+    *,
+    gain: bool = False,
+) -> PlanReport:
+    """The report of a search, which returns the original unless it has a gain.
+
+    Args:
+        speeds: The latencies of the candidate at all checked lengths; none if it was not timed.
+        served_speed: What fusion, precision and removal gave.
+    """
     front, judge = front_search.front, front_search.judge
-    artifact, data = judge.job.artifact, judge.job.data
-    return PlanReport(
+    artifact, candidate = judge.job.artifact, verified.candidate
+    plan = candidate.plan if gain else Plan()
+    verification = verified.verifications[-1] if gain else ITSELF
+    fidelity = verification.fidelity
+    record = PlanRecord(
+        format=FORMAT,
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=data.source,
-        asked=judge.search_input.asked,
+        calibration=judge.job.data.source,
+        goal=judge.search_input.goal,
         verdict=verdict,
-        layers=explain(front, candidate.choice),
-        front=front_points(front, judge.measured),
-        latency_ms=front.timing.to_json(),
-        versions=versions(),
+        gain=gain,
+        fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
+        qualities=fidelity.qualities,
+        chosen_by=candidate.fidelity.quality if gain else None,
+        verifications=tuple(verified.verifications) if gain else (),
+        speedup=judge.requested_speedup(speeds),
+        speeds=tuple(speeds),
+        speedups=served_speed,
+        decisions=tuple(explain(front, candidate.choice)),
+        plan=plan.to_json(),
+        front=tuple(front_points(front, judge.measured)),
+        latency_ms=tuple(front.timing.to_json()),
         machine=front.timing.table.setting,
+        versions=versions(),
+        **present(recovered=recovered),
     )
+    return PlanReport(record, plan, fidelity)

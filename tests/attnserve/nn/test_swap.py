@@ -336,7 +336,7 @@ def test_trained_model_is_grouped_voted_and_recovered(tmp_path: Path):
     report = attnserve.recover(
         pruned, tmp_path / "out.onnx", teacher=teacher, data=tmp_path / "ids.npz", minutes=0.05
     )
-    assert report.gain
+    assert report.record.gain
 
 
 def fixed(layers: Sequence[TrainedAttention]) -> list[FixedHeadAttention]:

@@ -194,16 +194,16 @@ def test_optimize_auto_mixing_is_decided_by_time(
     """R = 12 of 32; if every form is slower than the fused original, the report says so."""
     timed += times
     report = optimize(tiny, tmp_path / "new", collab_dk=12, calib=sentences)
-    assert report.mixing is not None
-    assert {each.mixing for each in report.mixing.mixings} >= {"dense", "own"}
-    dense, *others = report.mixing.mixings
+    assert report.record.mixing is not None
+    assert {each.mixing for each in report.record.mixing.mixings} >= {"dense", "own"}
+    dense, *others = report.record.mixing.mixings
     assert dense.error is not None
     assert all(form.error is None or form.error <= 1.02 * dense.error for form in others)
     blocks = inspect(tmp_path / "new").matches.blocks
     if forms is not None:
         assert [block.form for block in blocks] == [forms] * 2
     told = report.to_json()["mixing"]
-    assert told["chosen"] == report.mixing.chosen
+    assert told["chosen"] == report.record.mixing.chosen
     slow = forms is None
     assert (max(form["slowest"]["value"] for form in told["forms"]) < 1) == slow
 
@@ -211,7 +211,7 @@ def test_optimize_auto_mixing_is_decided_by_time(
 def test_optimize_auto_mixing_of_full_rank_is_dense(tiny: Path, tmp_path: Path):
     """It is exact; nothing else is built or timed."""
     report = optimize(tiny, tmp_path / "new", collab_dk=32)
-    assert report.mixing is None and report.fidelity.mean_cosine > 1 - 1e-6
+    assert report.record.mixing is None and report.fidelity.mean_cosine > 1 - 1e-6
     blocks = inspect(tmp_path / "new").matches.blocks
     assert [(block.form, block.head_size) for block in blocks] == [("collaborative", 32)] * 2
 

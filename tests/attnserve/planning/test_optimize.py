@@ -133,7 +133,7 @@ def test_optimize_short_calibration_texts_are_warned_of(
             sequence=sequence,
             dry_run=True,
         )
-        return any("texts of the length to be served" in warning for warning in report.warnings)
+        return any("texts of the length to be served" in each for each in report.record.warnings)
 
     assert is_warned(least) and not is_warned(least - 1)
 
@@ -272,7 +272,7 @@ def test_optimize_reports_the_quality_and_its_data(
     assert keys <= content["quality"].keys()
     assert content["quality"]["measure"] == "similarity"
     assert content["quality"]["split"] == split
-    (other,) = report.also_verified
+    (other,) = report.record.also_verified
     assert other.data == "sentences.txt" and other.quality is not None
     assert other.quality.rows == 60 and other.quality.split == "data"
     assert content["also_proved"][0]["quality"]["value"] < 1
@@ -280,8 +280,8 @@ def test_optimize_reports_the_quality_and_its_data(
 
 def test_optimize_costs_equal_inspection_of_the_files(tiny: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", collab_dk=16, batch=2, sequence=10, mixing="dense")
-    assert (report.batch, report.sequence) == (2, 10)
-    for path, cost in ((tiny, report.before), (tmp_path / "new", report.after)):
+    assert (report.record.batch, report.record.sequence) == (2, 10)
+    for path, cost in ((tiny, report.record.before), (tmp_path / "new", report.record.after)):
         read = inspect(path, batch=2, sequence=10)
         assert (read.parameters, read.total_macs) == (cost.parameters, cost.macs)
     even = report.break_even_sequence
@@ -449,7 +449,7 @@ def test_optimize_unfit_data_writes_nothing(tiny: Path, tmp_path: Path):
 
 
 def warnings(report: OptimizeReport) -> str:
-    return "\n".join(report.warnings)
+    return "\n".join(report.record.warnings)
 
 
 def test_optimize_break_even_warning_depends_on_length(tiny: Path, tmp_path: Path):
@@ -461,10 +461,10 @@ def test_optimize_break_even_warning_depends_on_length(tiny: Path, tmp_path: Pat
     even = at(1).break_even_sequence
     assert even is not None and 1 < even <= 64
     report = at(even - 1)
-    assert report.after.macs <= report.before.macs
+    assert report.record.after.macs <= report.record.before.macs
     assert f"from {even} tokens on this model needs more MACs" in warnings(report)
     report = at(even)
-    assert report.after.macs > report.before.macs
+    assert report.record.after.macs > report.record.before.macs
     assert f"at {even} tokens this model needs more MACs" in warnings(report)
     assert f"fewer only below {even} tokens" in warnings(report)
 
@@ -606,7 +606,7 @@ def test_optimize_low_quality_is_warned_of(
     fidelity = fidelity_of(quality_of("r2", value))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
-    assert any("0.899 (held out of text.txt)" in each for each in report.warnings) is warned
+    assert any("0.899 (held out of text.txt)" in each for each in report.record.warnings) is warned
 
 
 @pytest.mark.parametrize("split", ["prove", "held out"])
@@ -616,7 +616,7 @@ def test_optimize_few_held_out_texts_are_warned_of(
     fidelity = fidelity_of(quality_of("r2", 0.99, rows=6, lengths="up to 29 tokens", split=split))
     monkeypatch.setattr("attnserve.planning.optimize.compare", lambda *_, **__: fidelity)
     report = optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", dry_run=True)
-    assert any("210 different rows of up to 29 tokens" in each for each in report.warnings)
+    assert any("210 different rows of up to 29 tokens" in each for each in report.record.warnings)
 
 
 def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
@@ -634,7 +634,7 @@ def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
         original, tmp_path / "new.onnx", strip_cache=True, prune=0.5, calib=tmp_path / "ids.npz"
     )
     assert [each.name for each in report.plan.passes] == ["strip_cache"]
-    assert len([line for line in report.warnings if "`strip_cache` alone" in line]) == 1
+    assert len([line for line in report.record.warnings if "`strip_cache` alone" in line]) == 1
 
 
 def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
@@ -642,11 +642,12 @@ def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
     original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
     new = tmp_path / "new.onnx"
     report = optimize(original, new, strip_cache=True)
-    assert (report.fidelity.min_cosine, report.after.parameters) == (1, report.before.parameters)
+    assert report.fidelity.min_cosine == 1
+    assert report.record.after.parameters == report.record.before.parameters
     assert [output.name for output in report.fidelity.outputs] == ["last_hidden_state"]
     inputs = [value.name for value in load_model(new).graph.inputs]
     assert inputs == ["input_ids", "attention_mask"]
     assert verify(original, new).outputs[0].max_abs_error == 0
     masks = {block.name: [1, 0, 1] for block in read_attention(load_model(new)).blocks}
     pruned = optimize(new, tmp_path / "pruned.onnx", prune_heads=masks)
-    assert pruned.after.parameters < report.after.parameters
+    assert pruned.record.after.parameters < report.record.after.parameters

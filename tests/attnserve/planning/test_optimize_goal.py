@@ -48,8 +48,8 @@ def test_optimize_keep_writes_report_and_lineage(
 ):
     report = optimized(keep=0.95, allow=["ffn"], sequence=(8, 32))
     assert report.fidelity.mean_cosine >= 0.95
-    assert report.after.parameters < report.before.parameters
-    assert report.steps[-1].macs_after == report.after.macs
+    assert report.record.after.parameters < report.record.before.parameters
+    assert report.steps[-1].macs_after == report.record.after.macs
     record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
     entry = record["lineage"][-1]
     assert entry["search"]["verdict"] == report.search.verdict
@@ -64,7 +64,7 @@ def test_optimize_int8_is_part_of_the_loss(optimized: Optimizer, tmp_path: Path)
     assert report.fidelity.mean_cosine >= 0.9
     # The blocks of this tiny model may be slower in int8, and then stay float32.
     in_float = len(report.plan.float_blocks)
-    assert report.after.bytes < (0.8 if in_float else 0.6) * report.before.bytes
+    assert report.record.after.bytes < (0.8 if in_float else 0.6) * report.record.before.bytes
     kinds = {node.op_type for node in load_model(tmp_path / "out.onnx").graph}
     assert kinds & {"MatMulIntegerToFloat", "QAttention"} or in_float == 4
     assert "DequantizeLinear" in kinds  # of the table of embeddings
@@ -78,14 +78,15 @@ def test_optimize_precision_that_loses_too_much_fails(optimized: Optimizer, tmp_
 
 def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tmp_path: Path):
     report = attnserve.optimize(model, tmp_path / "out.onnx", precision="int8", calib=sentences)
-    assert report.after.bytes < 0.6 * report.before.bytes
+    before, after = report.record.before, report.record.after
+    assert after.bytes < 0.6 * before.bytes
     # Layers of a new model share biases of zeros, which fusion gives other values.
-    assert report.after.parameters == pytest.approx(report.before.parameters, rel=0.01)
+    assert after.parameters == pytest.approx(before.parameters, rel=0.01)
     assert report.fidelity.mean_cosine > 0.9
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
     assert entry["plan"]["precision"] == "int8"
-    assert entry["int8_weight_bits"] == report.int8_weight_bits == 7
-    assert entry["int8_activations"] == report.int8_activations == "static"
+    assert entry["int8_weight_bits"] == report.record.int8_weight_bits == 7
+    assert entry["int8_activations"] == report.record.int8_activations == "static"
 
 
 def test_optimize_int8_full_records_8_bits(

@@ -187,8 +187,8 @@ def test_optimize_reports_the_served_speedup(tiny: Path, sentences: Path, tmp_pa
     """Also in the record; nothing is removed by a conversion alone."""
     report = optimize(tiny, tmp_path / "new", precision="int8", calib=sentences)
     told = report.to_json()
-    assert report.speed is not None
-    assert told["served_speedup"] == report.speed.served.value > 0
+    assert report.record.speedups is not None
+    assert told["served_speedup"] == report.record.speedups.served.value > 0
     assert told["speedups"]["removal"] is None
     assert set(told["speedups"]["precision"]) == {"value", "ci95"}
     assert len(told["speedups"]["shapes"]) == len(told["speedups"]["served_by_shape"]) > 0

@@ -108,7 +108,7 @@ def test_recover_pruned_bert_raises_quality_on_unseen_rows(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES,
         progress=lambda *stage: stages.append(stage),
     )  # fmt: skip
-    assert report.gain
+    assert report.record.gain
     assert dtypes == {half} - {None}
     assert report.before.quality is not None and report.after.quality is not None
     assert report.after.quality.split == "prove"
@@ -140,10 +140,10 @@ def test_recover_without_time_returns_an_equal_model(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path
 ):
     report = attnserve.recover(pruned, tmp_path / "o.onnx", teacher=tiny, data=texts, minutes=0)
-    assert not report.gain and report.training.steps == 0
+    assert not report.record.gain and report.training.steps == 0
     assert report.after == report.before
-    assert "no gain" in report.verdict
-    assert len(report.warnings) == 1  # no gain
+    assert "no gain" in report.record.verdict
+    assert len(report.record.warnings) == 1  # no gain
     assert attnserve.verify(pruned, tmp_path / "o.onnx", data=texts).mean_cosine == 1.0
 
 
@@ -156,10 +156,10 @@ def test_int8_recover_raises_quality_of_the_served_model_on_unseen_rows(
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
     )
-    assert report.gain
+    assert report.record.gain
     assert report.before.quality is not None and report.after.quality is not None
     assert report.after.quality.also["r2"] > report.before.quality.also["r2"] + 0.05
-    assert (report.int8_weight_bits, report.int8_activations) == (7, "static")
+    assert (report.record.int8_weight_bits, report.record.int8_activations) == (7, "static")
     written = load_model(open_artifact(tmp_path / "out"))
     assert "int8" in precision_of(written)
     last = record(tmp_path / "out")["lineage"][-1]
@@ -181,7 +181,7 @@ def test_int8_recover_of_the_original_itself_lowers_the_rounding_errors(
     report = attnserve.recover(
         tiny, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
     )
-    assert report.gain
+    assert report.record.gain
     assert report.training.loss < 0.95 * report.training.first_loss
     assert report.training.learning_rate < training.LEARNING_RATE / 2
 
@@ -192,7 +192,7 @@ def test_int8_recover_without_gain_returns_the_plain_conversion(
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0, int8=True
     )
-    assert not report.gain and report.int8_weight_bits == 7
+    assert not report.record.gain and report.record.int8_weight_bits == 7
     plain = attnserve.optimize(pruned, tmp_path / "plain", precision="int8", calib=texts)
     assert attnserve.verify(plain.output, tmp_path / "out", data=texts).mean_cosine == 1.0
 
@@ -249,7 +249,7 @@ def test_failed_training_never_returns_worse_weights(
         assert not (tmp_path / "out").exists()
         return
     report = call()
-    assert not report.gain and report.after == report.before
+    assert not report.record.gain and report.after == report.before
     cosine = attnserve.verify(pruned, tmp_path / "out", data=texts).mean_cosine
     assert cosine > 0.99 if int8 else cosine == 1.0
 
@@ -271,7 +271,7 @@ def test_interrupted_training_continues_from_its_checkpoint(
         )
     assert not output.exists()
     report = attnserve.recover(pruned, output, teacher=tiny, data=texts, minutes=0)
-    assert report.gain and report.training.steps > 10
+    assert report.record.gain and report.training.steps > 10
     # The checkpoint is used up.
     report = attnserve.recover(pruned, output, teacher=tiny, data=texts, minutes=0, force=True)
     assert report.training.steps == 0
@@ -291,7 +291,7 @@ def test_recover_learns_logits_of_answer_positions(
         tmp_path / "pruned", tmp_path / "out", teacher=model, data=texts, minutes=MINUTES / 2
     )
     assert report.after.quality is not None and report.after.quality.output.endswith("_logits")
-    assert report.gain
+    assert report.record.gain
 
 
 @pytest.mark.timing(seconds=20)
@@ -310,7 +310,7 @@ def test_recover_decoder_learns_its_logits(
     )
     assert report.before.quality is not None and report.after.quality is not None
     assert report.after.quality.measure == "top1"
-    assert report.gain and report.training.states == 5
+    assert report.record.gain and report.training.states == 5
     before, after = (1 - q.also["kl"] for q in (report.before.quality, report.after.quality))
     assert after < 0.8 * before
 
@@ -475,7 +475,7 @@ def test_training_that_makes_weights_worse_starts_again_more_slowly(
     monkeypatch.setattr(training, "LEARNING_RATE", 0.3)
     monkeypatch.setattr(training, "SLOWER", 100.0)
     report = attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES)
-    assert report.training.restarts == 1 and report.gain
+    assert report.training.restarts == 1 and report.record.gain
     losses = [loss for _, _, loss in report.training.history]
     assert min(losses[:2]) > report.training.first_loss > report.training.loss == min(losses)
 

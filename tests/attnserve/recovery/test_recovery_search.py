@@ -109,9 +109,9 @@ def test_search_with_training_finds_a_faster_model(
     assert recovered.gain and 1 <= len(recovered.rounds) <= recovery_search.ROUNDS
     assert plain.search is not None and found.speedup > 1.01 * plain.search.speedup
     # The promise of the search, on data to choose and on data that nothing has seen.
-    assert found.choose.quality.losses.bounded <= 1 - KEEP
+    assert found.chosen_by.losses.bounded <= 1 - KEEP
     assert found.verifications[-1].loss <= 1 - KEEP
-    assert found.fidelity.quality.split == "prove"
+    assert found.quality.split == "prove"
     kept = [one for one in recovered.rounds if one.keeps]
     assert kept and all(one.steps and one.loss < one.built_loss for one in kept)
     assert max(one.built_loss for one in kept) > 1 - KEEP  # too much without training
@@ -133,7 +133,7 @@ def test_training_that_fails_returns_the_model_of_the_plain_search(
     report = optimized(recover=MINUTES / 8)
     assert report.search.gain and not report.search.recovered.gain
     assert "not finite" in report.search.recovered.verdict
-    assert any(warning.startswith("no gain by training") for warning in report.warnings)
+    assert any(warning.startswith("no gain by training") for warning in report.record.warnings)
     assert report.plan.to_json() == plain.plan.to_json()
     assert report.fidelity == plain.fidelity
     same = attnserve.verify(plain.output, tmp_path / "out")

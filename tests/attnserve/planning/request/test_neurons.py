@@ -287,11 +287,12 @@ def test_optimize_ffn_removes_neurons_and_their_cost(
         size = left[block.name]
         assert (block.matrix().shape, block.second_matrix().shape) == ((32, size), (size, 32))
     # W_1 and W_2; one zero bias that both layers share may become two biases.
-    fewer = report.before.parameters - report.after.parameters
+    fewer = report.record.before.parameters - report.record.after.parameters
     assert 0 <= removed * (2 * 32 + 1) - fewer <= 2 * (F + 32)
-    assert report.before.macs is not None and report.after.macs is not None
-    assert report.before.macs - report.after.macs == removed * 2 * 32 * report.sequence
-    assert report.steps[-1].macs_after == report.after.macs
+    before, after = report.record.before.macs, report.record.after.macs
+    assert before is not None and after is not None
+    assert before - after == removed * 2 * 32 * report.record.sequence
+    assert report.steps[-1].macs_after == after
     assert len(inspect(tmp_path / "new").matches.blocks) == 2
 
 
@@ -333,7 +334,7 @@ def test_optimize_ffn_combines_with_other_rewrites(
 
 def test_optimize_ffn_small_share_warns(tiny: Path, sentences: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", ffn=0.01, prune=0.25, calib=sentences, dry_run=True)
-    assert any("`ffn` 0.01" in w for w in report.warnings)
+    assert any("`ffn` 0.01" in w for w in report.record.warnings)
 
 
 @pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan")])
@@ -354,4 +355,4 @@ def test_optimize_ffn_with_layers_needs_prune(tiny: Path, sentences: Path, tmp_p
     assert not any(tmp_path.iterdir())
     options: dict[str, Any] = {"ffn": 0.25, "prune": 0.5, "layers": ["1"], "calib": sentences}
     report = optimize(tiny, tmp_path / "new", **options, dry_run=True)
-    assert any("ffn" in warning and "any layer" in warning for warning in report.warnings)
+    assert any("ffn" in warning and "any layer" in warning for warning in report.record.warnings)

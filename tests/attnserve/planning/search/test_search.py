@@ -23,7 +23,7 @@ from attnserve.models.measured import ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Lengths
 from attnserve.planning.search import search
-from attnserve.planning.search.judge import Judge
+from attnserve.planning.search.judge import Candidate, Judge
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,
@@ -50,7 +50,7 @@ def test_search_truncates_queries_and_keys(
 ):
     monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
     report = planned(keep=0.9)
-    cut = [decision for decision in report.layers if decision.head_size is not None]
+    cut = [decision for decision in report.record.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
     assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
     shared = report.plan.targets(Collaborate)
@@ -59,36 +59,38 @@ def test_search_truncates_queries_and_keys(
     assert replays()
     again = {row.block.name: row.block.head_size
              for row in attnserve.inspect(tmp_path / "a.onnx").matches.certified}  # fmt: skip
-    assert again == {d.block: d.head_size or 8 for d in report.layers if d.kind == "attention"}
+    assert again == {
+        d.block: d.head_size or 8 for d in report.record.decisions if d.kind == "attention"
+    }
 
 
 @pytest.mark.timing
 def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Planner):
     found = {keep: planned(f"{keep}.json", keep=keep, allow=["ffn"]) for keep in (0.99, 0.9, 0.4)}
     for keep, report in found.items():
-        quality = report.fidelity.quality
-        assert report.gain and quality is not None
+        record, quality = report.record, report.fidelity.quality
+        assert record.gain and quality is not None
         # The third choice, if proofs fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("prove", "held out")
-        assert quality.losses.measured <= 1 - keep and report.choose is not None
-        assert (
-            report.choose.quality is not None and report.choose.quality.losses.bounded <= 1 - keep
-        )
-    speeds = [report.speedup for report in found.values()]
+        assert quality.losses.measured <= 1 - keep
+        assert record.chosen_by is not None and record.chosen_by.losses.bounded <= 1 - keep
+    speeds = [report.record.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
-    assert found[0.4].verifications[-1].loss > 0.1  # a larger allowance is used
-    for decisions in (report.layers for report in found.values()):  # every block is explained
+    assert found[0.4].record.verifications[-1].loss > 0.1  # a larger allowance is used
+    for report in found.values():  # every block is explained
+        decisions = report.record.decisions
         assert len(decisions) == 4 and all(decision.why for decision in decisions)
         assert all(decision.ms_after <= decision.ms_before for decision in decisions)
-    assert any("others cannot reproduce" in decision.why for decision in found[0.9].layers)
+    decisions = found[0.9].record.decisions
+    assert any("others cannot reproduce" in decision.why for decision in decisions)
 
 
 @pytest.mark.timing
 def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
-    assert report.gain and not report.plan.lossy_blocks
+    assert report.record.gain and not report.plan.lossy_blocks
     assert report.fidelity.mean_cosine > 1 - 1e-5
-    assert {d.operator for d in report.layers} == {"attention", "gelu"}
+    assert {d.operator for d in report.record.decisions} == {"attention", "gelu"}
 
 
 @pytest.mark.timing
@@ -102,11 +104,11 @@ def test_search_removes_unimportant_attention(
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
-    decision = next(d for d in report.layers if d.block == last.name)
+    decision = next(d for d in report.record.decisions if d.block == last.name)
     assert (decision.kept, decision.operator) == (0, "skip")
     assert report.plan.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
-    assert report.gain and report.fidelity.mean_cosine >= 0.999
+    assert report.record.gain and report.fidelity.mean_cosine >= 0.999
     assert replays()
     left = attnserve.inspect(tmp_path / "a.onnx").matches
     assert last.name not in {row.block.name for row in left.certified}
@@ -126,13 +128,13 @@ def test_search_reuses_probabilities_without_fused_operators(
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.blocks.configurations.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
-    source, reader = (d for d in report.layers if d.kind == "attention")
+    source, reader = (d for d in report.record.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
     assert f"the probabilities of {source.block}" in reader.why
     edges = report.plan.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
-    assert report.gain and report.verifications[-1].loss <= 0.05
+    assert report.record.gain and report.record.verifications[-1].loss <= 0.05
     assert replays()
 
 
@@ -147,7 +149,7 @@ def test_search_raises_the_opset_for_a_newer_operator(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     assert load_model(open_artifact(model)).opset_imports[""] < 23
     found = optimized("a.onnx", keep=0.95)
-    fused = [d.block for d in found.search.layers if d.operator == "onnx"]
+    fused = [d.block for d in found.search.decisions if d.operator == "onnx"]
     written = load_model(open_artifact(tmp_path / "a.onnx"))
     assert written.opset_imports[""] == 23
     assert [n.op_type for n in written.graph].count("Attention") == len(fused) > 0
@@ -165,14 +167,14 @@ def test_search_without_newer_opset_uses_older_operators(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     monkeypatch.setattr(search, "raise_opset", refuse)
     report = planned(keep=1.0)
-    assert {d.operator for d in report.layers if d.kind == "attention"} == {"attention"}
+    assert {d.operator for d in report.record.decisions if d.kind == "attention"} == {"attention"}
 
 
 @pytest.mark.timing(seconds=5)
 def test_search_without_ffn_keeps_neurons(planned: Planner):
     report = planned(keep=0.96, measure="cosine")
     assert report.plan.lossy_blocks and not report.plan.targets(PruneNeurons)
-    kinds = {d.kind: d for d in report.layers}
+    kinds = {d.kind: d for d in report.record.decisions}
     assert "`allow`" in kinds["feed_forward"].why
 
 
@@ -185,7 +187,7 @@ def test_goal_that_a_constant_predictor_reaches_is_refused(planned: Planner):
 def test_search_lower_target_speedup_loses_less(planned: Planner):
     found = [planned(f"{speed}.json", target_speedup=speed, allow=["ffn"]) for speed in (1.2, 1.6)]
     for wanted, report in zip((1.2, 1.6), found, strict=True):
-        assert wanted <= report.speedup < 1.25 * wanted
+        assert wanted <= report.record.speedup < 1.25 * wanted
     assert found[0].fidelity.mean_cosine > found[1].fidelity.mean_cosine
 
 
@@ -211,10 +213,10 @@ def test_search_without_gain_returns_the_original(
     assert report.search is not None and not report.search.gain
     assert report.search.verdict.startswith("no gain: ")
     assert "0.91x" in report.search.verdict and "64 tokens" in report.search.verdict
-    assert any(warning.startswith("no gain") for warning in report.warnings)
+    assert any(warning.startswith("no gain") for warning in report.record.warnings)
     same = verify(model, tmp_path / "out.onnx")
     assert same.outputs[0].max_abs_error == 0
-    assert report.after.parameters == report.before.parameters
+    assert report.record.after.parameters == report.record.before.parameters
 
 
 @pytest.mark.timing
@@ -223,12 +225,13 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
 ):
     rows = pairs(tmp_path / "pairs.tsv", sentences)
     report = planned(keep=0.6, eval_data=rows, task="sts", measure="score", allow=["ffn"])
-    share = report.share
+    share = report.record.fidelity.share
     assert share is not None and share.value >= 0.6
     assert share.losses.bounded >= share.losses.measured == 1 - share.value
     assert report.fidelity.quality is not None, "also reported if it is no condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
-    assert both.speedup <= report.speedup and both.verifications[-1].loss <= 0.4
+    assert both.record.speedup <= report.record.speedup
+    assert both.record.verifications[-1].loss <= 0.4
 
 
 @pytest.mark.timing
@@ -246,7 +249,7 @@ def test_search_keeps_a_retrieval_score_of_a_folder(
     for name, rows in files.items():
         (data / f"{name}.tsv").write_text("\n".join(rows), encoding="utf-8")
     report = planned(keep=0.5, eval_data=data, task="retrieval", measure="score", allow=["ffn"])
-    assert report.share is not None and report.share.value >= 0.5
+    assert report.record.fidelity.share is not None and report.record.fidelity.share.value >= 0.5
 
 
 @pytest.mark.timing(seconds=10)
@@ -283,22 +286,32 @@ def test_search_without_a_measurable_output_is_refused(
 
 @pytest.mark.timing
 def test_search_of_several_files_proves_each_of_them(
-    planned: Planner, optimized: Optimizer, sentences: Path, tmp_path: Path
+    planned: Planner,
+    optimized: Optimizer,
+    sentences: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    timed: list[Candidate] = []
+    time = Judge.time
+    monkeypatch.setattr(
+        Judge, "time", lambda judge, candidate: timed.append(candidate) or time(judge, candidate)
+    )
     other = tmp_path / "other.txt"
     subjects, verbs = ("dog", "cat", "man", "child"), ("is", "was", "and", "on", "with")
     lines = [f"{a} {b} {c}" for a in subjects for b in verbs for c in ("good", "bad", "happy")]
     other.write_text("\n".join(lines))
     both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
     report = planned(**both)
-    assert report.gain
-    for fidelity in (report.fidelity, report.choose):
-        assert fidelity is not None and fidelity.quality is not None
+    assert report.record.gain
+    assert report.record.chosen_by == timed[-1].fidelity.quality
+    for fidelity in (report.fidelity, timed[-1].fidelity):
+        assert fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
         losses = [quality.losses.bounded for quality in fidelity.qualities]
         assert fidelity.quality.losses.bounded == max(losses)
     losses = [quality.losses.measured for quality in report.fidelity.qualities]
-    assert report.verifications[-1].loss == max(losses) <= 0.03
+    assert report.record.verifications[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
     assert content["weights"] == [1, 2]
@@ -329,9 +342,9 @@ def test_search_range_is_timed_at_both_ends_and_between(
     planned: Planner, replays: Callable[[], bool], tmp_path: Path
 ):
     report = planned(sequence=(4, 64))
-    assert report.asked.sequences == (4, 16, 64)
-    assert {4, 16, 64} <= {speed.sequence for speed in report.speeds}
-    assert report.calibration.joined_rows
+    assert report.record.goal.sequences == (4, 16, 64)
+    assert {4, 16, 64} <= {speed.sequence for speed in report.record.speeds}
+    assert report.record.calibration.joined_rows
     assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
     assert replays()
 
@@ -343,7 +356,7 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     report = planned(sequence=None)
     graph = load_model(model / "model.onnx")
     lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
-    low, *_, high = report.asked.sequences
+    low, *_, high = report.record.goal.sequences
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
@@ -356,6 +369,5 @@ def test_search_scalar_output_is_measured_by_r2(
     report = attnserve.plan(
         tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.9, threads=1
     )
-    assert report.verifications[-1].fidelity.quality is not None
-    assert report.verifications[-1].fidelity.quality.measure == "r2"
-    assert report.verifications[-1].loss <= 0.1
+    assert report.fidelity.quality is not None and report.fidelity.quality.measure == "r2"
+    assert report.record.verifications[-1].loss <= 0.1
