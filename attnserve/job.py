@@ -185,9 +185,14 @@ class JobWithData(Job):
         # With `measure` score, the lengths are those of the task's data.
         joined = None if goal.measure == "score" else target.sequence
         job = Job.read(
-            artifact, original, options, target,
-            measure=goal.measure, joined=joined, context=context,
-        ).with_data  # fmt: skip
+            artifact,
+            original,
+            options,
+            target,
+            measure=goal.measure,
+            joined=joined,
+            context=context,
+        ).with_data
         require_rows(
             job.data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
         )
@@ -215,9 +220,14 @@ class JobWithData(Job):
         source = self.data.source.file
         meter = self.meter(data=self.data, split=split)
         return compare(
-            self.original, model, batches, source,
-            meter=meter, context=self.context, open_new=open_new,
-        )  # fmt: skip
+            self.original,
+            model,
+            batches,
+            source,
+            meter=meter,
+            context=self.context,
+            open_new=open_new,
+        )
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:

@@ -162,9 +162,14 @@ def hide_folders(text: str, served: Path) -> str:
 def _folders(served: Path) -> re.Pattern[str]:
     folder = served.parent if served.suffix == ".onnx" else served
     folders = {
-        folder.absolute(), folder.resolve(), Path(tempfile.gettempdir()),
-        Path(__file__).parents[1], Path(sys.prefix), Path(sys.base_prefix), cache_folder(),
-    }  # fmt: skip
+        folder.absolute(),
+        folder.resolve(),
+        Path(tempfile.gettempdir()),
+        Path(__file__).parents[1],
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        cache_folder(),
+    }
     longest_first = sorted((str(path) for path in folders if path.name), key=len, reverse=True)
     names = "|".join(map(re.escape, longest_first))
     return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")

@@ -184,9 +184,14 @@ class Metrics(Collector):
     def statistics(self) -> dict[Version, Series]:
         """The exact series of each version; reading them takes milliseconds per version."""
         counters = (
-            self.counts, self.nanoseconds, self.sizes, self.size_ns, self.last_inference,
-            self.gpu_peak, self.out_of_calibration,
-        )  # fmt: skip
+            self.counts,
+            self.nanoseconds,
+            self.sizes,
+            self.size_ns,
+            self.last_inference,
+            self.gpu_peak,
+            self.out_of_calibration,
+        )
         families = (
             (family for series in counters for family in series.collect())
             if self._folder is None

@@ -322,9 +322,11 @@ def _measure_decoding(
                     samplers[index] = sample
         if samplers:
             times = BENCHMARK.measure(
-                list(samplers.values()), SHAPE_SECONDS / 2,
-                rounds=rounds, progress=partial(report, number),
-            )  # fmt: skip
+                list(samplers.values()),
+                SHAPE_SECONDS / 2,
+                rounds=rounds,
+                progress=partial(report, number),
+            )
             rows = zip(samplers, np.median(times, axis=1).tolist(), strict=True)
             medians_ms |= {(phase, index): median for index, median in rows}
     return [

@@ -68,10 +68,16 @@ def evaluate(
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
     session = open_session(artifact.model, run.device)
     return score_session(
-        session, artifact, task=task, data=Path(data), pooling=pooling, max_length=max_length,
-        tokenizer=as_path(tokenizer), batch_size=batch_size,
+        session,
+        artifact,
+        task=task,
+        data=Path(data),
+        pooling=pooling,
+        max_length=max_length,
+        tokenizer=as_path(tokenizer),
+        batch_size=batch_size,
         context=run.context(progress or ignore_progress),
-    )  # fmt: skip
+    )
 
 
 def score_session(

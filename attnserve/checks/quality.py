@@ -210,8 +210,10 @@ class QualityMeter:
         if edge is None or array is None:
             return [_Texts(name, "", np.arange(rows))]
         counts = token_mask(batch, array.shape[:2]).sum(axis=1)
-        kinds = ((f"up to {edge} tokens", counts <= edge),
-                 (f"more than {edge} tokens", counts > edge))  # fmt: skip
+        kinds = (
+            (f"up to {edge} tokens", counts <= edge),
+            (f"more than {edge} tokens", counts > edge),
+        )
         return [
             _Texts(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()
         ]

@@ -79,10 +79,16 @@ class OpenModel:
     def embed(self, texts: Sequence[str], normalize: bool) -> Float[np.ndarray, "N D"]:
         """The embeddings of texts with their prompts, in float64."""
         vectors = embed_texts(
-            self.session, self.encoder, texts, pooling=self.pooling, normalize=normalize,
-            dimensions=self.artifact.dimensions, batch_size=self.batch_size,
-            output=self.artifact.output, progress=self.progress,
-        )  # fmt: skip
+            self.session,
+            self.encoder,
+            texts,
+            pooling=self.pooling,
+            normalize=normalize,
+            dimensions=self.artifact.dimensions,
+            batch_size=self.batch_size,
+            output=self.artifact.output,
+            progress=self.progress,
+        )
         return vectors.astype(np.float64)
 
     def logits(
@@ -90,9 +96,13 @@ class OpenModel:
     ) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(indices, finite logits, mask) of batches; ``axes`` describes the logits to a reader."""
         runs = run_texts(
-            self.session, self.encoder, encodings, batch_size=self.batch_size, output=self.output,
+            self.session,
+            self.encoder,
+            encodings,
+            batch_size=self.batch_size,
+            output=self.output,
             progress=self.progress,
-        )  # fmt: skip
+        )
         for indices, logits, mask in runs:
             check_logits(logits, axes)
             yield indices, logits, mask
@@ -337,10 +347,14 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
             code="evaluate.no_entities",
         )
     return RatioScore.of(
-        "token-classification", "f1", 2 * right, expected + predicted, run.context.seed,
+        "token-classification",
+        "f1",
+        2 * right,
+        expected + predicted,
+        run.context.seed,
         precision=float(right.sum() / max(predicted.sum(), 1)),
         recall=float(right.sum() / expected.sum()),
-    )  # fmt: skip
+    )
 
 
 def _entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:

@@ -164,9 +164,14 @@ def verify(
         )
     with progress_bars(show) as progress:
         report = attnserve.verify(
-            original, new, data=data, measure=measure, tokenizer=tokenizer, run=run,
+            original,
+            new,
+            data=data,
+            measure=measure,
+            tokenizer=tokenizer,
+            run=run,
             progress=progress,
-        )  # fmt: skip
+        )
     if show.json_:
         print_json(report.to_json())
     else:

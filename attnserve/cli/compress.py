@@ -76,9 +76,17 @@ def optimize(
     """
     with progress_bars(show) as progress:
         report = attnserve.optimize(
-            model, output, goal=goal, rewrites=rewrites, data=data, write=write, target=target,
-            run=run, plan=plan, progress=progress,
-        )  # fmt: skip
+            model,
+            output,
+            goal=goal,
+            rewrites=rewrites,
+            data=data,
+            write=write,
+            target=target,
+            run=run,
+            plan=plan,
+            progress=progress,
+        )
     warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})
@@ -296,9 +304,17 @@ def recover(
     """
     with progress_bars(show) as progress:
         report = attnserve.recover(
-            model, output, teacher=teacher, data=data, tokenizer=tokenizer, training=training,
-            run=run, openvino=openvino, force=force, progress=progress,
-        )  # fmt: skip
+            model,
+            output,
+            teacher=teacher,
+            data=data,
+            tokenizer=tokenizer,
+            training=training,
+            run=run,
+            openvino=openvino,
+            force=force,
+            progress=progress,
+        )
     warnings = print_warnings(report.record.warnings, show)
     if show.json_:
         print_json({"output": str(report.output), **report.to_json(), "warnings": warnings})

@@ -66,9 +66,17 @@ def export(
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
     set_log_level(show)
     report = attnserve.export(
-        model, output, task=task, exporter=exporter, opset=opset, attention=attention,
-        dimensions=dimensions, openvino=write.openvino, seed=run.seed, force=write.force,
-    )  # fmt: skip
+        model,
+        output,
+        task=task,
+        exporter=exporter,
+        opset=opset,
+        attention=attention,
+        dimensions=dimensions,
+        openvino=write.openvino,
+        seed=run.seed,
+        force=write.force,
+    )
     if show.json_:
         print_json(report.to_json())
         return

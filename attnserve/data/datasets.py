@@ -179,11 +179,16 @@ def load_inputs(
     check_files(paths, weights)
     files = [
         _read_file(
-            one, model, artifact,
-            tokenizer=tokenizer, sequence=sequence, split=split, read=read,
+            one,
+            model,
+            artifact,
+            tokenizer=tokenizer,
+            sequence=sequence,
+            split=split,
+            read=read,
         )
         for one in paths
-    ]  # fmt: skip
+    ]
     if len(files) == 1:
         return files[0].dataset(paths[0].name)
     _drop_held_out(files)

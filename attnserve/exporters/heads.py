@@ -69,8 +69,9 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
     variables = dict(settings.transformer.processing_kwargs.chat_template)
     variables.pop("restore_suffix", None)  # the end of a template is never truncated here
     texts = ([("system", prompt)] if prompt else []) + [
-        ("query", "{query}"), ("document", "{document}"),
-    ]  # fmt: skip
+        ("query", "{query}"),
+        ("document", "{document}"),
+    ]
     for parts in (False, True):
         messages = [
             {"role": role, "content": [{"type": "text", "text": text}] if parts else text}

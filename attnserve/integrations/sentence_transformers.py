@@ -84,8 +84,10 @@ def load(
     assert tokenizer is not None
     modules = _modules(view, session, str(config.parent), str(tokenizer.parent))
     settings: dict[str, Any] = {
-        "device": "cpu", "prompts": view.record.prompts, "default_prompt_name": view.default_prompt,
-    }  # fmt: skip
+        "device": "cpu",
+        "prompts": view.record.prompts,
+        "default_prompt_name": view.default_prompt,
+    }
     if view.is_embedding:
         settings |= {
             "similarity_fn_name": view.record.similarity or "cosine",
@@ -157,8 +159,9 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
     kinds = {value.name: INTEGERS.get(value.type, np.int64) for value in session.get_inputs()}
 
     def run(given: Mapping[str, Any]) -> Any:
-        feed = {name: given[name].cpu().numpy().astype(kind, copy=False)
-                for name, kind in kinds.items()}  # fmt: skip
+        feed = {
+            name: given[name].cpu().numpy().astype(kind, copy=False) for name, kind in kinds.items()
+        }
         try:
             (output,) = session.run([view.output], feed)
         except RunFailed as error:
@@ -178,9 +181,13 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
             self, input_ids: Any, attention_mask: Any, token_type_ids: Any = None, **_: Any
         ) -> BaseModelOutput | SequenceClassifierOutput:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-            values = run({
-                "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": types,
-            })  # fmt: skip
+            values = run(
+                {
+                    "input_ids": input_ids,
+                    "attention_mask": attention_mask,
+                    "token_type_ids": types,
+                }
+            )
             if not view.is_embedding:
                 return SequenceClassifierOutput(logits=values)
             if view.repeats_vector:

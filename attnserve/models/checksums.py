@@ -135,8 +135,11 @@ def last_rewrite_of(original: Artifact, lineage: Sequence[LineageEntry]) -> int 
 def _weights_sha256(model: ir.Model) -> str:
     """The SHA-256 checksum of all weights, by name."""
     digest = hashlib.sha256()
-    weights = {f"{graph.name} {name}": value for graph in model.graphs()
-               for name, value in graph.initializers.items()}  # fmt: skip
+    weights = {
+        f"{graph.name} {name}": value
+        for graph in model.graphs()
+        for name, value in graph.initializers.items()
+    }
     for name in sorted(weights):
         tensor = weights[name].const_value
         if tensor is not None:

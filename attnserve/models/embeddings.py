@@ -72,8 +72,10 @@ def run_texts(
         mask = encoder.mask([encodings[i] for i in indices])
         padding = 0 if rows is None else rows - len(indices)
         if padding:
-            feed = {name: np.concatenate([array, np.repeat(array[-1:], padding, axis=0)])
-                    for name, array in feed.items()}  # fmt: skip
+            feed = {
+                name: np.concatenate([array, np.repeat(array[-1:], padding, axis=0)])
+                for name, array in feed.items()
+            }
         try:
             (value,) = session.run([output], feed)
         except RunFailed as error:

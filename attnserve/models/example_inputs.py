@@ -112,9 +112,10 @@ def random_batches(
         for index, (batch, sequence) in enumerate(shapes):
             try:
                 workload = Workload.of(
-                    fixed_batch or batch, fixed_sequence or sequence,
+                    fixed_batch or batch,
+                    fixed_sequence or sequence,
                     "prompt" if empty else "sequence",
-                )  # fmt: skip
+                )
                 inputs = example_inputs(model, workload, seed + index, padded=True)
                 for name, axis in (empty or {}).items():
                     inputs[name] = inputs[name].take(range(0), axis)

@@ -49,13 +49,16 @@ ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"})
 """Supported activations of a module Dense, by their names in ``torch.nn``."""
 
 SCORES: Mapping[str, Activation] = {
-    "Sigmoid": "sigmoid", "Softmax": "softmax", "Identity": "identity",
-}  # fmt: skip
+    "Sigmoid": "sigmoid",
+    "Softmax": "softmax",
+    "Identity": "identity",
+}
 """Supported activations of scores, by their names in ``torch.nn``."""
 
 PROBLEMS: Mapping[str | None, Activation] = {
-    "multi_label_classification": "sigmoid", "regression": "identity",
-}  # fmt: skip
+    "multi_label_classification": "sigmoid",
+    "regression": "identity",
+}
 """The activation of classifiers by ``problem_type`` of transformers; others have the default."""
 
 EMBEDDING_MODULES = frozenset({"Pooling", "Dense", "Normalize", "LayerNorm"})
@@ -240,9 +243,10 @@ class FolderSettings:
             values["pooling"] = embedding.pooling
         activation = self.activation(self.model.classes)
         scores = {
-            "prompts": self.prompts, "default_prompt": self.default_prompt,
+            "prompts": self.prompts,
+            "default_prompt": self.default_prompt,
             "activation": activation,
-        }  # fmt: skip
+        }
         return values | {key: value for key, value in scores.items() if value}
 
     def stated_of_text(self) -> dict[str, Any]:
@@ -351,9 +355,10 @@ def read_settings(*folders: Path) -> FolderSettings:
         if kind in MODULES and kind != "Transformer":
             if kind == "Pooling" and not (path.is_file() and read_json(path)):
                 raise InvalidModel(
-                    f"{path}: the pooling is missing", "download the model again",
+                    f"{path}: the pooling is missing",
+                    "download the model again",
                     code="export.pooling",
-                )  # fmt: skip
+                )
             settings = parse_settings(path, MODULES[kind])
         modules.append(Module(kind, path, settings))
     library = parse_settings(find("config_sentence_transformers.json"), Library)

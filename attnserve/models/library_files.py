@@ -43,9 +43,12 @@ CLASSES = "sentence_transformers.models."
 MODES: Mapping[Pooling, Mode] = {ours: cast(Mode, name) for name, ours in POOLINGS.items()}
 
 LIBRARY_FILES = (
-    "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json",
-    "1_Pooling/config.json", "2_Normalize/config.json",
-)  # fmt: skip
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+)
 """All files that ``write_library_files`` may write."""
 
 
@@ -117,8 +120,10 @@ class LibraryModel:
             modes = {key: mode == self.pooling_mode for key, mode in LEGACY_MODES.items()}
             # These keys are read by all versions, and by text-embeddings-inference.
             files["1_Pooling/config.json"] = {
-                "word_embedding_dimension": self.width, **modes, "include_prompt": True,
-            }  # fmt: skip
+                "word_embedding_dimension": self.width,
+                **modes,
+                "include_prompt": True,
+            }
             if record.normalize:
                 modules.append(("Normalize", "2_Normalize"))
                 files["2_Normalize/config.json"] = {}

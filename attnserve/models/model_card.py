@@ -118,10 +118,12 @@ def _quality(artifact: Artifact) -> list[str]:
     found: list[Quality] = list(entry.qualities)
     found += [quality for other in entry.also_verified for quality in other.qualities]
     if found:
-        lines.append(_table(
-            ("measure", "output", "value", "95 % interval", "rows", "data"),
-            [_quality_row(entry, quality) for quality in found],
-        ))  # fmt: skip
+        lines.append(
+            _table(
+                ("measure", "output", "value", "95 % interval", "rows", "data"),
+                [_quality_row(entry, quality) for quality in found],
+            )
+        )
     if (fidelity := entry.fidelity) is not None:
         lines.append(
             f"Cosine of the outputs: mean {fidelity.mean_cosine:.4f}, minimum"
@@ -136,9 +138,13 @@ def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
     file = quality.file or (entry.calibration.file if entry.calibration else "")
     data = ", ".join(part for part in (file, quality.split, quality.lengths) if part)
     return (
-        _escaped(quality.measure), _escaped(quality.outputs), f"{quality.value:.4f}", interval,
-        str(quality.rows), _escaped(data),
-    )  # fmt: skip
+        _escaped(quality.measure),
+        _escaped(quality.outputs),
+        f"{quality.value:.4f}",
+        interval,
+        str(quality.rows),
+        _escaped(data),
+    )
 
 
 def _speed(lineage: Sequence[LineageEntry]) -> list[str]:
@@ -169,15 +175,21 @@ def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
     if not view.is_embedding and view.width > 1:
         call = 'scores = model.predict("a text")'
     integration = _code(
-        "python", "from attnserve.integrations.sentence_transformers import load", "",
-        'model = load("FOLDER")', call,
-    )  # fmt: skip
+        "python",
+        "from attnserve.integrations.sentence_transformers import load",
+        "",
+        'model = load("FOLDER")',
+        call,
+    )
     parts = ["## Load", f"In sentence-transformers 6, with attnserve:\n\n{integration}"]
     if has_openvino:
         stock = _code(
-            "python", f"from sentence_transformers import {view.kind}", "",
-            f'model = {view.kind}("FOLDER", backend="openvino")', call,
-        )  # fmt: skip
+            "python",
+            f"from sentence_transformers import {view.kind}",
+            "",
+            f'model = {view.kind}("FOLDER", backend="openvino")',
+            call,
+        )
         parts.append(
             f"Without it (`pip install 'sentence-transformers[openvino]'`):\n\n{stock}\n\n"
             "OpenVINO computes in bfloat16 where the CPU has it. For the results of float32, add\n"

@@ -95,9 +95,13 @@ def _map_linked(model: ir.Model, path: Path) -> None:
         file = Path(tensor.path).resolve()
         if not file.is_relative_to(folder):
             linked = ir.ExternalTensor(
-                file, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape,
+                file,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
                 name=tensor.name or "",
-            )  # fmt: skip
+            )
             value.const_value = in_memory(tensor, linked.numpy())
 
 

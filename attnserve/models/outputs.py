@@ -374,9 +374,12 @@ def write_for_libraries(
     if openvino is not None and view is not None:
         file.parent.mkdir()
         write = partial(
-            write_openvino, path=file, output=view.output, name=view.output_name,
+            write_openvino,
+            path=file,
+            output=view.output,
+            name=view.output_name,
             is_repeated=view.repeats_vector,
-        )  # fmt: skip
+        )
         try:
             write(openvino)
         except InvalidModel as error:  # of a fused operator that this release lacks

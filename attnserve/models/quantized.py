@@ -30,9 +30,19 @@ Int8Activations = Literal["static", "per-row", "dynamic"]
 LARGEST_7_BIT = 64
 """The largest absolute weight with which 16-bit sums of two products never saturate."""
 
-INT8_PRODUCTS = frozenset({"MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                           "QAttention", "QGemm", "QLinearMatMul", "ConvInteger", "QLinearConv",
-                           "DynamicQuantizeLSTM"})  # fmt: skip
+INT8_PRODUCTS = frozenset(
+    {
+        "MatMulInteger",
+        "MatMulIntegerToFloat",
+        "DynamicQuantizeMatMul",
+        "QAttention",
+        "QGemm",
+        "QLinearMatMul",
+        "ConvInteger",
+        "QLinearConv",
+        "DynamicQuantizeLSTM",
+    }
+)
 """Operators that multiply 8-bit activations by 8-bit weights."""
 
 FACTORS = frozenset({"MatMul", "Gemm", "Conv"})

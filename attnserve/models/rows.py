@@ -82,8 +82,11 @@ def with_fixed_sizes(model: ir.Model, workload: Workload) -> Workload:
     A size is fixed if no input has a free axis there. Tokens are axis 1 of ids and of hidden states
     (B, T, D).
     """
-    inputs = [v for v in model.graph.inputs if v.shape is not None and v.name not in
-              model.graph.initializers]  # fmt: skip
+    inputs = [
+        v
+        for v in model.graph.inputs
+        if v.shape is not None and v.name not in model.graph.initializers
+    ]
     axes = {min(position, 1) for position in named_axes(model.graph).values()}
     rows, _ = fixed_axes(value.shape for value in inputs if value.shape)
     lengths = (

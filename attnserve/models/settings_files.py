@@ -114,9 +114,10 @@ class ModuleEntry(SettingsFile):
     """An entry of modules.json, which lists the modules in order."""
 
     ignored = {
-        "idx": "the order of the list counts", "name": "a name for people",
+        "idx": "the order of the list counts",
+        "name": "a name for people",
         "kwargs": "names of arguments that a caller may pass; none is passed here",
-    }  # fmt: skip
+    }
 
     type: str
     """The class of the module; only those of sentence-transformers are read."""
@@ -128,9 +129,10 @@ class Library(SettingsFile):
     """config_sentence_transformers.json: settings of the whole model."""
 
     ignored = {
-        "__version__": "versions of libraries", "requirements": "versions of libraries",
+        "__version__": "versions of libraries",
+        "requirements": "versions of libraries",
         "keep_in_fp32_modules": "precision under autocast",
-    }  # fmt: skip
+    }
 
     model_type: str | None = None
     """SentenceTransformer or CrossEncoder. Others are refused."""
@@ -150,10 +152,14 @@ class CallArguments(SettingsFile):
     """``common`` and ``text`` of ``processing_kwargs``: arguments of the tokenizer's call."""
 
     ignored = {
-        "padding": "padding is masked", "padding_side": "padding is masked",
-        "pad_to_multiple_of": "padding is masked", "return_tensors": SPEED,
-        "return_attention_mask": SPEED, "logits_to_keep": SPEED, "verbose": SPEED,
-    }  # fmt: skip
+        "padding": "padding is masked",
+        "padding_side": "padding is masked",
+        "pad_to_multiple_of": "padding is masked",
+        "return_tensors": SPEED,
+        "return_attention_mask": SPEED,
+        "logits_to_keep": SPEED,
+        "verbose": SPEED,
+    }
 
     max_length: PositiveInt | None = None
     """Maximum number of tokens; precedes all other lengths."""
@@ -166,8 +172,11 @@ class CallArguments(SettingsFile):
 class ProcessingArguments(SettingsFile):
     """``processing_kwargs``: arguments of calls, by the kind of input."""
 
-    ignored = {"audio": "only texts are read", "image": "only texts are read",
-               "video": "only texts are read"}  # fmt: skip
+    ignored = {
+        "audio": "only texts are read",
+        "image": "only texts are read",
+        "video": "only texts are read",
+    }
 
     common: CallArguments = CallArguments()
     """Arguments for inputs of any kind."""
@@ -181,8 +190,10 @@ class TokenizerArguments(SettingsFile):
     """``tokenizer_args`` or ``processor_kwargs``: they precede tokenizer_config.json."""
 
     ignored = {
-        **LOADING, "use_fast": PLACE, "padding_side": "padding is masked",
-    }  # fmt: skip
+        **LOADING,
+        "use_fast": PLACE,
+        "padding_side": "padding is masked",
+    }
 
     model_max_length: PositiveInt | None = None
     """Maximum number of tokens."""
@@ -194,11 +205,22 @@ class ModelArguments(SettingsFile):
     """``model_args`` or ``model_kwargs``; none of them changes an ONNX graph."""
 
     ignored = {
-        **LOADING, "use_safetensors": PLACE,
-        **dict.fromkeys(("attn_implementation", "device_map", "dtype", "low_cpu_mem_usage",
-                         "torch_dtype", "unpad_inputs", "use_memory_efficient_attention"), SPEED),
+        **LOADING,
+        "use_safetensors": PLACE,
+        **dict.fromkeys(
+            (
+                "attn_implementation",
+                "device_map",
+                "dtype",
+                "low_cpu_mem_usage",
+                "torch_dtype",
+                "unpad_inputs",
+                "use_memory_efficient_attention",
+            ),
+            SPEED,
+        ),
         "add_pooling_layer": "the pooler of transformers is not used",
-    }  # fmt: skip
+    }
 
 
 class ConfigArguments(SettingsFile):
@@ -207,7 +229,7 @@ class ConfigArguments(SettingsFile):
     ignored = {
         **LOADING,
         **dict.fromkeys(("unpad_inputs", "use_cache", "use_memory_efficient_attention"), SPEED),
-    }  # fmt: skip
+    }
 
 
 class Modality(SettingsFile):
@@ -230,8 +252,10 @@ class Transformer(SettingsFile):
     """Maximum number of tokens of a text; precedes the one of the tokenizer."""
     do_lower_case: bool | None = None
     """Whether texts are written in lower case before they are tokenized."""
-    transformer_task: Literal["feature-extraction", "sequence-classification", "text-generation",
-                              "any-to-any"] | None = None  # fmt: skip
+    transformer_task: (
+        Literal["feature-extraction", "sequence-classification", "text-generation", "any-to-any"]
+        | None
+    ) = None
     """The head of the network. Others are refused."""
     modality_config: dict[str, Modality] | None = None
     """The method for texts. ``message`` (texts in a chat template) is for rerankers only."""
@@ -258,8 +282,11 @@ class Transformer(SettingsFile):
     def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """Newer names of arguments as the older ones, and null as no argument."""
         keys = dict(keys)
-        for old, new in (("tokenizer_args", "processor_kwargs"), ("model_args", "model_kwargs"),
-                         ("config_args", "config_kwargs")):  # fmt: skip
+        for old, new in (
+            ("tokenizer_args", "processor_kwargs"),
+            ("model_args", "model_kwargs"),
+            ("config_args", "config_kwargs"),
+        ):
             if new in keys:
                 keys.setdefault(old, keys.pop(new))
         parts = ("processing_kwargs", "tokenizer_args", "model_args", "config_args")

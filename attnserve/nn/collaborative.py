@@ -76,9 +76,13 @@ class CollaborativeAttention(AttentionLayer):
         check_size("rank", rank)
         check_size("num_heads", num_heads)
         super().__init__(
-            embed_dim, num_heads, value_head_size=value_size(embed_dim, num_heads, value_head_size),
-            scale=(rank / num_heads) ** -0.5 if scale is None else scale, bias=bias, **options,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            value_head_size=value_size(embed_dim, num_heads, value_head_size),
+            scale=(rank / num_heads) ** -0.5 if scale is None else scale,
+            bias=bias,
+            **options,
+        )
         self.rank = rank
         self.q_proj = input_projection(embed_dim, rank, bias=False)
         self.k_proj = input_projection(self.kdim, rank, bias=False)

@@ -174,11 +174,12 @@ class GroupedHeadAttention(FixedHeadAttention):
         in_group = nn.functional.one_hot(self.groups, self.num_groups)
         share = in_group.T / in_group.sum(0)[:, None]  # C H
         phi = [
-            tau * nn.functional.normalize(part, dim=1)
+            tau
+            * nn.functional.normalize(part, dim=1)
             @ nn.functional.normalize(share.to(part) @ part.detach(), dim=1).T
             for tau, part in zip(self.tau, maps, strict=True)
             if tau
-        ]  # fmt: skip
+        ]
         return torch.stack(phi).sum(0)
 
 
@@ -266,8 +267,11 @@ def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
     Raises:
         InvalidArgument: There is none.
     """
-    layers = [(name, module) for name, module in model.named_modules()
-             if isinstance(module, GroupedHeadAttention)]  # fmt: skip
+    layers = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, GroupedHeadAttention)
+    ]
     if not layers:
         raise InvalidArgument(
             "`model` has no GroupedHeadAttention",

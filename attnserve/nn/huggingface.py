@@ -42,9 +42,11 @@ class _Names:
 _BERT = _Names(("query", "key", "value"), "num_attention_heads", "dropout")
 _BART = _Names(("q_proj", "k_proj", "v_proj", "out_proj"), "num_heads", "dropout")
 _LLAMA = _Names(
-    ("q_proj", "k_proj", "v_proj", "o_proj"), "num_attention_heads", "attention_dropout",
+    ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "num_attention_heads",
+    "attention_dropout",
     rotary=True,
-)  # fmt: skip
+)
 _CLASSES = {
     "BertSelfAttention": _BERT,
     "BertCrossAttention": _BERT,
@@ -55,7 +57,9 @@ _CLASSES = {
         ("q_proj", "k_proj", "v_proj", "o_proj"), "num_attention_heads", "attention_dropout"
     ),
     "AlbertAttention": _Names(
-        ("query", "key", "value", "dense"), "num_attention_heads", "attention_dropout",
+        ("query", "key", "value", "dense"),
+        "num_attention_heads",
+        "attention_dropout",
         normalizes=True,
     ),
     "BartAttention": _BART,
@@ -63,7 +67,7 @@ _CLASSES = {
     "LlamaAttention": _LLAMA,
     "MistralAttention": _LLAMA,
     "Qwen2Attention": _LLAMA,
-}  # fmt: skip
+}
 """Attention classes of transformers, by name."""
 
 SUPPORTED_MODELS = "BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral and Qwen2"
@@ -245,10 +249,13 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
     dropout = getattr(module, names.dropout)
     sizes = module.config if names.rotary else module
     return TrainedAttention.of_linears(
-        *linears, num_heads=getattr(sizes, names.heads), scale=module.scaling,
+        *linears,
+        num_heads=getattr(sizes, names.heads),
+        scale=module.scaling,
         num_kv_heads=sizes.num_key_value_heads if names.rotary else None,
-        dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout, rotary=names.rotary,
-    )  # fmt: skip
+        dropout=dropout.p if isinstance(dropout, nn.Dropout) else dropout,
+        rotary=names.rotary,
+    )
 
 
 def _check(model: nn.Module, name: str, layer: object) -> None:
@@ -307,9 +314,12 @@ def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
     _freeze(layer, *_linears(model, name))
     layer.to(getattr(old, names.projections[0]).weight)
     new = HuggingFaceAttention(
-        layer, config=getattr(model, "config", None), is_causal=old.is_causal, is_cross=is_cross,
+        layer,
+        config=getattr(model, "config", None),
+        is_causal=old.is_causal,
+        is_cross=is_cross,
         **extra,
-    )  # fmt: skip
+    )
     model.set_submodule(name, new)
     if len(names.projections) == 3:  # the layer has the output projection
         _output_of(model, name).dense = nn.Identity()

@@ -55,9 +55,13 @@ class ReuseAttention(AttentionLayer):
                 code="nn.reused_heads",
             )
         super().__init__(
-            embed_dim, num_heads, value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale, bias=bias, **options,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            value_head_size=value_head_size or head_size,
+            scale=head_size**-0.5 if scale is None else scale,
+            bias=bias,
+            **options,
+        )
         self.reused_heads = reused_heads
         self.reused_parts = _first_heads(source.part_heads, reused_heads)
         self.source = source.passed_on  # not the layer: it would become a part of this one
@@ -66,9 +70,14 @@ class ReuseAttention(AttentionLayer):
         self.own: FixedHeadAttention | None = None
         if num_own_heads:
             self.own = FixedHeadAttention(
-                embed_dim, num_own_heads, head_size, value_head_size=1, scale=self.scale, bias=bias,
+                embed_dim,
+                num_own_heads,
+                head_size,
+                value_head_size=1,
+                scale=self.scale,
+                bias=bias,
                 kdim=self.kdim,
-            )  # fmt: skip
+            )
             # Only its queries and keys are used.
             del self.own.v_proj, self.own.out_proj
 
@@ -78,9 +87,13 @@ class ReuseAttention(AttentionLayer):
     ) -> ReuseAttention:
         """The layer without queries and keys of its last ``reused_heads`` heads."""
         reuse_layer = cls(
-            layer.sizes[0], layer.num_heads, layer.head_size, reused_heads=reused_heads,
-            source=source, **layer.options,
-        ).to(layer.query)  # fmt: skip
+            layer.sizes[0],
+            layer.num_heads,
+            layer.head_size,
+            reused_heads=reused_heads,
+            source=source,
+            **layer.options,
+        ).to(layer.query)
         reuse_layer.take_values(layer)
         if reuse_layer.own is not None:
             own = FixedHeadAttention.from_trained(layer.of_heads(slice(reuse_layer.own.num_heads)))

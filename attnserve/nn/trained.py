@@ -72,9 +72,14 @@ class TrainedAttention:
         """The arguments of an ``AttentionLayer`` with the same values and scale."""
         _, E, F = self.sizes
         return {
-            "value_head_size": self.value_head_size, "scale": self.scale, "dropout": self.dropout,
-            "kdim": E, "vdim": F, "batch_first": self.batch_first, "bias": self.has_bias,
-        }  # fmt: skip
+            "value_head_size": self.value_head_size,
+            "scale": self.scale,
+            "dropout": self.dropout,
+            "kdim": E,
+            "vdim": F,
+            "batch_first": self.batch_first,
+            "bias": self.has_bias,
+        }
 
     def of_heads(self, chosen: Any) -> TrainedAttention:
         """The layer with the heads of an index, slice or mask alone."""
@@ -164,9 +169,15 @@ def read_trained_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
     biases: list[Tensor | None] = [None] * 3 if bias is None else list(bias.chunk(3))
     query, key, value = (_linear(w, b) for w, b in zip(weights, biases, strict=True))
     return TrainedAttention.of_linears(
-        query, key, value, layer.out_proj, num_heads=layer.num_heads, scale=layer.head_dim**-0.5,
-        dropout=layer.dropout, batch_first=layer.batch_first,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        layer.out_proj,
+        num_heads=layer.num_heads,
+        scale=layer.head_dim**-0.5,
+        dropout=layer.dropout,
+        batch_first=layer.batch_first,
+    )
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -89,10 +89,16 @@ def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
     assert isinstance(node.graph, ir.Graph)
     make = Inserter(node.graph, node, f"{node.name}/int4")
     output = make.op(
-        "MatMulNBits", [node.inputs[0], packed, scales], "product", domain=MICROSOFT,
-        K=rows, N=columns, bits=4, block_size=BLOCK,
+        "MatMulNBits",
+        [node.inputs[0], packed, scales],
+        "product",
+        domain=MICROSOFT,
+        K=rows,
+        N=columns,
+        bits=4,
+        block_size=BLOCK,
         accuracy_level=4,  # activations are rounded to 8 bits in blocks of each row
-    )  # fmt: skip
+    )
     replace_uses(node.outputs[0], output)
 
 

@@ -190,9 +190,14 @@ def _unchanged(given: Conversion) -> ir.Model:
 def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
     """Convert a model to int8 with weights of 7 or 8 bits."""
     quantize(
-        given.model, bits, given.calibration.ranges, float_nodes=given.float_nodes,
-        tables=given.tables, moments=given.moments, rounding=given.rounding,
-    )  # fmt: skip
+        given.model,
+        bits,
+        given.calibration.ranges,
+        float_nodes=given.float_nodes,
+        tables=given.tables,
+        moments=given.moments,
+        rounding=given.rounding,
+    )
     return given.model
 
 
@@ -216,20 +221,32 @@ INT8 = Scheme(
 )
 
 INT8_FULL = replace(
-    INT8, name="int8-full", write=partial(_to_int8, 8), bits=8, refusal=_dot_product_refusal,
+    INT8,
+    name="int8-full",
+    write=partial(_to_int8, 8),
+    bits=8,
+    refusal=_dot_product_refusal,
     instead="use int8, whose 7-bit weights are exact on every CPU",
-)  # fmt: skip
+)
 
 SCHEMES = Registry[Scheme](
     "precision",
     Scheme("float32", _unchanged, lambda node: False),
     Scheme(
-        "float16", lambda given: to_float16(given.model), _is_product_or_convolution,
-        stored="float16", provider="cuda",
+        "float16",
+        lambda given: to_float16(given.model),
+        _is_product_or_convolution,
+        stored="float16",
+        provider="cuda",
     ),
     Scheme(
-        "bfloat16", lambda given: to_bfloat16(given.model), _is_product_or_convolution,
-        stored="bfloat16", provider="cuda", runs_on_cpu=False, oldest_opset=min(COMPUTES),
+        "bfloat16",
+        lambda given: to_bfloat16(given.model),
+        _is_product_or_convolution,
+        stored="bfloat16",
+        provider="cuda",
+        runs_on_cpu=False,
+        oldest_opset=min(COMPUTES),
     ),
     Scheme(
         "bfloat16-cpu",
@@ -243,9 +260,13 @@ SCHEMES = Registry[Scheme](
     INT8,
     INT8_FULL,
     replace(
-        INT8_FULL, name="int8-full-bfloat16", in_bfloat16=True, runtime="openvino",
-        refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(), instead="use int8",
+        INT8_FULL,
+        name="int8-full-bfloat16",
+        in_bfloat16=True,
+        runtime="openvino",
+        refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(),
+        instead="use int8",
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", allows_float_blocks=True, for_tokens=True),
-)  # fmt: skip
+)
 """The precisions."""

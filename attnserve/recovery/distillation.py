@@ -161,9 +161,11 @@ class Distillation:
         inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
         rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
         return regroup(
-            self.data.fit, self.context.seed,
-            fixed_rows=rows is not None, fixed_length=tokens is not None,
-        )  # fmt: skip
+            self.data.fit,
+            self.context.seed,
+            fixed_rows=rows is not None,
+            fixed_length=tokens is not None,
+        )
 
     def loss(self, steps: Sequence[Sequence[Batch]]) -> DistillationLoss:
         """The loss of a batch, with the scales of some of these steps.
@@ -174,12 +176,17 @@ class Distillation:
         places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
         examples = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]
         return DistillationLoss(
-            self.first.qualities, self._output_names, len(self.states), self.artifact.pooling,
-            examples, self.teacher,
-            dimensions=self.artifact.dimensions, resized=resized_outputs(self.original),
+            self.first.qualities,
+            self._output_names,
+            len(self.states),
+            self.artifact.pooling,
+            examples,
+            self.teacher,
+            dimensions=self.artifact.dimensions,
+            resized=resized_outputs(self.original),
             probabilities=probability_outputs(self.original),
             student_outputs=[value.name or "" for value in self.rewritten.graph.outputs],
-        )  # fmt: skip
+        )
 
     def labeled_loss(self, step: int) -> Tensor | None:
         """The weighted loss of labeled rows in a training step; None without labels."""
@@ -281,16 +288,24 @@ class Distillation:
             ranges = collect_ranges(graph, rows)
             float_nodes = nodes_of_blocks(graph, self.float_blocks)
             self.module.replaced = fake_operators(
-                graph, self.bits, ranges, self.module.device, float_nodes=float_nodes,
+                graph,
+                self.bits,
+                ranges,
+                self.module.device,
+                float_nodes=float_nodes,
                 rounding=self.rounding,
-            )  # fmt: skip
+            )
 
     def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
         source = self.data.source.file
         return compare(
-            self.original, model, batches, source, meter=self.new_meter(split=split),
+            self.original,
+            model,
+            batches,
+            source,
+            meter=self.new_meter(split=split),
             context=self.context.labeled(split),
-        )  # fmt: skip
+        )
 
     def _equal_shapes(
         self, pairs: Sequence[tuple[ir.Value, ir.Value]], graph: ir.Model, batch: Batch

@@ -194,10 +194,12 @@ class Labels:
         self.largest = labels.max()
         self.counts = RowCounts(*map(len, parts))
         self.fit, self.choose, self.verify = (
-            [_batch([encodings[i] for i in places], labels[places], inputs)
-             for places in _grouped(part, encodings)]
+            [
+                _batch([encodings[i] for i in places], labels[places], inputs)
+                for places in _grouped(part, encodings)
+            ]
             for part in parts
-        )  # fmt: skip
+        )
         class_shares = np.unique(labels[parts[0]], return_counts=True)[1] / len(parts[0])
         self.unit = 1.0 if task == "sts" else float(-(class_shares * np.log(class_shares)).sum())
 

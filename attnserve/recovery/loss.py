@@ -164,8 +164,10 @@ class DistillationLoss:
             vectors = [
                 self._vectors(torch.from_numpy(arrays[index]), index, kind) for index, kind in terms
             ]
-            return [(kind, self._rows(x, kind, batch))
-                    for (_, kind), x in zip(terms, vectors, strict=True)]  # fmt: skip
+            return [
+                (kind, self._rows(x, kind, batch))
+                for (_, kind), x in zip(terms, vectors, strict=True)
+            ]
 
         sums: list[Any] = [0.0] * len(terms)
         squares, counts, losses = (np.zeros(len(terms)) for _ in range(3))

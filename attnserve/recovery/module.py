@@ -247,8 +247,9 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
             )
         version = model.opset_imports.get(node.domain, 1)
         on_host = () if node.domain else HOST_INPUTS.get(node.op_type, ())
-        steps.append(_Step(Call(node, version), function, tuple(node.inputs),
-                           tuple(node.outputs), on_host))  # fmt: skip
+        steps.append(
+            _Step(Call(node, version), function, tuple(node.inputs), tuple(node.outputs), on_host)
+        )
     return steps
 
 

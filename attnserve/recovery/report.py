@@ -86,6 +86,10 @@ def write_recovered(
     }
     entry = report.record.model_copy(update={**inputs, **fields})
     write_rewritten(
-        report.output, model, artifact, entry, external=external,
+        report.output,
+        model,
+        artifact,
+        entry,
+        external=external,
         openvino=fused_copy(model) if openvino else None,
-    )  # fmt: skip
+    )

@@ -331,8 +331,11 @@ class _Trainer:
         if [weight.shape for weight in state["weights"]] != shapes:
             return
         with torch.no_grad():
-            for key, values in (("weights", self.weights), ("average", self.average),
-                                ("best", self.best)):  # fmt: skip
+            for key, values in (
+                ("weights", self.weights),
+                ("average", self.average),
+                ("best", self.best),
+            ):
                 for value, stored in zip(values, state[key], strict=True):
                     value.copy_(stored)
         self.optimizer.load_state_dict(state["optimizer"])

@@ -85,9 +85,14 @@ def _latency(rewrite: LineageEntry) -> Figure | None:
         axes.bar(places + 0.2, new_ms, 0.38, color=FIRST, label="new")
         for place, speed in zip(places, speeds, strict=True):
             axes.annotate(
-                f"{speed.speedup:.2f}x", (place + 0.2, speed.ms), (0, 3),
-                textcoords="offset points", ha="center", color=INK, fontsize=8,
-            )  # fmt: skip
+                f"{speed.speedup:.2f}x",
+                (place + 0.2, speed.ms),
+                (0, 3),
+                textcoords="offset points",
+                ha="center",
+                color=INK,
+                fontsize=8,
+            )
         axes.set_xticks(places, [f"{speed.batch} x {speed.sequence}" for speed in speeds])
         axes.set(xlabel="batch x tokens", ylabel="median latency in ms")
         axes.grid(axis="y", color=GRID)

@@ -208,9 +208,14 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
                 ranks = [_rank_of(layer, metric, part) for layer in rows]
                 style: dict[str, Any] = {"facecolor": color if filled else "none"}
                 axes.scatter(
-                    x + shift, ranks, s=34, edgecolor=color, linewidth=1.3, **style,
+                    x + shift,
+                    ranks,
+                    s=34,
+                    edgecolor=color,
+                    linewidth=1.3,
+                    **style,
                     label=f"{label}, {METRICS[metric]}",
-                )  # fmt: skip
+                )
         for row, layer in enumerate(rows):
             assert layer.weights is not None
             full_rank = len(layer.weights.query.layer)
@@ -245,9 +250,14 @@ def bottleneck(analysis: Analysis) -> Figure | None:
         for size in sizes:
             length_axes.axvline(size, color=THIRD, linewidth=1.4)
             length_axes.annotate(
-                f"K = {size}", (size, 1), (4, 0), xycoords=("data", "axes fraction"),
-                textcoords="offset points", va="top", color=THIRD,
-            )  # fmt: skip
+                f"K = {size}",
+                (size, 1),
+                (4, 0),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+                color=THIRD,
+            )
         length_axes.set(title="Text length", xlabel="tokens, n", ylabel="texts")
         length_axes.locator_params(axis="y", integer=True)
         titles = ("Rank of the scores", "Rank of the probabilities")

@@ -22,8 +22,18 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat
 
 from attnserve.intervals import bootstrap_interval
 
-__all__ = ["BENCHMARK", "QUICK", "InterleavedTimer", "Sampler", "Speedup", "paired_speedup",
-           "sampler", "shape_sampler", "time_functions", "time_shapes"]  # fmt: skip
+__all__ = [
+    "BENCHMARK",
+    "QUICK",
+    "InterleavedTimer",
+    "Sampler",
+    "Speedup",
+    "paired_speedup",
+    "sampler",
+    "shape_sampler",
+    "time_functions",
+    "time_shapes",
+]
 
 Sampler = Callable[[int], ArrayLike]
 """Runs a function a number of times and returns the mean seconds per run: one number, or one for

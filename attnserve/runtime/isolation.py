@@ -57,8 +57,16 @@ INHERITED = frozenset({
 NVIDIA_API_KEY is a secret."""
 
 INHERITED_PREFIXES = (
-    "LC_", "CUDA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "RAYON_", "MALLOC_"
-)  # fmt: skip
+    "LC_",
+    "CUDA_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "RAYON_",
+    "MALLOC_",
+)
 """Beginnings of the names of further variables that child processes inherit."""
 
 SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")

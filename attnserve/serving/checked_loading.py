@@ -69,9 +69,11 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
     """
     try:
         model = open_model(
-            artifact, graph=checked.rewritten, operators=checked.operators,
+            artifact,
+            graph=checked.rewritten,
+            operators=checked.operators,
             facts=checked.fused_facts or checked.facts,
-        )  # fmt: skip
+        )
         model.warm_up()
     except AttnserveError as error:
         if checked.rewritten is None:

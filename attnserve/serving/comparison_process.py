@@ -138,9 +138,14 @@ class ComparisonProcess:
         self._is_compared.clear()
         try:
             self._child = Worker(
-                LiveComparison, artifact, self._device, timeout_s=self._timeout_s,
-                environment=allowed_environment(), prepare=lower_priority, silent=True,
-            )  # fmt: skip
+                LiveComparison,
+                artifact,
+                self._device,
+                timeout_s=self._timeout_s,
+                environment=allowed_environment(),
+                prepare=lower_priority,
+                silent=True,
+            )
         except WorkerCrashed as error:
             raise InvalidModel(f"{artifact.model}: {error.what}", "check the original") from error
         errors = [
@@ -193,9 +198,13 @@ class ComparisonProcess:
             model, payload = served.model, row.payload
             inputs = payload if row.task is None else model.text_inputs([payload])
             return self._child.call(
-                "compare", str(row.key), row.task, inputs, dict(row.outputs),
+                "compare",
+                str(row.key),
+                row.task,
+                inputs,
+                dict(row.outputs),
                 timeout_s=RUN_TIMEOUT_S,
-            )  # fmt: skip
+            )
         except WorkerCrashed:
             self._end_child(monotonic() + RESTART_S)
             raise
@@ -212,10 +221,13 @@ class ComparisonProcess:
         error = None
         try:
             child.call(
-                "watch", str((served.name, served.version)), model.artifact, model.signature,
+                "watch",
+                str((served.name, served.version)),
+                model.artifact,
+                model.signature,
                 _default_measure(model),
                 timeout_s=RUN_TIMEOUT_S,
-            )  # fmt: skip
+            )
         except InvalidModel as reason:
             error = reason
         self._is_compared[served] = error is None

@@ -243,13 +243,15 @@ class LoadChecker:
         deadline = monotonic() + self._timeout_s
         try:
             with Worker(
-                _CheckProcess, artifact, self._device,
+                _CheckProcess,
+                artifact,
+                self._device,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
                 prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
                 on_start=self._on_start,
                 silent=True,
-            ) as child:  # fmt: skip
+            ) as child:
                 facts = GraphFacts.from_json(child.call("facts", timeout_s=deadline - monotonic()))
                 # Before the run, so that a file that is replaced meanwhile is detected.
                 result = _result(artifact, content, facts, self._first_report)

@@ -26,10 +26,19 @@ CONVOLUTIONS = {
 }
 """Convolutions, and the input that is their weight."""
 
-ELEMENTWISE = frozenset({
-    "Add", "Cast", "DequantizeLinear", "Div", "DynamicQuantizeLinear", "Identity", "Mul",
-    "QuantizeLinear", "Sub",
-})  # fmt: skip
+ELEMENTWISE = frozenset(
+    {
+        "Add",
+        "Cast",
+        "DequantizeLinear",
+        "Div",
+        "DynamicQuantizeLinear",
+        "Identity",
+        "Mul",
+        "QuantizeLinear",
+        "Sub",
+    }
+)
 """Operators that may be between an image and its first convolution: a normalization, rounding."""
 
 INNER_OPERATORS = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Transpose"}

@@ -59,9 +59,12 @@ UNCOUNTED_OPERATORS = frozenset({"If", "Loop", "Scan", "SequenceMap", "LSTM", "G
 """Control flow and recurrent networks."""
 
 ELEMENTWISE_CONTRIB = SHAPE_PRESERVING | {
-    "EmbedLayerNormalization", "QLinearAdd", "QLinearMul", "SkipLayerNormalization",
+    "EmbedLayerNormalization",
+    "QLinearAdd",
+    "QLinearMul",
+    "SkipLayerNormalization",
     "SkipSimplifiedLayerNormalization",
-}  # fmt: skip
+}
 """Operators of ONNX Runtime that are not in the ONNX standard and count 0."""
 
 

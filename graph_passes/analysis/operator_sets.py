@@ -38,8 +38,9 @@ DATA_DEPENDENT = frozenset({"Compress", "NonZero", "Unique"})
 GELUS = frozenset({"Gelu", "FastGelu", "BiasGelu", "QuickGelu"})
 """Activations of com.microsoft."""
 
-MATRIX_PRODUCTS = frozenset({"DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul",
-                             "MatMulIntegerToFloat", "TransposeMatMul"})  # fmt: skip
+MATRIX_PRODUCTS = frozenset(
+    {"DynamicQuantizeMatMul", "FusedGemm", "FusedMatMul", "MatMulIntegerToFloat", "TransposeMatMul"}
+)
 """Products of com.microsoft whose first two inputs are the matrices."""
 
 QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",

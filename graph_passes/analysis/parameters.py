@@ -47,8 +47,20 @@ FLOATS: Mapping[str, tuple[int, ...]] = {
 }
 """Floating-point inputs of operators on quantized values that are no scales, such as biases."""
 
-MOVES = frozenset({"Concat", "Flatten", "Gather", "Identity", "Reshape", "Slice", "Split",
-                   "Squeeze", "Transpose", "Unsqueeze"})  # fmt: skip
+MOVES = frozenset(
+    {
+        "Concat",
+        "Flatten",
+        "Gather",
+        "Identity",
+        "Reshape",
+        "Slice",
+        "Split",
+        "Squeeze",
+        "Transpose",
+        "Unsqueeze",
+    }
+)
 """Operators whose output holds elements of their first input, or of all inputs (Concat)."""
 
 MATRIX_SIZES = frozenset({"MatMulBnb4", "MatMulNBits"})
@@ -85,8 +97,9 @@ def _tensors(model: ir.Model) -> list[ir.TensorProtocol]:
 READERS = frozenset({"Conv", "ConvTranspose", "Einsum", "FusedMatMul", "Gather", "Gemm", "MatMul"})
 """Operators that read weights."""
 
-SCALING_OPERATORS = frozenset({"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub",
-                               "Transpose", "Unsqueeze"})  # fmt: skip
+SCALING_OPERATORS = frozenset(
+    {"Cast", "Div", "Identity", "Mul", "Reshape", "Squeeze", "Sub", "Transpose", "Unsqueeze"}
+)
 """Operators between quantized weights and their readers, if weights are dequantized by hand."""
 
 

@@ -30,8 +30,10 @@ def emit_affine(
         The product.
     """
     dtype = type_of(old, info) or ir.DataType.FLOAT
-    factors = [in_precision(make, tokens, dtype, info),
-               make.constant(weight, "output_weight", dtype)]  # fmt: skip
+    factors = [
+        in_precision(make, tokens, dtype, info),
+        make.constant(weight, "output_weight", dtype),
+    ]
     value = make.op("MatMul", factors, "output_product")
     product = value.producer()
     assert product is not None

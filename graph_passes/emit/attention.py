@@ -143,5 +143,6 @@ def emit_output_projection(
         emit_order(make, context, np.argsort(output.rows.reshape(-1)), output.output, info)
         return
     rows = output.matrix()[output.rows[heads]]  # H V D
-    emit_affine(make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output,
-                info)  # fmt: skip
+    emit_affine(
+        make, context, rows.reshape(-1, rows.shape[-1]), output.offset(), output.output, info
+    )

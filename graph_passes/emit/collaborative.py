@@ -23,8 +23,14 @@ from graph_passes.emit.caches import Cache
 from graph_passes.emit.editing import Inserter, replace_uses
 from graph_passes.factorize.cp import CollaborativeFactors
 
-__all__ = ["cache_width", "dense_logits", "max_read_size", "padded_head_size", "padded_size",
-           "sparse_logits"]  # fmt: skip
+__all__ = [
+    "cache_width",
+    "dense_logits",
+    "max_read_size",
+    "padded_head_size",
+    "padded_size",
+    "sparse_logits",
+]
 
 ALIGN = 8
 """Head sizes above this value are padded to a multiple of it, for fused kernels."""

@@ -82,9 +82,13 @@ class Inserter:
         """Insert an operator with one output per name; the node has the first name."""
         unique = [self._unique(name) for name in names]
         node = ir.node(
-            op_type, inputs, attributes=attributes, domain=domain, name=unique[0],
+            op_type,
+            inputs,
+            attributes=attributes,
+            domain=domain,
+            name=unique[0],
             num_outputs=len(unique),
-        )  # fmt: skip
+        )
         for value, name in zip(node.outputs, unique, strict=True):
             value.name = name
         self.graph.insert_before(self.before, node)

@@ -147,8 +147,9 @@ def rotary_planes(part: Projection) -> RotaryPlanes | None:
     sign = np.sign(sin.gain[0])
     gain = cos.gain
     is_still = sign == 0
-    partner = np.array([np.flatnonzero(part.columns[0] == column)[:1].sum()
-                        for column in sin.columns[0]])  # fmt: skip
+    partner = np.array(
+        [np.flatnonzero(part.columns[0] == column)[:1].sum() for column in sin.columns[0]]
+    )
     partner = np.where(is_still, elements, partner)
     alike = (
         np.array_equal(sin.columns[:, ~is_still], part.columns[:, partner[~is_still]])
@@ -186,9 +187,7 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
     """The queries and keys of a block before the rotation."""
     planes = rotary_planes(block.q)
     assert planes is not None
-    _, first, groups = np.unique(
-        block.k.columns, axis=0, return_index=True, return_inverse=True
-    )  # fmt: skip
+    _, first, groups = np.unique(block.k.columns, axis=0, return_index=True, return_inverse=True)
     query, key = (_complex(part, planes) for part in (block.q, block.k))
     return RotaryHeads(
         query, key[first], groups.reshape(-1), block.kind == "self", turned=planes.turned
@@ -254,6 +253,11 @@ def _reduced(
     )
     terms = tuple(term for term in terms if term.gain.any())
     return replace(
-        part, weight=make.constant(weight, "reduced", part.dtype), contracted=(0,),
-        columns=columns, gain=ones, offset=offset, rotary_terms=terms if turns.any() else (),
-    )  # fmt: skip
+        part,
+        weight=make.constant(weight, "reduced", part.dtype),
+        contracted=(0,),
+        columns=columns,
+        gain=ones,
+        offset=offset,
+        rotary_terms=terms if turns.any() else (),
+    )

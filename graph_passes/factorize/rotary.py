@@ -184,8 +184,10 @@ def _energies(
     floor = FLOOR * (energy.max() or 1.0)
     num_turning = heads.key.shape[2] if heads.turned is None else heads.turned
     turning_keys, still_keys = np.split(heads.key, [num_turning], axis=2)
-    grams = np.concatenate([
-        np.einsum("gdf,de,hef->fgh", keys.conj(), covariance, keys, optimize=True)
-        for keys, covariance in ((turning_keys, y), (still_keys, key_covariance))
-    ])  # fmt: skip
+    grams = np.concatenate(
+        [
+            np.einsum("gdf,de,hef->fgh", keys.conj(), covariance, keys, optimize=True)
+            for keys, covariance in ((turning_keys, y), (still_keys, key_covariance))
+        ]
+    )
     return np.sqrt(np.maximum(energy, floor)), grams

@@ -120,9 +120,14 @@ def sparse_factors(
         iterations = 0
     else:
         dense = collaborative_factors(
-            queries, keys, rank, query_bias=bias, moments=moments, progress=progress,
+            queries,
+            keys,
+            rank,
+            query_bias=bias,
+            moments=moments,
+            progress=progress,
             max_iterations=FEW_SWEEPS if head_size <= FEW_SHARE * rank else MAX_SWEEPS,
-        )  # fmt: skip
+        )
         factors, iterations = _shrunk(stack, metric.whiten(dense.factors), entries, limit)
         iterations += dense.iterations
     dimensions = np.flatnonzero(factors.mixing.any(axis=0))

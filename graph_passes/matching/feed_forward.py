@@ -26,8 +26,9 @@ from graph_passes.matching.quantized import quantized_linear
 
 __all__ = ["find_feed_forward", "last_entry", "slice_bounds"]
 
-LINEAR = frozenset({"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity",
-                    "Dropout"})  # fmt: skip
+LINEAR = frozenset(
+    {"Add", "Sub", "Mul", "Div", "Neg", "Where", "Cast", "CastLike", "Identity", "Dropout"}
+)
 """Element-wise operators that are linear unless they combine two activations."""
 
 NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",

@@ -262,8 +262,14 @@ def _reusing_block(
     )
     q = no_heads
     if source.kind == "cross":  # x of the source block may have another width than y
-        q = replace(no_heads, input=source.x, weight=source.q.weight, product=source.q.product,
-                    contracted=source.q.contracted, width=source.q.width)  # fmt: skip
+        q = replace(
+            no_heads,
+            input=source.x,
+            weight=source.q.weight,
+            product=source.q.product,
+            contracted=source.q.contracted,
+            width=source.q.width,
+        )
     between = _between(probabilities, {reuse.value for reuse in reuses})
     return _make_block(
         OperatorMatch(q, no_heads, v, source.scale, (), product.node.outputs[0]),

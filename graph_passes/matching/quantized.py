@@ -37,8 +37,9 @@ OPERANDS = {
 OF_FLOATS = frozenset({"MatMul", "Gemm", "FusedMatMul"})
 """Products whose weight is quantized only if a DequantizeLinear computes it."""
 
-CONVERSIONS = frozenset({"Cast", "DequantizeLinear", "DynamicQuantizeLinear", "Identity",
-                         "QuantizeLinear"})  # fmt: skip
+CONVERSIONS = frozenset(
+    {"Cast", "DequantizeLinear", "DynamicQuantizeLinear", "Identity", "QuantizeLinear"}
+)
 
 REACH = 8
 """Maximum number of nodes from a product to its tokens, to its output, or to its reader."""

@@ -196,8 +196,9 @@ def broadcast_layout_of(
     factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
 ) -> BroadcastLayout:
     """Determine what each axis of a factor counts, from the factor indices of its term."""
-    is_used = np.broadcast_to(((heads.gain != 0) | (heads.offset != 0))[None, :, None, :],
-                           heads.factor_index.shape)  # fmt: skip
+    is_used = np.broadcast_to(
+        ((heads.gain != 0) | (heads.offset != 0))[None, :, None, :], heads.factor_index.shape
+    )
     batches, _, tokens, _ = np.ogrid[tuple(map(slice, heads.factor_index.shape))]
     shape = _looked_up_shape(factor, info, heads.factor_index.shape[2])
     axes: list[Literal["batch", "token"] | np.ndarray] = []
@@ -235,8 +236,11 @@ class NormMatch:
 
 def norm_operator(node: ir.Node, info: ShapeInfo) -> NormMatch | None:
     """RMSNormalization, SimplifiedLayerNormalization and LayerNormalization of the last axis."""
-    if node.op_type not in ("RMSNormalization", "SimplifiedLayerNormalization",
-                            "LayerNormalization") or node.inputs[0] is None:  # fmt: skip
+    if (
+        node.op_type
+        not in ("RMSNormalization", "SimplifiedLayerNormalization", "LayerNormalization")
+        or node.inputs[0] is None
+    ):
         return None
     axis = node.attributes.get_int("axis", -1)
     if not _is_last(axis, node.inputs[0], info) or any(o.uses() for o in node.outputs[1:]):
@@ -477,8 +481,10 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
     keys = [(np.where(term.used, term.columns, -1), term.gain, term.offset) for term in rows]
     _, first, group = np.unique(
         np.hstack([array for key in keys for array in key]),
-        axis=0, return_index=True, return_inverse=True,
-    )  # fmt: skip
+        axis=0,
+        return_index=True,
+        return_inverse=True,
+    )
     group = group.reshape(-1)
     token = token[:, 0]
     terms = {
@@ -492,9 +498,16 @@ def apply_norm(node: ir.Node, inner: LinearTrace, match: NormMatch, role: str) -
     }
     first_term = next(iter(terms.values()))
     norm = Norm(
-        node, first_term.columns, first_term.gain, first_term.offset, inner.scale,
-        match.epsilon, match.centered, match.least, match.added,
-    )  # fmt: skip
+        node,
+        first_term.columns,
+        first_term.gain,
+        first_term.offset,
+        inner.scale,
+        match.epsilon,
+        match.centered,
+        match.least,
+        match.added,
+    )
     fresh = (group[:, None] * length + np.arange(length)).reshape(inner.shape)
     weight = np.ones(1) if match.weight is None else _vector(node, match.weight, role)
     bias = np.zeros(1) if match.bias is None else _vector(node, match.bias, role)

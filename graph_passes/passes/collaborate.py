@@ -478,9 +478,15 @@ def factor(
             q, k, rank, query_bias=bias, moments=moments, progress=progress
         )
     return sparse_factors(
-        q, k, rank, head_size, max_head_size=max_read_size(head_size, block.head_size),
-        query_bias=bias, moments=moments, progress=progress,
-    )  # fmt: skip
+        q,
+        k,
+        rank,
+        head_size,
+        max_head_size=max_read_size(head_size, block.head_size),
+        query_bias=bias,
+        moments=moments,
+        progress=progress,
+    )
 
 
 def _replace_logits(

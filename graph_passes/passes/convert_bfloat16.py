@@ -35,24 +35,32 @@ MOVES = frozenset({"Concat", "Expand", "Flatten", "Gather", "GatherElements", "I
 
 COMPUTES = {
     13: "Add Cast Div Erf Exp Gemm IsNaN MatMul Max Min Mul Neg ReduceSum Relu Sigmoid Softmax Sqrt"
-        " Sub Sum Tanh",
+    " Sub Sum Tanh",
     15: "Pow",
     16: "Where",
     17: "LayerNormalization",
     20: "Gelu",
     22: "Conv",
     23: "Attention RMSNormalization RotaryEmbedding",
-}  # fmt: skip
+}
 """Operators of ai.onnx with a kernel for bfloat16 in ONNX Runtime's CUDA provider, by the first
 opset that has it, as its docs/OperatorKernels.md says."""
 
-CONTRIB_OPERATORS = GELUS | {"Attention", "FusedMatMul", "MultiHeadAttention", "RotaryEmbedding",
-                             "SkipLayerNormalization",
-                             "SkipSimplifiedLayerNormalization"}  # fmt: skip
+CONTRIB_OPERATORS = GELUS | {
+    "Attention",
+    "FusedMatMul",
+    "MultiHeadAttention",
+    "RotaryEmbedding",
+    "SkipLayerNormalization",
+    "SkipSimplifiedLayerNormalization",
+}
 """Operators of com.microsoft with a kernel for bfloat16 there."""
 
-STATISTICS = {"LayerNormalization": (1, 2), "SkipLayerNormalization": (1, 2),
-              "SkipSimplifiedLayerNormalization": (1, 2)}  # fmt: skip
+STATISTICS = {
+    "LayerNormalization": (1, 2),
+    "SkipLayerNormalization": (1, 2),
+    "SkipSimplifiedLayerNormalization": (1, 2),
+}
 """Indices of outputs that are always float32."""
 
 SINCE = {name: opset for opset, names in COMPUTES.items() for name in names.split()}

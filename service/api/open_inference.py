@@ -64,9 +64,10 @@ UNSUPPORTED = {
     "sequence_end": SEQUENCES,
     "shared_memory_region": ("shared memory is not supported", "send the tensor in the body"),
     "classification": (
-        "classification is not supported", "request the scores, or POST /predict",
+        "classification is not supported",
+        "request the scores, or POST /predict",
     ),
-}  # fmt: skip
+}
 """Parameters of requests and tensors that are refused: (what is wrong, how to fix it)."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
@@ -253,9 +254,13 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
     answer = await run(
-        request, engine.infer, inputs, names,
-        timeout_us=body.parameters.timeout, hold=partial(hold_answer, request),
-    )  # fmt: skip
+        request,
+        engine.infer,
+        inputs,
+        names,
+        timeout_us=body.parameters.timeout,
+        hold=partial(hold_answer, request),
+    )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {
         "model_name": engine.name,

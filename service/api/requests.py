@@ -59,8 +59,11 @@ class Body(BaseModel):
                 "fields", "expected at most {most} fields", {"most": MAX_FIELDS}
             )
         optional = {name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in fields.items()
-                if value is not None or name not in optional}  # fmt: skip
+        return {
+            name: value
+            for name, value in fields.items()
+            if value is not None or name not in optional
+        }
 
 
 class Extensible(Body):

@@ -273,7 +273,11 @@ def _log_change(key: Version, report: Mapping[str, Any]) -> None:
             "%s version %s violates its quality guarantee: %s %.4f on the last %d compared rows,"
             " guaranteed %.4f; calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the"
             " original",
-            *key, report["measure"], report["value"], report["rows"], report["promise"],
-        )  # fmt: skip
+            *key,
+            report["measure"],
+            report["value"],
+            report["rows"],
+            report["promise"],
+        )
     else:
         log.info("%s version %s meets its quality guarantee again", *key)

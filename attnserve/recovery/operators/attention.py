@@ -104,10 +104,15 @@ def _attention(
     query = _heads(q, heads)
     key, value = _with_past(past_key, _heads(k, groups)), _with_past(past_value, _heads(v, groups))
     context = _attend(
-        query, key, value, call.number("scale", 0.0) or query.shape[-1] ** -0.5,
-        cap=call.number("softcap", 0.0), bias=mask, causal=bool(call.integer("is_causal", 0)),
+        query,
+        key,
+        value,
+        call.number("scale", 0.0) or query.shape[-1] ** -0.5,
+        cap=call.number("softcap", 0.0),
+        bias=mask,
+        causal=bool(call.integer("is_causal", 0)),
         ends_together=past_key is not None,
-    )  # fmt: skip
+    )
     return (context if q.ndim == 4 else _merged(context)), key, value, key.new_empty(0)
 
 
@@ -215,10 +220,13 @@ def _group_query_attention(
         shown = shown & (distance < window)
     bias = shown if added is None else added.masked_fill(~shown, -torch.inf)
     context = _attend(
-        query.transpose(1, 2), key, value,
-        call.number("scale", 0.0) or query.shape[-1] ** -0.5, cap=call.number("softcap", 0.0),
+        query.transpose(1, 2),
+        key,
+        value,
+        call.number("scale", 0.0) or query.shape[-1] ** -0.5,
+        cap=call.number("softcap", 0.0),
         bias=bias,
-    )  # fmt: skip
+    )
     return _merged(context), key, value
 
 

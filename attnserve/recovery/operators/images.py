@@ -86,9 +86,13 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
     axes = x.ndim - 2
     convolve = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[axes]
     return convolve(
-        _padded(call, x), weight, bias, stride=call.integers("strides") or [1] * axes,
-        dilation=call.integers("dilations") or [1] * axes, groups=call.integer("group", 1),
-    )  # fmt: skip
+        _padded(call, x),
+        weight,
+        bias,
+        stride=call.integers("strides") or [1] * axes,
+        dilation=call.integers("dilations") or [1] * axes,
+        groups=call.integer("group", 1),
+    )
 
 
 @operator("ConvTranspose")
@@ -101,10 +105,15 @@ def _conv_transpose(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None =
         raise call.unsupported("its padding is not symmetric")
     convolve = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[axes]
     return convolve(
-        x, weight, bias, stride=call.integers("strides") or [1] * axes, padding=pads[:axes],
+        x,
+        weight,
+        bias,
+        stride=call.integers("strides") or [1] * axes,
+        padding=pads[:axes],
         output_padding=call.integers("output_padding") or [0] * axes,
-        groups=call.integer("group", 1), dilation=call.integers("dilations") or [1] * axes,
-    )  # fmt: skip
+        groups=call.integer("group", 1),
+        dilation=call.integers("dilations") or [1] * axes,
+    )
 
 
 @operator("MaxPool")
@@ -114,10 +123,11 @@ def _max_pool(call: Call, x: Tensor) -> Tensor:
     axes = x.ndim - 2
     pool = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}[axes]
     return pool(
-        _padded(call, x, -math.inf), call.integers("kernel_shape") or [],
+        _padded(call, x, -math.inf),
+        call.integers("kernel_shape") or [],
         stride=call.integers("strides") or [1] * axes,
         dilation=call.integers("dilations") or [1] * axes,
-    )  # fmt: skip
+    )
 
 
 @operator("AveragePool")

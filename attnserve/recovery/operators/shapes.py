@@ -18,8 +18,12 @@ def _constant(call: Call) -> Tensor:
     value = call.node.attributes
     if (tensor := value.get_tensor("value", None)) is not None:
         return tensor_of(tensor)
-    types = {"value_int": torch.int64, "value_ints": torch.int64, "value_float": torch.float32,
-             "value_floats": torch.float32}  # fmt: skip
+    types = {
+        "value_int": torch.int64,
+        "value_ints": torch.int64,
+        "value_float": torch.float32,
+        "value_floats": torch.float32,
+    }
     for name, dtype in types.items():
         if name in value:
             return torch.tensor(value[name].value, dtype=dtype)
