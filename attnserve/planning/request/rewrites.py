@@ -83,9 +83,8 @@ def _plan_request(request: Request) -> PlannedRequest:
         PruneNeurons(_neurons(request)),
     ]
     own_heads = _own_heads(request, skipped, masks, edges)
-    has_others = bool(skipped or masks or edges)
     plans: dict[SizedMixing, Plan] = {}
-    for mixing, dimensions in _shared(request, own_heads, others=has_others).items():
+    for mixing, dimensions in _shared(request, own_heads).items():
         plan = Plan.merged([*others, Collaborate(dimensions)])
         if plan.to_json() not in [known.to_json() for known in plans.values()]:
             plans[mixing] = plan
@@ -112,14 +111,11 @@ def _own_heads(
     return counts
 
 
-def _shared(
-    request: Request, own_heads: Mapping[str, int], *, others: bool
-) -> dict[SizedMixing, dict[str, Mixing]]:
+def _shared(request: Request, own_heads: Mapping[str, int]) -> dict[SizedMixing, dict[str, Mixing]]:
     """The shared dimensions of each layer, for each mixing that the request allows.
 
     Args:
         own_heads: The number of heads that compute their own probabilities, by layer.
-        others: Whether the request has other rewrites.
     """
     if request.rewrites.collab_dk is None and request.rewrites.head_dk is None:
         return {SizedMixing("dense"): {}}
@@ -141,8 +137,6 @@ def _shared(
         shared = chooser.choose(layers, mixing)
         if shared.keys() == by_mixing[first].keys():  # a mixing may rule out some layers
             by_mixing[mixing] = shared
-    if not (by_mixing[first] or others):
-        raise request.nothing("factored")
     return by_mixing
 
 

@@ -272,7 +272,8 @@ class FrontSearch:
         choices = self.front.choices
         allowed = 1 - keep
         estimate = max((candidate.loss + loss) / 2, allowed)
-        index = self.index_of(CAREFUL * candidate.choice.loss * allowed / estimate)
+        share = (allowed / estimate) ** power_of(self.worst_measure(candidate))
+        index = self.index_of(CAREFUL * candidate.choice.loss * share)
         return self.build(choices[max(index, 0)])
 
     def worst_measure(self, candidate: Candidate) -> str:

@@ -113,7 +113,7 @@ class RecoverySearch:
 
         def aim(low: int, high: int) -> int:
             if not trained:
-                first = STEP * plain.choice.loss or first_guess(measure, allowed)
+                first = STEP * plain.choice.loss or first_guess(measure, allowed**power)
                 return search.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power

@@ -32,6 +32,7 @@ from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_name
+from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_neurons import PruneNeurons
 from tests.architectures import GRAPHS
 from tests.errors import raises
@@ -167,6 +168,14 @@ def test_choose_neurons_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlo
 def planned(tiny: Path, model: ir.Model, data: Dataset, share: float) -> PlannedRequest:
     job = Job(open_artifact(tiny), model, data, context=CONTEXT)
     return plan_request(Rewrites(ffn=share), job)
+
+
+def test_neurons_are_pruned_though_no_layer_can_be_factored(
+    tiny: Path, model: ir.Model, data: Dataset
+):
+    job = Job(open_artifact(tiny), model, data, context=CONTEXT)
+    found = plan_request(Rewrites(ffn=0.25, collab_dk=10_000), job)
+    assert masks_of(found) and not found.plan.targets(Collaborate) and found.warnings
 
 
 def masks_of(found: PlannedRequest) -> dict[str, list[int]]:
