@@ -189,7 +189,10 @@ class LineageEntry(Measured, frozen=True):
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_proofs``).
         chosen_by: As in ``SearchRecord``.
-        scores: For a training with labels, the scores as of ``Score.to_json``.
+        scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
+            the rewritten model ``before`` and ``after``, on verification rows. Their labels were
+            not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
+            number of rows to fit, to choose and to verify.
     """
 
     rewrite: str

@@ -228,9 +228,8 @@ class _Outcome:
 def _search(job: JobWithData, goal: Goal) -> _Outcome:
     """Search for a plan, and return its model."""
     require_attention(job.matches)  # errors come before the search, which takes long
-    result = search(goal, job)
-    report = result.report
-    return _Outcome(report.plan, result.state, ServedTimer(job), search=report.record)
+    report, state = search(goal, job)
+    return _Outcome(report.plan, state, ServedTimer(job), search=report.record)
 
 
 def _replay(job: JobWithData, saved: SavedPlan) -> _Outcome:

@@ -84,7 +84,7 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
     job = JobWithData.for_search(artifact, original, goal, data, target, run.context(progress))
-    report = search(goal, job).report
+    report, _ = search(goal, job)
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
         text = json.dumps(report.to_json(), indent=1)

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.checks.scores import Score
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
@@ -19,7 +21,6 @@ from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.lineage import BeforeRecovery, LineageEntry
-from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, check_target
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -32,11 +33,11 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import TRAININGS
 from attnserve.recovery.distillation import check_input
-from attnserve.recovery.labels import LabeledRow, LabelReport, Labels, read_labeled
+from attnserve.recovery.labels import LabeledRow, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.report import RecoverReport, write_recovered
 from attnserve.recovery.training import torch_threads
-from attnserve.recovery.verification import labeled_outputs, verify_model
+from attnserve.recovery.verification import VerifiedModel, labeled_outputs, verify_model
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -237,9 +238,14 @@ def _recovered(
         warnings.append("the loss became infinite: the best weights before that are returned")
     if not training.states:
         warnings.append("no hidden states match in both graphs: only the outputs were learned")
-    scores = None
+    scores: dict[str, Any] = {}
     if labels and teacher_score and before.score and after.score:
-        scores = LabelReport(labels.counts, teacher_score, before.score, after.score)
+        scores = {
+            "rows": labels.counts._asdict(),
+            "teacher": teacher_score.to_json(),
+            "before": before.score.to_json(),
+            "after": after.score.to_json(),
+        }
     bits = int8_weight_bits(result_model)
     record = LineageEntry(
         rewrite="recover" if bits is None else "recover+int8",
@@ -249,11 +255,11 @@ def _recovered(
             fidelity=before.fidelity.cosines, qualities=before.fidelity.qualities
         ),
         gain=gain,
-        verdict=_verdict(before.fidelity, after.fidelity, training, scores, gain, bits is not None),
+        verdict=_verdict(before, after, teacher_score, training, gain, bits is not None),
         training=training.record,
         warnings=tuple(warnings),
         **present(
-            scores=scores and scores.to_json(),
+            scores=scores,
             int8_weight_bits=bits,
             int8_activations=int8_activations(result_model),
         ),
@@ -263,10 +269,10 @@ def _recovered(
 
 
 def _verdict(
-    before: Fidelity,
-    after: Fidelity,
+    before: VerifiedModel,
+    after: VerifiedModel,
+    teacher_score: Score | None,
     training: TrainingResult,
-    scores: LabelReport | None,
     gain: bool,
     rounded: bool,
 ) -> str:
@@ -275,15 +281,20 @@ def _verdict(
     Args:
         rounded: Whether the model is an int8 model.
     """
-    new = after.quality
+    new = after.fidelity.quality
     assert new is not None
-    old = next(one for one in before.qualities if one.subject == new.subject)
+    old = next(one for one in before.fidelity.qualities if one.subject == new.subject)
     if not gain:
         return (
             f"no gain: {new.measure} {new.value:.4f} after {training.steps} steps; the "
             f"{'rounded ' * rounded}weights of the rewritten model are returned"
         )
-    scored = "" if scores is None else f"{scores.line}, "
+    scored = ""
+    if teacher_score and before.score and after.score:
+        scored = (
+            f"score {before.score.value:.4f} -> {after.score.value:.4f} (original "
+            f"{teacher_score.value:.4f}), "
+        )
     return (
         f"{scored}{new.measure} {old.value:.4f} -> {new.value:.4f} after {training.steps} steps "
         f"in {training.seconds / 60:.1f} minutes"

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +34,7 @@ from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LabelReport", "LabeledBatch", "LabeledRow", "Labels", "read_labeled"]
+__all__ = ["LabeledBatch", "LabeledRow", "Labels", "read_labeled"]
 
 WEIGHT = 3.0
 """Weight of the task loss, equal to the weight of served outputs."""
@@ -68,39 +68,6 @@ class RowCounts(NamedTuple):
     fit: int
     choose: int
     prove: int
-
-
-@dataclass(frozen=True)
-class LabelReport:
-    """Scores on verification rows, whose labels were not used in the training.
-
-    One text of a pair may have been used in the training, alone or in another pair.
-
-    Attributes:
-        teacher: The score of the original.
-        before, after: The scores of the rewritten model before and after the training.
-    """
-
-    rows: RowCounts
-    teacher: Score
-    before: Score
-    after: Score
-
-    @property
-    def line(self) -> str:
-        """The scores for people."""
-        return (
-            f"score {self.before.value:.4f} -> {self.after.value:.4f} (original "
-            f"{self.teacher.value:.4f})"
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "rows": self.rows._asdict(),
-            "teacher": self.teacher.to_json(),
-            "before": self.before.to_json(),
-            "after": self.after.to_json(),
-        }
 
 
 def read_labeled(

@@ -11,5 +11,5 @@
 5. Candidate (``Candidate``): a choice with its plan and the model that it makes, measured on the
    rows to choose. ``FrontSearch`` selects choices, and ``Judge`` builds and measures them.
 6. Verified plan (``Verified``): a candidate with its verifications on held-out rows.
-7. Result (``SearchResult``): the verified plan, or an empty one if it is not faster.
+7. Result (``PlanReport``): the verified plan, or an empty one if it is not faster.
 """

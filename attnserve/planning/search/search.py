@@ -31,6 +31,7 @@ from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, conversion_losses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.front import Front
@@ -38,17 +39,18 @@ from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
 from attnserve.planning.search.model_timing import ModelTiming, time_model
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
+from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search_input import SearchInput
-from attnserve.planning.search.verdict import SearchResult, result_of
+from attnserve.planning.search.verdict import result_of
 from attnserve.planning.search.verification import Verified, verify_candidate
 from attnserve.precision.convert import convert
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite
 
-__all__ = ["SearchResult", "search"]
+__all__ = ["search"]
 
 
-def search(goal: Goal, job: JobWithData) -> SearchResult:
+def search(goal: Goal, job: JobWithData) -> tuple[PlanReport, State]:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder until the
@@ -56,6 +58,9 @@ def search(goal: Goal, job: JobWithData) -> SearchResult:
 
     Args:
         job: Its weights are finite.
+
+    Returns:
+        The report, and the model after all steps of the plan.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -97,7 +102,7 @@ def search(goal: Goal, job: JobWithData) -> SearchResult:
     return result
 
 
-def _train_faster(recovery: RecoverySearch, plain: Candidate | None) -> SearchResult:
+def _train_faster(recovery: RecoverySearch, plain: Candidate | None) -> tuple[PlanReport, State]:
     """The result with training, or without it if that is no better."""
     front_search = recovery.front_search
     trained = recovery.run(plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
@@ -28,7 +28,7 @@ from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
-__all__ = ["SearchResult", "result_of"]
+__all__ = ["result_of"]
 
 ITSELF = Verification(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -36,17 +36,9 @@ ITSELF = Verification(
 """The comparison of the original with itself, which needs no run."""
 
 
-@dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The report of a search, and the model after all steps of the plan."""
-
-    report: PlanReport
-    state: State
-
-
 def result_of(
     front_search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
-) -> SearchResult:
+) -> tuple[PlanReport, State]:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
@@ -89,7 +81,7 @@ def _gain(
     verified: Verified,
     timed: SpeedCheck,
     recovered: TrainingRounds | None,
-) -> SearchResult:
+) -> tuple[PlanReport, State]:
     """A plan that meets the goal and is faster than the original."""
     goal, judge = front_search.goal, front_search.judge
     candidate, note = verified.candidate, verified.note
@@ -106,7 +98,7 @@ def _gain(
     if note:
         verdict += f"; {note}"
     report = _report(front_search, verified, verdict, recovered, timed.speeds, speed, gain=True)
-    return SearchResult(report, state)
+    return report, state
 
 
 def _kept(verification: Verification, goal: Goal) -> str:
@@ -134,14 +126,14 @@ def _no_gain(
     reason: str,
     recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency] = (),
-) -> SearchResult:
+) -> tuple[PlanReport, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
     report = _report(front_search, verified, verdict, recovered, speeds)
     job = front_search.judge.job
-    return SearchResult(report, start(Plan(), job, job.original))
+    return report, start(Plan(), job, job.original)
 
 
 def _report(
