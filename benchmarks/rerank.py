@@ -183,7 +183,10 @@ def orders(systems: dict[str, System], requests: Sequence[Request]) -> list[dict
 
 
 def _ci95(values: np.ndarray) -> tuple[float, float]:
-    return bootstrap_interval(lambda rows: values[rows].mean(axis=-1), len(values), seed=0)
+    def mean(rows: np.ndarray) -> np.ndarray:
+        return values[rows].mean(axis=-1)
+
+    return bootstrap_interval(mean, len(values), seed=0)
 
 
 def timed(
