@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from onnx import helper, numpy_helper
 
 import attnserve
 from attnserve.checks.measures import OrderMeter, Scores
@@ -207,3 +209,72 @@ def test_rows_with_nan_in_the_original_leave_their_list(reranker: Artifact, tmp_
     (quality,) = meter.results()
     assert (quality.measure, quality.value) == ("tau", 1)
     assert quality.excluded_rows
+
+
+# Commands
+
+
+@pytest.fixture
+def cross_encoder(model: Path) -> Path:
+    """The tiny BERT with a head of one logit on its first token."""
+    graph = onnx.load(model / "model.onnx")
+    hidden = graph.graph.output[0].name
+    weight = np.random.default_rng(0).standard_normal((32, 1)).astype(np.float32)
+    graph.graph.initializer.extend([
+        numpy_helper.from_array(weight, "head"), numpy_helper.from_array(np.array(0), "first"),
+    ])  # fmt: skip
+    graph.graph.node.extend([
+        helper.make_node("Gather", [hidden, "first"], ["of_first"], axis=1),
+        helper.make_node("MatMul", ["of_first", "head"], ["logits"]),
+    ])  # fmt: skip
+    del graph.graph.output[:]
+    graph.graph.output.append(
+        helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 1])
+    )
+    onnx.save(graph, model / "model.onnx")
+    record = json.loads((model / "attnserve.json").read_text())
+    record = {key: record[key] for key in ("max_length",) if key in record}
+    (model / "attnserve.json").write_text(json.dumps({**record, "task": "rerank"}))
+    return model
+
+
+@pytest.fixture
+def lists_file(tmp_path: Path) -> Path:
+    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+    random = np.random.default_rng(0)
+    lines: list[str] = []
+    for _ in range(35):
+        query = " ".join(random.choice(words, 5))
+        for place in range(DOCUMENTS):
+            document = " ".join(random.choice(words, random.integers(3, 12)))
+            lines.append(f"{query}\t{document}\t{int(place == 2)}")
+    path = tmp_path / "lists.tsv"
+    path.write_text("\n".join(["query\tdocument\trelevance", *lines]), encoding="utf-8")
+    return path
+
+
+def test_search_proves_the_order_and_states_it_in_record_and_card(
+    cross_encoder: Path, lists_file: Path, tmp_path: Path, counted: None
+) -> None:
+    output = tmp_path / "new"
+    attnserve.optimize(cross_encoder, output, calib=lists_file, keep=0.8)
+    entry = json.loads((output / "attnserve.json").read_text())["lineage"][-1]
+    quality = entry["quality"]
+    assert (quality["measure"], quality["split"], quality["rows"]) == ("tau", "prove", 5)
+    assert quality["value"] >= 0.8 and quality["top1"] >= 0.8
+    assert 0 < quality["ndcg_at_10"] <= 1 and 0 < quality["ndcg_at_10_original"] <= 1
+    assert "| tau | logits |" in (output / "README.md").read_text()
+
+
+def test_conversion_by_hand_is_measured_by_the_order(
+    cross_encoder: Path, lists_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "new"
+    report = attnserve.optimize(cross_encoder, output, calib=lists_file, precision="int8")
+    assert report.to_json()["quality"]["measure"] == "tau"
+    with raises(InvalidData, "quality.no_lists", "few.txt"):
+        (tmp_path / "few.txt").write_text("a\tthe dog\nthe\ta man\n")
+        attnserve.optimize(
+            cross_encoder, tmp_path / "x", calib=tmp_path / "few.txt", keep=0.9, measure="tau"
+        )
+    assert not (tmp_path / "x").exists()
