@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -119,29 +120,46 @@ def sides(files: Sequence[Sequence[Pair]], seed: int) -> tuple[list[Pair], list[
     return to_train, calibration, test
 
 
-def relevance_lists(pairs: Sequence[Pair], candidates: int, seed: int) -> list[Candidate]:
-    """Lists of ``candidates`` documents: that of a relevant pair, and unrelated ones.
+def relevance_lists(
+    pairs: Sequence[Pair], candidates: int, seed: int, *, by_words: bool = True
+) -> list[Candidate]:
+    """Lists of ``candidates`` documents: that of a relevant pair, and sentences of other pairs.
 
-    A query has one list. The relevant document has a random place in it.
+    These pairs share no sentence with the relevant one. A query has one list, whose documents are
+    in random order.
+
+    Args:
+        by_words: Take the sentences that share the largest part of their words with the query, as a
+            first search would find them: others are so far from relevant that their order says
+            nothing. False takes random ones.
     """
     random = np.random.default_rng(seed)
     groups = related(pairs)
-    places = {group: place for place, group in enumerate(dict.fromkeys(groups))}
-    documents = list({
-        pair.document: places[group] for pair, group in zip(pairs, groups, strict=True)
-    }.items())  # fmt: skip
+    documents = list(
+        {pair.document: group for pair, group in zip(pairs, groups, strict=True)}.items()
+    )
+    bags = [words(text) for text, _ in documents]
     lists: list[Candidate] = []
     queries: set[str] = set()
     for pair, group in zip(pairs, groups, strict=True):
         if pair.score < RELEVANT or pair.query in (*queries, pair.document):
             continue
         queries.add(pair.query)
-        drawn = random.permutation(len(documents)).tolist()
-        others = [documents[at][0] for at in drawn if documents[at][1] != places[group]]
+        order = random.permutation(len(documents))
+        if by_words:
+            own = words(pair.query)
+            shares = [len(own & bags[at]) / len(own | bags[at]) for at in order]
+            order = order[np.argsort(np.negative(shares), kind="stable")]
+        others = [documents[at][0] for at in order.tolist() if documents[at][1] != group]
         rows = [Candidate(pair.query, text, 0) for text in others[: candidates - 1]]
-        rows.insert(int(random.integers(candidates)), Candidate(pair.query, pair.document, 1))
-        lists += rows
+        rows.append(Candidate(pair.query, pair.document, 1))
+        lists += [rows[at] for at in random.permutation(len(rows))]
     return lists
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text in lower case, and itself, so that no text has none."""
+    return frozenset([text, *re.findall(r"\w+", text.lower())])
 
 
 def train(pairs: Sequence[Pair], options: argparse.Namespace) -> None:
@@ -156,7 +174,7 @@ def train(pairs: Sequence[Pair], options: argparse.Namespace) -> None:
     network: Any = AutoModelForSequenceClassification.from_pretrained(
         minilm(), num_labels=1, problem_type="multi_label_classification"
     )
-    unrelated = relevance_lists(pairs, NEGATIVES + 1, options.seed)
+    unrelated = relevance_lists(pairs, NEGATIVES + 1, options.seed, by_words=False)
     rows = [(pair.query, pair.document, pair.score / 5) for pair in pairs]
     rows += [(row.query, row.document, 0.0) for row in unrelated if not row.relevance]
     queries, documents, targets = map(list, zip(*rows, strict=True))

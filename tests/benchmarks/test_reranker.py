@@ -51,6 +51,9 @@ def test_lists_have_one_relevant_document_and_no_related_one():
         assert any(pair[1:] == relevant[:2] and pair.score >= 4 for pair in given)
         same = [row for row in rows if group_of[row.document] == group_of[row.query]]
         assert same == [relevant]
+    by_words = relevance_lists([Pair(5, "a big cat", "cats"), Pair(0, "x", "a big dog"),
+                                Pair(0, "y", "no"), Pair(0, "z", "big")], 3, seed=0)  # fmt: skip
+    assert {row.document for row in by_words} == {"cats", "a big dog", "big"}
     places = {at % CANDIDATES for at, row in enumerate(lists) if row.relevance}
     assert len(places) > CANDIDATES // 2  # a model cannot learn the place
     assert relevance_lists(given, CANDIDATES, seed=0) == lists
