@@ -119,7 +119,7 @@ def _quality(artifact: Artifact) -> list[str]:
     found += [quality for other in entry.also_verified for quality in other.qualities]
     if found:
         lines.append(_table(
-            ("measure", "output", "value", "95 % interval", "rows", "data"),
+            ("measure", "output", "value", "95 % interval", "rows", "data", "other measures"),
             [_quality_row(entry, quality) for quality in found],
         ))  # fmt: skip
     if (fidelity := entry.fidelity) is not None:
@@ -135,9 +135,13 @@ def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
     interval = "none" if quality.ci95 is None else "{:.4f} to {:.4f}".format(*quality.ci95)
     file = quality.file or (entry.calibration.file if entry.calibration else "")
     data = ", ".join(part for part in (file, quality.split, quality.lengths) if part)
+    # The record of a model from elsewhere may have any values.
+    numbers = {name: x for name, x in quality.also.items() if isinstance(x, float)}
+    others = ", ".join(f"{name} {x:.4f}" for name, x in numbers.items())
     return (
         _escaped(quality.measure), _escaped(quality.outputs), f"{quality.value:.4f}", interval,
         str(quality.rows), _escaped(data),
+        _escaped(others),
     )  # fmt: skip
 
 
