@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
 from attnserve.checks.compare import compare
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import LEAST_SEARCHED, Dataset, load_inputs, require_rows
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
@@ -89,6 +89,7 @@ class Job:
         data = None
         if options.calib:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
+        check_measure(measure, data)
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
         rest = other_data, options.tokenizer, measure, target, context

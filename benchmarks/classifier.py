@@ -82,18 +82,35 @@ def train(options: argparse.Namespace, folder: Path) -> None:
     else:
         network = AutoModelForSequenceClassification.from_pretrained(source, num_labels=2)
     texts, labels = labeled_sentences(options.train)
-    encoded: list[list[int]] = tokenizer(texts, truncation=True, max_length=MAX_TOKENS)["input_ids"]
+    encoded = tokenizer(texts, truncation=True, max_length=MAX_TOKENS)
+    fine_tune(network, tokenizer, encoded, torch.tensor(labels), options)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fine_tune(
+    network: Any, tokenizer: Any, encoded: Any, labels: Any, options: argparse.Namespace
+) -> None:
+    """Train a network with AdamW and the loss that its configuration names.
+
+    Args:
+        encoded: The tokens of each row, as the tokenizer returns them.
+        labels: A tensor with the label of each row.
+        options: ``epochs``, the highest learning ``rate``, and ``seed``.
+    """
+    import torch
+
     groups = [
         group
         for epoch in range(options.epochs)
-        for group in batches([len(ids) for ids in encoded], options.seed + epoch)
+        for group in batches([len(ids) for ids in encoded["input_ids"]], options.seed + epoch)
     ]
     optimizer = torch.optim.AdamW(network.parameters(), lr=options.rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: rate(i, len(groups)))
     network.train()
     for step, group in enumerate(groups):
-        inputs = tokenizer.pad({"input_ids": [encoded[i] for i in group]}, return_tensors="pt")
-        loss = network(**inputs, labels=torch.tensor([labels[i] for i in group])).loss
+        rows = {name: [values[i] for i in group] for name, values in encoded.items()}
+        loss = network(**tokenizer.pad(rows, return_tensors="pt"), labels=labels[group]).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
@@ -101,8 +118,6 @@ def train(options: argparse.Namespace, folder: Path) -> None:
         optimizer.zero_grad()
         if step % 50 == 0:
             print(f"step {step} of {len(groups)}, loss {loss.item():.3f}", flush=True)
-    network.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def batches(lengths: list[int], seed: int) -> list[list[int]]:

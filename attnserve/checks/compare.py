@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.measures import not_finite_rows
-from attnserve.checks.quality import QualityMeter
+from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Measure
@@ -84,6 +84,7 @@ def verify(
             Path(data), narrower, artifact, tokenizer=as_path(tokenizer), split=False
         )
         batches, source = rows.fit, rows.source.file
+        check_measure(measure, rows)
         meter = QualityMeter(before, artifact, measure=measure, data=rows)
     elif measure != "auto":
         raise InvalidArgument(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
+from attnserve.data.query_lists import Lists
 from attnserve.intervals import mean_interval, mean_lower_bound
 from attnserve.literals import Measure, Pooling
 from attnserve.models.embeddings import pool
@@ -72,6 +74,8 @@ def new_meter(
             return CosineMeter(window)
         case "kl" | "top1":
             return LogitsMeter(measure, window)
+        case "tau":
+            return OrderMeter(window)
         case "similarity":
             return SimilarityMeter(pooling, window, dimensions)
         case _:
@@ -130,8 +134,12 @@ class Meter(ABC):
         self.sums = _TextSums(window)
 
     @abstractmethod
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
-        """Add outputs whose first axis counts texts."""
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+        """Add outputs whose first axis counts texts.
+
+        Args:
+            lists: The queries of the rows, for measures of their order.
+        """
 
     def additive_loss(self) -> float:
         """See ``QualityMeter.additive_loss``."""
@@ -242,7 +250,7 @@ class FeaturesMeter(Meter):
     Sums are the tokens, the errors, |a|^2 and a of each text.
     """
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
         vectors = np.zeros((len(a), before.shape[1]))
@@ -279,7 +287,7 @@ class CosineMeter(Meter):
         self.units: Any = 0.0
         self.vectors: Any = 0.0
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         before, after, text = self._tokens(a, b, batch)
         before, after = _finite(before), _finite(after)
         lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
@@ -319,7 +327,7 @@ class LogitsMeter(Meter):
         self.winners: Any = 0
         self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         if a.ndim == 3:
             self._add_perplexity(a, b, batch)
         before, after, text = self._tokens(a, b, batch)
@@ -447,7 +455,7 @@ class SimilarityMeter(Meter):
         self.dimensions = dimensions
         self.features = FeaturesMeter(window)
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         if a.shape == b.shape:  # not if one of them is pooled
             self._tokens(a, b, batch)  # sets is_finite
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
@@ -477,6 +485,60 @@ class SimilarityMeter(Meter):
             also={"overlap": _overlap(x, y), "r2": r2.value},
             second=r2,
         )
+
+
+class OrderMeter(Meter):
+    """Kendall's tau of the scores of the documents of a query, the mean of the queries.
+
+    It needs ``lists``. Sums are the query, the relevance, and both scores of each row. Queries with
+    one document are left out.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        super().__init__(window)
+        self.features = FeaturesMeter(window)
+
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+        assert lists is not None
+        self._tokens(a, b, batch)  # sets is_finite
+        self.sums.add(*lists, *(_finite(x).reshape(-1) for x in (a, b)))
+        self.features.add(a, b, {})
+
+    def additive_loss(self) -> float:
+        return self.features.additive_loss()
+
+    def scores(self) -> Scores:
+        query, relevance, before, after = (self.sums.column(i) for i in range(4))
+        order = np.argsort(query, kind="stable")
+        starts = np.flatnonzero(np.diff(query[order])) + 1
+        lists = [rows for rows in np.split(order, starts) if len(rows) > 1]
+        r2 = self.features.scores()
+        if not lists:
+            return replace(r2, measure="tau", also={"r2": r2.value})
+        taus = np.array([kendall_tau(before[rows], after[rows]) for rows in lists])
+        best = np.array([best_agrees(before[rows], after[rows]) for rows in lists], float)
+        chance = float(np.mean([1 / len(rows) for rows in lists]))
+        top1 = Scores("top1", float(best.mean()), best, best, chance, {})
+        labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
+        ndcg = {
+            name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
+            for name, scores in (("ndcg_at_10", after), ("ndcg_at_10_original", before))
+            if labeled
+        }
+        return Scores(
+            measure="tau",
+            value=float(taus.mean()),
+            influence=taus,
+            single=taus,
+            constant=0.0,
+            also={"top1": top1.value, **ndcg, "r2": r2.value},
+            second=top1,
+        )
+
+
+def _ndcg(relevance: Float[np.ndarray, " N"], scores: Float[np.ndarray, " N"]) -> float:
+    relevance = np.nan_to_num(relevance, nan=0.0)
+    return ndcg_at_10(relevance[np.argsort(-scores, kind="stable")], relevance.tolist())
 
 
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:

@@ -1,13 +1,14 @@
 """Quality of a rewritten model: one measure for each kind of output, with its uncertainty.
 
     similarity  embeddings: Spearman correlation of the pairwise cosines of texts, new to original
+    tau         scores of a reranker: Kendall's tau within the documents of a query, the mean
     r2          hidden states, features, numbers: 1 - sum |a - b|^2 / sum |a - mean a|^2
     kl          class logits: 1 - KL(original, new) / KL(original, constant)
     top1        vocabulary logits: share of tokens with the same most probable next token
     cosine      any output: mean cosine of vectors; values of different models are not comparable
 
 1 means equal. A constant predictor, which returns the same for every input, scores 0 in the first
-three; ``Quality.constant`` holds its score. Intervals are over texts (``intervals.mean_interval``).
+four; ``Quality.constant`` holds its score. Intervals are over texts (``intervals.mean_interval``).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from attnserve.checks.measures import (
     new_meter,
     not_finite_rows,
 )
-from attnserve.data.datasets import Dataset
+from attnserve.data.datasets import LEAST_SEARCHED, Dataset
+from attnserve.data.query_lists import MIN_DOCUMENTS, Lists
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
@@ -50,6 +52,7 @@ from graph_passes.errors import InvalidData
 __all__ = [
     "QualityMeter",
     "allowed_loss",
+    "check_measure",
     "largest_loss",
     "limited_losses",
 ]
@@ -67,7 +70,8 @@ def limited_losses(scores: Scores) -> Losses:
     """The losses that a goal limits: the largest of the measure's, a second one and the tail's.
 
     The second one is 1 - R^2 of the vectors for "similarity", because neighborhoods change before
-    ranks of all pairs do, and 1 - kl for "top1", because one frequent token is easily predicted.
+    ranks of all pairs do, the share of queries with another best document for "tau", and 1 - kl for
+    "top1", because one frequent token is easily predicted.
     The tail is the 5th percentile of the measure: for "top1" that of kl, because the agreement of a
     short text is coarse.
     """
@@ -90,6 +94,25 @@ def allowed_loss(keep: float) -> float:
     return max(1 - keep, ROUNDING)
 
 
+def check_measure(measure: SearchMeasure, data: Dataset | None) -> None:
+    """Check that the data of a comparison has what a measure needs.
+
+    Raises:
+        InvalidData: The measure is "tau", and a file has no lists of documents of a query.
+    """
+    if measure != "tau" or data is None:
+        return
+    for file in data.files or [data]:
+        if not file.lists:
+            raise InvalidData(
+                f"{file.source.file} has no lists of documents: the measure tau compares the order"
+                " of the documents of a query",
+                f"for a reranker, give at least {MIN_DOCUMENTS} documents of each query, and"
+                f" {LEAST_SEARCHED} queries for a search, or choose another measure",
+                code="quality.no_lists",
+            )
+
+
 class _Texts(NamedTuple):
     """Rows of a batch whose texts are of one file and of one class of lengths."""
 
@@ -106,6 +129,7 @@ class QualityMeter:
         [B, C], called logits or with less than 64 columns      class logits
         [B, T, C], called logits or as wide as the vocabulary   vocabulary logits
         [B, D], and [B, T, D] of a model for text               embeddings
+        [B, 1], if the data has lists of documents of a query   scores
         a last axis of changing length, such as [B, T]          numbers
         anything else                                           features
 
@@ -144,6 +168,7 @@ class QualityMeter:
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
         texts = row_count(batch) if batch else max(map(len, before), default=0)
+        lists = None if self.data is None else self.data.lists_of(batch)
         for index, (a, b) in enumerate(zip(before, after, strict=True)):
             if is_cache_name(self.outputs[index]) or not (a.ndim and a.size) or a.dtype.kind != "f":
                 continue
@@ -164,12 +189,13 @@ class QualityMeter:
                 if not len(rows):
                     continue
                 if subject not in self._meters:
-                    self._meters[subject] = self._meter(index, a)
+                    self._meters[subject] = self._meter(index, a, has_lists=lists is not None)
                 part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
                 meter, pair = self._meters[subject], (a[rows], b[rows])
+                of_rows = None if lists is None else Lists(*(column[rows] for column in lists))
                 if index in self._probabilities and isinstance(meter, LogitsMeter):
                     pair = log_of(a[rows]), log_of(b[rows])
-                meter.add(*pair, part)
+                meter.add(*pair, part, of_rows)
         self._rows += texts
 
     def additive_loss(self) -> float:
@@ -218,7 +244,7 @@ class QualityMeter:
             _Texts(name, kind, np.flatnonzero(chosen)) for kind, chosen in kinds if chosen.any()
         ]
 
-    def _meter(self, index: int, array: np.ndarray) -> Meter:
+    def _meter(self, index: int, array: np.ndarray, *, has_lists: bool) -> Meter:
         name, is_probability = self.outputs[index], index in self._probabilities
         width = array.shape[-1] if array.ndim > 1 else 1
         is_logits = "logits" in name.lower() and width > 1
@@ -229,14 +255,16 @@ class QualityMeter:
         is_vocabulary = array.ndim == 3 and (is_logits or width == self.vocabulary)
         is_embedding = array.ndim == 2 and width > 1 and not is_classes
         is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
+        is_score = has_lists and array.ndim == 2 and width == 1
         measure: Measure = self.measure
-        if measure == "auto":
+        if measure == "auto" or (measure == "tau" and not is_score):
             measure = (
+                "tau" if is_score else
                 "kl" if is_classes else "top1" if is_vocabulary
                 else "similarity" if is_embedding or is_tokens else "r2"
             )  # fmt: skip
         has_vectors = array.ndim in (2, 3) and width > 1
-        measure = measure if has_vectors or measure == "cosine" else "r2"
+        measure = measure if has_vectors or measure in ("cosine", "tau") else "r2"
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnserve.data.text_files import read_table, read_text
+from attnserve.data.text_files import read_number, read_table, read_text
 from attnserve.models.artifact import Artifact
 from graph_passes.errors import InvalidData, InvalidModel
 
@@ -18,32 +17,9 @@ __all__ = [
     "label_names",
     "read_judgments",
     "read_label",
-    "read_number",
     "read_texts",
     "read_words",
 ]
-
-
-def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
-    """The finite number that a field of a table contains.
-
-    Args:
-        path, line, name: Where the field is, and what it is, for messages.
-
-    Raises:
-        InvalidData: It is not a finite number.
-    """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise InvalidData(
-            f"{path}, line {line}: {name} {text!r} is not a finite number",
-            "correct the row",
-            code="evaluate.score_not_number",
-        )
-    return value
 
 
 def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> int:

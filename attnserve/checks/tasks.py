@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnserve.checks.measures import next_token_nats
+from attnserve.checks.rankings import CUTOFF, ndcg_at_10
 from attnserve.checks.scores import (
     ClassificationScore,
     PerplexityScore,
@@ -22,14 +23,13 @@ from attnserve.checks.task_data import (
     label_names,
     read_judgments,
     read_label,
-    read_number,
     read_texts,
     read_words,
 )
 from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
 from attnserve.data.datasets import load_inputs, wanted_inputs
-from attnserve.data.text_files import read_table
+from attnserve.data.text_files import read_number, read_pairs, read_table
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import embed_texts, output_name, run_texts
@@ -44,9 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TASKS", "OpenModel"]
 
-NDCG = 10
 RECALL = 100
-"""Cutoff ranks of nDCG and recall, as in BEIR (Thakur et al. 2021)."""
+"""Cutoff rank of recall, as in BEIR (Thakur et al. 2021)."""
 
 QUERIES_AT_ONCE = 256
 
@@ -218,18 +217,16 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
         order = np.argsort(-similarities, axis=1, kind="stable")[:, :RECALL]
         for ranking, relevance in zip(order, relevances[start:], strict=False):
             ranked = np.array([relevance.get(keys[index], 0.0) for index in ranking])
-            ndcg.append(_ndcg(ranked, list(relevance.values())))
+            ndcg.append(ndcg_at_10(ranked, list(relevance.values())))
             relevant = sum(value > 0 for value in relevance.values())
             recall.append(float((ranked > 0).sum() / relevant))
     return _mean("retrieval", ndcg, run, recall_at_100=float(np.mean(recall)))
 
 
 def _rerank(run: OpenModel, data: Path) -> RatioScore:
-    columns = ("query",), ("document", "passage", "text"), ("relevance", "label", "score")
     groups: dict[str, list[tuple[str, float]]] = {}
-    for line, (query, document, relevance) in read_table(data, *columns):
-        value = read_number(data, line, relevance, "relevance")
-        groups.setdefault(query, []).append((document, value))
+    for query, document, relevance in read_pairs(data):
+        groups.setdefault(query, []).append((document, relevance))
     groups = {query: rows for query, rows in groups.items() if max(x for _, x in rows) > 0}
     if not groups:
         raise InvalidData(
@@ -251,23 +248,10 @@ def _rerank(run: OpenModel, data: Path) -> RatioScore:
         relevance = np.array([value for _, value in rows])
         ranked = relevance[np.argsort(-scores[start : start + len(rows)], kind="stable")]
         start += len(rows)
-        ndcg.append(_ndcg(ranked, relevance.tolist()))
+        ndcg.append(ndcg_at_10(ranked, relevance.tolist()))
         first = int(np.argmax(ranked > 0))
-        reciprocal.append(1 / (first + 1) if first < NDCG else 0.0)
+        reciprocal.append(1 / (first + 1) if first < CUTOFF else 0.0)
     return _mean("rerank", ndcg, run, mrr_at_10=float(np.mean(reciprocal)))
-
-
-def _ndcg(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> float:
-    """nDCG@10 with linear gains (Jarvelin and Kekalainen 2002, as in trec_eval).
-
-    Args:
-        ranked: The relevance of the documents in the order of the model.
-        relevance: The relevance of all judged documents.
-    """
-    discounts = 1 / np.log2(np.arange(NDCG) + 2)
-    best = np.sort(np.maximum(relevance, 0))[::-1][:NDCG]
-    gains = np.maximum(ranked[:NDCG], 0)
-    return float(gains @ discounts[: len(gains)] / (best @ discounts[: len(best)]))
 
 
 def _mean(task: TaskName, ndcg: Sequence[float], run: OpenModel, **others: float) -> RatioScore:

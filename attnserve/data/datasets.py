@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,13 @@ import onnx_ir as ir
 
 from attnserve.data.array_files import array_batches, read_arrays, with_unequal_lengths
 from attnserve.data.lengths import length_bounds
+from attnserve.data.query_lists import (
+    Lists,
+    encode_listed,
+    lists_of_rows,
+    read_listed,
+    together,
+)
 from attnserve.data.text_files import read_sentences
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
@@ -25,7 +32,6 @@ from attnserve.models.masks import token_mask
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
-    Text,
     TextEncoder,
     TextInput,
     load_encoder,
@@ -96,6 +102,8 @@ class Dataset:
             included; 128 for rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
         files: The data of each file if there are several; they share the batches.
+        lists: The lists of documents of a query that rows of a batch belong to, by the id of the
+            batch; empty if the rows are no lists.
     """
 
     fit: Sequence[Batch]
@@ -105,6 +113,7 @@ class Dataset:
     source: Calibration
     lengths: Sequence[int] = ()
     files: Sequence[Dataset] = ()
+    lists: Mapping[int, Lists] = field(default_factory=dict[int, Lists])
 
     @property
     def held_out(self) -> list[Batch]:
@@ -114,6 +123,10 @@ class Dataset:
     def file_of(self, batch: Batch) -> Dataset:
         """The data of the file that a batch comes from."""
         return self._files.get(id(batch), self)
+
+    def lists_of(self, batch: Batch) -> Lists | None:
+        """The lists that the rows of a batch belong to; None if they are no lists."""
+        return self.file_of(batch).lists.get(id(batch))
 
     @cached_property
     def _files(self) -> dict[int, Dataset]:
@@ -128,9 +141,9 @@ class Dataset:
         """The length that separates short and long texts; None if lengths are alike.
 
         Quality is measured for both separately, because similarities within one kind of text are
-        harder to keep than those between kinds.
+        harder to keep than those between kinds. Lists of documents are not separated.
         """
-        if not len(self.lengths):
+        if not len(self.lengths) or self.lists:
             return None
         low, high = np.percentile(self.lengths, (5, 95))
         edge = round(float(low * high) ** 0.5)
@@ -152,7 +165,8 @@ def load_inputs(
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
-    For a reranker, a line of text is a query and a document with a tab between them.
+    For a reranker, a row of text is a query and a document (``read_listed``). All documents of a
+    query are in one part if there are enough lists (``encode_listed``).
 
     Args:
         path: The file or folder, or several of them. Each is split and measured separately.
@@ -210,7 +224,7 @@ class _File:
         parts: Indices of the rows to fit, to choose and to verify.
         is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
-        batches: Makes batches of rows.
+        batches: Makes batches of rows, and adds their lists to ``lists``.
     """
 
     path: Path
@@ -223,6 +237,7 @@ class _File:
     sequence: Lengths | None
     join: Callable[[Sequence[int]], list[Encoding]] | None
     batches: Callable[[Sequence[Any]], list[Batch]]
+    lists: dict[int, Lists]
 
     def dataset(self, name: str) -> Dataset:
         joined_rows = [[] if self.join is None else self.join(part) for part in self.parts]
@@ -249,7 +264,9 @@ class _File:
             fit, choose, *verify = map(self.batches, parts)
         else:
             fit, choose, *verify = [self.batches(parts[0])] * len(parts)
-        return Dataset(fit, choose, verify, int(np.median(self.sizes)), source, all_lengths)
+        return Dataset(
+            fit, choose, verify, int(np.median(self.sizes)), source, all_lengths, lists=self.lists
+        )
 
 
 def _read_file(
@@ -268,6 +285,7 @@ def _read_file(
     fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
     size = fixed_rows or BATCH_SIZE
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
+    lists: dict[int, Lists] = {}
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
         arrays = read_arrays(path, {name: value.dtype for name, value in inputs.items()})
@@ -290,9 +308,12 @@ def _read_file(
                 code="data.no_tokenizer",
             )
         encoder = load_encoder(artifact, encoder_path).with_length(tokens)
-        texts = read(path)
         are_pairs = artifact.record.task == "rerank"
-        rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
+        texts = [] if are_pairs else read(path)
+        if are_pairs:
+            rows = encode_listed(encoder, read_listed(path, read), LEAST_SEARCHED if split else 1)
+        else:
+            rows = encoder.encode(texts)
         lengths = sizes = [len(encoding) for encoding in rows]
         if sequence is not None and not are_pairs:
             median = float(np.median(lengths))
@@ -304,20 +325,19 @@ def _read_file(
         if "attention_mask" not in inputs:
             size = fixed_rows or 1  # without a mask, rows cannot be padded
         make = partial(
-            _text_batches, encoder, inputs=inputs, size=size, fill=fixed_rows is not None
-        )
+            _text_batches, encoder, inputs=inputs, size=size, fill=fixed_rows is not None,
+            lists=lists,
+        )  # fmt: skip
     everything = range(len(rows))
     distinct = _distinct(rows) if split else everything
-    parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
-    places = [[distinct[i] for i in part] for part in parts]
+    groups = together(rows, distinct)
+    mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
+    parts = _split(mean_lengths) if split else [range(len(groups))] * 3
+    places = [[i for number in part for i in groups[number]] for part in parts]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    return _File(path, rows, lengths, sizes, distinct, places, split, sequence, join, batches)
-
-
-def _pair(line: str) -> Text:
-    """A query and a document, separated by a tab; a line without a tab is one text."""
-    query, tab, document = line.partition("\t")
-    return (query, document) if tab else line
+    return _File(
+        path, rows, lengths, sizes, distinct, places, split, sequence, join, batches, lists
+    )
 
 
 def _drop_held_out(files: Sequence[_File]) -> None:
@@ -490,7 +510,7 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the rows to fit, and of the rows of each held-out part, stratified by length.
+    """Indices of the rows, or lists, to fit, and of those of each held-out part, by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
     stratum, so that all parts have like lengths and come from the whole file.
@@ -535,6 +555,12 @@ def _text_batches(
     inputs: Mapping[str, TextInput],
     size: int,
     fill: bool,
+    lists: dict[int, Lists],
 ) -> list[Batch]:
     rows = filled(rows, size) if fill else rows
-    return [feed for _, feed in encoder.batches(rows, size, inputs)]
+    batches: list[Batch] = []
+    for indices, feed in encoder.batches(rows, size, inputs):
+        batches.append(feed)
+        if (of_batch := lists_of_rows([rows[i] for i in indices])) is not None:
+            lists[id(feed)] = of_batch
+    return batches

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import NamedTuple
 
 from graph_passes.errors import InvalidData
 
-__all__ = ["read_sentences", "read_table", "read_text"]
+__all__ = [
+    "QueryDocument",
+    "has_pairs",
+    "read_number",
+    "read_pairs",
+    "read_sentences",
+    "read_table",
+    "read_text",
+]
 
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "sentence2")
 """Text columns in the tables of ``evaluate``."""
+
+QUERY, DOCUMENT = ("query",), ("document", "passage", "text")
+RELEVANCE = ("relevance", "label", "score")
+"""Columns of queries and documents in the tables of ``evaluate``."""
+
+
+class QueryDocument(NamedTuple):
+    """A query and a document, and its relevance; NaN if it is not known."""
+
+    query: str
+    document: str
+    relevance: float = math.nan
 
 
 def read_text(path: Path) -> str:
@@ -102,6 +124,55 @@ def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[s
             code="evaluate.no_rows",
         )
     return rows
+
+
+def has_pairs(path: Path) -> bool:
+    """Whether a file is a .tsv whose first line names columns of queries and documents."""
+    if path.suffix.lower() != ".tsv":
+        return False
+    header = _header(read_text(path).split("\n"))
+    return all(any(name in header for name in names) for names in (QUERY, DOCUMENT))
+
+
+def read_pairs(path: Path, *, labeled: bool = True) -> list[QueryDocument]:
+    """Read the queries and documents of a table.
+
+    Args:
+        labeled: Require their relevance.
+
+    Raises:
+        InvalidData: See ``read_table``; or a relevance is no finite number.
+    """
+    columns = (QUERY, DOCUMENT)
+    if labeled or any(name in RELEVANCE for name in _header(read_text(path).split("\n"))):
+        rows = read_table(path, *columns, RELEVANCE)
+        return [
+            QueryDocument(query, document, read_number(path, line, relevance, "relevance"))
+            for line, (query, document, relevance) in rows
+        ]
+    return [QueryDocument(query, text) for _, (query, text) in read_table(path, *columns)]
+
+
+def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
+    """The finite number that a field of a table contains.
+
+    Args:
+        path, line, name: Where the field is, and what it is, for messages.
+
+    Raises:
+        InvalidData: It is not a finite number.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise InvalidData(
+            f"{path}, line {line}: {name} {text!r} is not a finite number",
+            "correct the row",
+            code="evaluate.score_not_number",
+        )
+    return value
 
 
 def _header(lines: list[str]) -> list[str]:

@@ -30,11 +30,12 @@ PEERS: Mapping[str, tuple[str, ...]] = {
     "plain": ("fastapi", "uvicorn", "orjson", *SERVER),
     "litserve": ("litserve", *SERVER),
     "sentence-transformers": (TORCH, "sentence-transformers[onnx,openvino]"),
+    "cross-encoder": (TORCH, "sentence-transformers[openvino]"),
 }
 """Packages of the virtual environment of each peer."""
 
-UNCONSTRAINED = {"sentence-transformers"}
-"""Peers installed without constraints.txt: this one needs other versions of transformers."""
+UNCONSTRAINED = {"sentence-transformers", "cross-encoder"}
+"""Peers installed without constraints.txt: they need other versions of transformers."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -167,6 +168,12 @@ def sentence_transformers(setup: Setup, folder: Path, backend: str = "onnx") -> 
     return Program(setup, python, program, folder, setup.threads, backend)
 
 
+def cross_encoder(setup: Setup, folder: Path, backend: str) -> Program:
+    program = PROGRAMS / "peer_cross_encoder.py"
+    python = peer_python(setup, "cross-encoder")
+    return Program(setup, python, program, folder, setup.threads, backend)
+
+
 def fused_graph(setup: Setup) -> tuple[Path, dict[str, Any]]:
     """Write the graph that attnserve serves; return it and its comparison with the original."""
     path = setup.cache / "exact.onnx"
@@ -198,5 +205,14 @@ def peer_versions(setup: Setup, peer: str) -> dict[str, str]:
         check=True,
     ).stdout
     kept = {name.partition("[")[0].partition("==")[0] for name in PEERS[peer]}
-    kept |= {"onnxruntime", "transformers", "optimum-onnx", "fastapi", "uvicorn", "starlette"}
+    kept |= {
+        "onnxruntime",
+        "transformers",
+        "optimum-onnx",
+        "optimum-intel",
+        "openvino",
+        "fastapi",
+        "uvicorn",
+        "starlette",
+    }
     return {p["name"]: p["version"] for p in json.loads(listed) if p["name"].lower() in kept}

@@ -50,8 +50,8 @@ FIRST_GUESS = {"score": 4.0}
 """Ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure, before any is
 measured; 1 for other measures. Larger: the first candidate loses more."""
 
-SQUARED = frozenset({"top1"})
-"""Measures whose squared loss is proportional to the predicted loss: token ranks change when logits
+SQUARED = frozenset({"tau", "top1"})
+"""Measures whose squared loss is proportional to the predicted loss: ranks change when logits
 change, and independent changes add up in squares."""
 
 CAREFUL = 0.8

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve.checks.evaluate import evaluate
+from attnserve.checks.rankings import ndcg_at_10
 from attnserve.checks.scores import ClassificationScore, PerplexityScore, RatioScore, StsScore
-from attnserve.checks.tasks import _entities, _ndcg
+from attnserve.checks.tasks import _entities
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
 
@@ -152,7 +153,7 @@ def test_ndcg_equals_scikit_learn(relevance: list[int]) -> None:
     ranked = np.array(relevance, float)
     order = -np.arange(len(relevance))
     expected = metrics.ndcg_score([relevance], [order], k=10)
-    assert _ndcg(ranked, relevance) == pytest.approx(expected, abs=1e-12)
+    assert ndcg_at_10(ranked, relevance) == pytest.approx(expected, abs=1e-12)
 
 
 TWO_HEADS = """<ir_version: 10, opset_import: ["" : 18]>

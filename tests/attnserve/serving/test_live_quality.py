@@ -145,6 +145,7 @@ def test_guarantee_is_read_from_the_lineage(tmp_path: Path):
     searched = {"gain": True, "asked": {"keep": 0.97, "measure": "auto"}}
     assert guarantee({**first, "search": searched})[1] == 0.97
     assert guarantee({**first, "search": {**searched, "gain": False}})[1] == 0.99
+    assert guarantee(entry(checksum, 0.99, measure="tau")) == ("auto", None, "")  # of no single row
     scored = {"gain": True, "asked": {"keep": 0.97, "measure": "score"}}
     assert guarantee({**first, "search": scored})[1] == 0.99
     assert guarantee(first, entry("other", 0.98))[1] == 0.97  # losses add up

@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import response_schema_conformance
 from starlette.testclient import TestClient
 from tokenizers import Tokenizer, processors
 
+from attnserve.serving.loaded_model import Model
 from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
 
 # The logit of a pair is the number of letters "b" in its second text, minus one.
@@ -109,6 +110,37 @@ def test_rerank_long_pair_is_truncated_or_refused(reranker: TestClient) -> None:
     refused = reranker.post("/rerank", json={**body, "truncate": False})
     assert (refused.status_code, refused.json()["error_type"]) == (413, "Validation")
     assert "13 tokens, more than the limit of 9" in refused.json()["error"]
+
+
+def test_rerank_batches_the_pairs_of_a_request_by_length(
+    start: Callable[..., TestClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(write_reranker(tmp_path / "m", max_length=512))
+    shapes: list[tuple[int, int]] = []
+    run = Model.run
+
+    def counted(model: Model, inputs: Any, outputs: Any = ()) -> Any:
+        shapes.append(inputs["input_ids"].shape)
+        return run(model, inputs, outputs)
+
+    monkeypatch.setattr(Model, "run", counted)
+    numbers = np.random.default_rng(0).permutation(np.linspace(8, 200, 30).round().astype(int))
+    texts = ["b " * number for number in numbers]
+    answer = client.post("/rerank", json={"query": "a a", "texts": texts, "raw_scores": True})
+    scores = {rank["index"]: rank["score"] for rank in answer.json()}
+    assert [scores[at] for at in range(30)] == [number - 1 for number in numbers]
+    tokens = int(answer.headers["x-tokens"])
+    assert tokens == sum(numbers + 5)
+    computed = sum(rows * longest for rows, longest in shapes)
+    assert sum(rows for rows, _ in shapes) == 30
+    assert computed <= 1.05 * tokens  # padded to the longest, they would be 1.9 times as many
+    assert all(rows == 1 or rows * longest <= 512 for rows, longest in shapes)
+    # Pairs of like length share runs.
+    shapes.clear()
+    client.post(
+        "/rerank", json={"query": "a a", "texts": ["b " * (10 + at % 3) for at in range(30)]}
+    )
+    assert len(shapes) <= 3 and sum(rows * longest for rows, longest in shapes) <= 30 * 17
 
 
 def test_rerank_of_cohere(reranker: TestClient) -> None:

@@ -1,0 +1,99 @@
+"""Lists of the documents of a query, which a reranker orders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from attnserve.data.text_files import QueryDocument, has_pairs, read_pairs
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+__all__ = [
+    "MIN_DOCUMENTS",
+    "ListedRow",
+    "Lists",
+    "encode_listed",
+    "lists_of_rows",
+    "read_listed",
+    "together",
+]
+
+MIN_DOCUMENTS = 2
+"""The fewest documents of a query, in the mean, whose order is measured."""
+
+
+class Lists(NamedTuple):
+    """Of each row of a batch, the number of its query, and its relevance; NaN if unknown."""
+
+    query: Int[np.ndarray, " B"]
+    relevance: Float[np.ndarray, " B"]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedRow(Encoding):
+    """The tokens of a query and a document, the number of the query, and the relevance."""
+
+    query: int = 0
+    relevance: float = math.nan
+
+
+def read_listed(path: Path, read: Callable[[Path], list[str]]) -> list[QueryDocument | str]:
+    """The rows of a file for a reranker: queries with documents, and single texts.
+
+    A table has columns with names (``read_pairs``). Other files are read by ``read``: a line has a
+    query, a tab and a document; one without a tab is a single text.
+    """
+    if has_pairs(path):
+        return [*read_pairs(path, labeled=False)]
+    rows = (line.partition("\t") for line in read(path))
+    return [QueryDocument(first, second) if tab else first for first, tab, second in rows]
+
+
+def encode_listed(
+    encoder: TextEncoder, rows: Sequence[QueryDocument | str], least: int
+) -> Sequence[Encoding]:
+    """The tokens of rows, as ``ListedRow`` if there are lists.
+
+    There are lists if there are ``least`` queries, with ``MIN_DOCUMENTS`` in the mean.
+    """
+    pairs = [row if isinstance(row, QueryDocument) else None for row in rows]
+    texts: list[Text] = [row if isinstance(row, str) else row[:2] for row in rows]
+    encodings = encoder.encode(texts)
+    queries = dict.fromkeys(pair.query for pair in pairs if pair is not None)
+    if len(queries) < least or len(rows) < MIN_DOCUMENTS * len(queries) or not queries:
+        return encodings
+    numbers = {query: number for number, query in enumerate(queries)}
+    return [
+        ListedRow(encoding.ids, encoding.type_ids, len(rows) + index)  # a list of its own
+        if pair is None
+        else ListedRow(encoding.ids, encoding.type_ids, numbers[pair.query], pair.relevance)
+        for index, (encoding, pair) in enumerate(zip(encodings, pairs, strict=True))
+    ]
+
+
+def lists_of_rows(rows: Sequence[Encoding]) -> Lists | None:
+    """The lists of the rows of a batch; None if they have none."""
+    listed = [row for row in rows if isinstance(row, ListedRow)]
+    if len(listed) < len(rows):
+        return None
+    return Lists(
+        np.array([row.query for row in listed]), np.array([row.relevance for row in listed])
+    )
+
+
+def together(rows: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
+    """Indices in groups that no split divides: the rows of a list, or single rows."""
+    groups: dict[Hashable, list[int]] = {}
+    for index in indices:
+        row = rows[index]
+        key = ("list", row.query) if isinstance(row, ListedRow) else index
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())

@@ -1,0 +1,244 @@
+"""Latency and order of a reranker: 30 pairs a request, beside sentence-transformers.
+
+    python -m benchmarks.reranker --pairs STS_TRAIN.tsv STS_DEV.tsv -o MODEL
+    python -m benchmarks.rerank --model MODEL --cache FOLDER [--untimed]
+
+MODEL is a cross-encoder with calibration.tsv and test.tsv. ``attnserve serve`` answers POST /rerank
+for the exported model and for each precision (calibrated on calibration.tsv); its latency is that
+of the client. The peers are the ``CrossEncoder`` of sentence-transformers in each backend that
+installs, in the process: the latency is that of ``predict``. All take turns at each request, on the
+same cores. The order of each query of test.tsv is compared with that of the backend torch. FOLDER
+keeps the models and the environment of the peers; ``--untimed`` measures the order only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import attnserve
+from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
+from attnserve.data.text_files import QueryDocument, read_pairs
+from attnserve.intervals import bootstrap_interval
+from attnserve.literals import Precision
+from attnserve.runtime.interleaved_timer import paired_speedup
+from benchmarks._common import description, number_table, write_result
+from benchmarks.serving.peers import (
+    Program,
+    Setup,
+    attnserve_server,
+    cross_encoder,
+    peer_versions,
+)
+
+PRECISIONS: Sequence[Precision] = ("bfloat16-cpu", "int8-full", "int8-full-bfloat16")
+
+BACKENDS = ("torch", "openvino", "openvino-float32")
+"""OpenVINO computes in bfloat16 by default where the CPU has it."""
+
+ORIGINAL = "attnserve, the original"
+REFERENCE = "sentence-transformers, torch"
+
+TIMED = 60
+"""Queries whose requests are timed."""
+
+TAU, TOP1 = 0.97, 0.98
+"""The least agreement with the original of a model that keeps its order."""
+
+Request = list[QueryDocument]
+System = Callable[[Request], tuple[float, np.ndarray]]
+"""Seconds, and the scores of the documents in the order of the request."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=description(__doc__))
+    parser.add_argument("--model", type=Path, required=True, help="folder of benchmarks.reranker")
+    parser.add_argument("--cache", type=Path, required=True, help="models and environments")
+    parser.add_argument("--rounds", type=int, default=3, help="requests of each timed query")
+    parser.add_argument("--recover", type=float, help="minutes to recover int8-full")
+    parser.add_argument("--untimed", action="store_true", help="compare orders, not speeds")
+    options = parser.parse_args(arguments)
+    models = build(options.model, options.cache, options.recover)
+    requests = lists(options.model / "test.tsv")
+    setup = setup_of(options.model, options.cache)
+    with ExitStack() as stack:
+        systems = {
+            f"sentence-transformers, {backend}": peer(stack, setup, options.model, backend)
+            for backend in BACKENDS
+        }
+        systems |= {name: served(stack, setup, path) for name, path in models.items()}
+        rows = orders(systems, requests)
+        times = {} if options.untimed else timed(systems, requests, options.rounds)
+    for row in rows:
+        row.update(speed(row["system"], times))
+    show(rows)
+    if not options.untimed:
+        write_result(
+            "rerank", options, rows=rows, goals=goals(rows), documents=len(requests[0]),
+            queries=len(requests), threads=setup.threads,
+            versions=peer_versions(setup, "cross-encoder"),
+        )  # fmt: skip
+    return 0
+
+
+def build(model: Path, cache: Path, minutes: float | None = None) -> dict[str, Path]:
+    """Export the model, and convert it to each precision; models in the folder are kept."""
+    original = cache / "original"
+    if not original.exists():
+        attnserve.export(model, original, task="rerank")
+    models = {ORIGINAL: original}
+    data = model / "calibration.tsv"
+    for precision in PRECISIONS:
+        models[f"attnserve, {precision}"] = path = cache / precision
+        if not path.exists():
+            attnserve.optimize(original, path, precision=precision, calib=data, sequence=32)
+    if minutes is not None:
+        models["attnserve, int8-full, recovered"] = path = cache / "recovered"
+        if not path.exists():
+            attnserve.recover(
+                models["attnserve, int8-full"], path, teacher=original, data=data, minutes=minutes
+            )
+    return models
+
+
+def lists(path: Path) -> list[Request]:
+    """The pairs of each query."""
+    found: dict[str, Request] = {}
+    for pair in read_pairs(path):
+        found.setdefault(pair.query, []).append(pair)
+    return list(found.values())
+
+
+def setup_of(model: Path, cache: Path) -> Setup:
+    """All cores serve; a client that waits needs none."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Setup(
+        model=model, texts=(), cache=cache, server_cores=cores, generator_cores=cores, rounds=0,
+        seconds=0, deadline_ms=0, overload_s=0, requests=0,
+    )  # fmt: skip
+
+
+def peer(stack: ExitStack, setup: Setup, model: Path, backend: str) -> System:
+    program: Program = stack.enter_context(cross_encoder(setup, model, backend))
+    program.read()
+
+    def answer(request: Request) -> tuple[float, np.ndarray]:
+        found = program.ask({"pairs": [pair[:2] for pair in request]})
+        return found["seconds"], np.array(found["scores"])
+
+    return answer
+
+
+def served(stack: ExitStack, setup: Setup, model: Path) -> System:
+    port, _ = stack.enter_context(attnserve_server(setup, model=model))
+    url, headers = f"http://127.0.0.1:{port}/rerank", {"Content-Type": "application/json"}
+
+    def answer(request: Request) -> tuple[float, np.ndarray]:
+        texts = [pair.document for pair in request]
+        body = json.dumps({"query": request[0].query, "texts": texts, "raw_scores": True})
+        started = perf_counter()
+        post = urllib.request.Request(url, body.encode(), headers)
+        with urllib.request.urlopen(post, timeout=60) as response:
+            ranks = json.load(response)
+        seconds = perf_counter() - started
+        scores = np.empty(len(texts))
+        for rank in ranks:
+            scores[rank["index"]] = rank["score"]
+        return seconds, scores
+
+    return answer
+
+
+def orders(systems: dict[str, System], requests: Sequence[Request]) -> list[dict[str, Any]]:
+    """The agreement of each system with the reference, and its nDCG@10, with 95 % intervals."""
+    scores = {name: [run(request)[1] for request in requests] for name, run in systems.items()}
+    rows: list[dict[str, Any]] = []
+    for name, found in scores.items():
+        row: dict[str, Any] = {"system": name}
+        pairs = list(zip(scores[REFERENCE], found, strict=True))
+        ndcg = [
+            ndcg_at_10(np.array([r.relevance for r in request])[np.argsort(-new, kind="stable")],
+                       [r.relevance for r in request])
+            for request, new in zip(requests, found, strict=True)
+        ]  # fmt: skip
+        for measure, values in (
+            ("tau", [kendall_tau(a, b) for a, b in pairs]),
+            ("top1", [float(best_agrees(a, b)) for a, b in pairs]),
+            ("ndcg_at_10", ndcg),
+        ):
+            row |= {measure: float(np.mean(values)), f"{measure}_ci95": _ci95(np.array(values))}
+        rows.append(row)
+    return rows
+
+
+def _ci95(values: np.ndarray) -> tuple[float, float]:
+    def mean(rows: np.ndarray) -> np.ndarray:
+        return values[rows].mean(axis=-1)
+
+    return bootstrap_interval(mean, len(values), seed=0)
+
+
+def timed(
+    systems: dict[str, System], requests: Sequence[Request], rounds: int
+) -> dict[str, list[float]]:
+    """Milliseconds of each request by system; the order of the systems alternates."""
+    times: dict[str, list[float]] = {name: [] for name in systems}
+    chosen = requests[:: max(len(requests) // TIMED, 1)]
+    for index, request in enumerate([*chosen] * rounds):
+        names = [*systems][:: -1 if index % 2 else 1]
+        for name in names:
+            times[name].append(1e3 * systems[name](request)[0])
+    return times
+
+
+def speed(name: str, times: dict[str, list[float]]) -> dict[str, Any]:
+    """The median latency of a system, and its speed-up over each peer with the interval."""
+    if not times:
+        return {}
+    own = np.array(times[name])
+    over: dict[str, list[float]] = {}
+    for other in times:
+        if other.startswith("sentence-transformers"):
+            found = paired_speedup([np.array(times[other])], [own])
+            over[other] = [found.value, *found.ci95]
+    return {"p50_ms": float(np.median(own)), "p90_ms": float(np.percentile(own, 90)), "over": over}
+
+
+def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The fastest model of attnserve that keeps the order, and its speed over the peers."""
+    peers = [row for row in rows if row["system"].startswith("sentence-transformers")]
+    kept = [row for row in rows if row not in peers and row["tau"] >= TAU and row["top1"] >= TOP1]
+    best = min(kept, key=lambda row: row["p50_ms"])
+    fastest = min(peers, key=lambda row: row["p50_ms"])["system"]
+    return {
+        "best": best["system"],
+        "fastest_peer": fastest,
+        "over_fastest_peer": best["over"][fastest],
+        "over_torch": best["over"][REFERENCE],
+    }
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    table = number_table("30 pairs a request", ("p50 ms", "tau", "top-1", "nDCG@10", "over torch"))
+    for row in rows:
+        measures = [f"{row[name]:.4f}" for name in ("tau", "top1", "ndcg_at_10")]
+        ms, ratio = "", ""
+        if "over" in row:
+            ms, ratio = f"{row['p50_ms']:.1f}", f"{row['over'][REFERENCE][0]:.2f}x"
+        table.add_row(row["system"], ms, *measures, ratio)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
