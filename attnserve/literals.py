@@ -16,6 +16,7 @@ __all__ = [
     "Padding",
     "Pooling",
     "Precision",
+    "Role",
     "SearchMeasure",
     "Side",
     "Similarity",
@@ -29,8 +30,9 @@ Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
-Measure = Literal["auto", "similarity", "r2", "kl", "top1", "cosine"]
+Measure = Literal["auto", "similarity", "index", "r2", "kl", "top1", "cosine"]
 MixingOption = Literal["auto", "dense", "sparse"]
+Role = Literal["query", "document"]
 Side = Literal["right", "left"]
 Padding = Side
 Pooling = Literal["mean", "cls", "last", "none"]

@@ -6,22 +6,24 @@ The held-out parts are the rows to choose, and two parts of rows to verify.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import onnx_ir as ir
 
 from attnserve.data.array_files import array_batches, read_arrays, with_unequal_lengths
 from attnserve.data.lengths import length_bounds
-from attnserve.data.text_files import read_sentences
+from attnserve.data.text_files import ROLE, check_roles, read_roles, read_sentences
+from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
 from attnserve.models.masks import token_mask
+from attnserve.models.recorded import present
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
@@ -96,6 +98,9 @@ class Dataset:
             included; 128 for rows without axis 1.
         source: File name, rows, tokens and checksum, for records.
         files: The data of each file if there are several; they share the batches.
+        query_lengths: The lengths of queries, if rows have roles.
+        documents: Identities of the batches that hold documents, if rows have roles: each batch
+            then has rows of one role.
     """
 
     fit: Sequence[Batch]
@@ -105,6 +110,21 @@ class Dataset:
     source: Calibration
     lengths: Sequence[int] = ()
     files: Sequence[Dataset] = ()
+    query_lengths: Sequence[int] = ()
+    documents: Collection[int] = ()
+
+    def role_of(self, batch: Batch) -> Role | None:
+        """The role of the rows of a batch; None without roles."""
+        file = self.file_of(batch)
+        if not len(file.query_lengths):
+            return None
+        return "document" if id(batch) in file.documents else "query"
+
+    def of_queries(self) -> Dataset:
+        """The data for a model that runs queries only: lengths are theirs, if rows have roles."""
+        if not len(self.query_lengths):
+            return self
+        return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)
 
     @property
     def held_out(self) -> list[Batch]:
@@ -152,7 +172,8 @@ def load_inputs(
 ) -> Dataset:
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
-    For a reranker, a line of text is a query and a document with a tab between them.
+    For a reranker, a line of text is a query and a document with a tab between them. A column or
+    array ``role`` splits rows into queries and documents: each part has rows of both.
 
     Args:
         path: The file or folder, or several of them. Each is split and measured separately.
@@ -206,6 +227,7 @@ class _File:
         is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
         batches: Makes batches of rows.
+        roles: The role of each row; empty without roles.
     """
 
     path: Path
@@ -218,33 +240,54 @@ class _File:
     sequence: Lengths | None
     join: Callable[[Sequence[int]], list[Encoding]] | None
     batches: Callable[[Sequence[Any]], list[Batch]]
+    roles: Sequence[Role] = ()
+
+    def of_role(self, part: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The queries and the documents of a part; without roles, all rows are queries."""
+        documents = [i for i in part if self.roles and self.roles[i] == "document"]
+        return [i for i in part if not self.roles or self.roles[i] == "query"], documents
 
     def dataset(self, name: str) -> Dataset:
-        joined_rows = [[] if self.join is None else self.join(part) for part in self.parts]
-        parts = [
-            [*(self.rows[i] for i in part), *rows_of_part]
-            for part, rows_of_part in zip(self.parts, joined_rows, strict=True)
+        split_parts = [self.of_role(part) for part in self.parts]
+        joined_rows = [
+            [[] if self.join is None or not some else self.join(some) for some in part]
+            for part in split_parts
         ]
-        more_lengths = [len(row) for rows_of_part in joined_rows for row in rows_of_part]
+        parts = [
+            [
+                [*(self.rows[i] for i in some), *more]
+                for some, more in zip(part, rows_of_part, strict=True)
+            ]
+            for part, rows_of_part in zip(split_parts, joined_rows, strict=True)
+        ]
+        more_lengths = [len(row) for part in joined_rows for some in part for row in some]
         all_lengths = [*self.lengths, *more_lengths]
+        query_lengths = [self.lengths[i] for i in self.of_role(range(len(self.rows)))[0]]
+        query_lengths += [len(row) for queries, _ in joined_rows for row in queries]
         counts: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
         source = Calibration(
             file=name,
             rows=len(self.rows),
             distinct_rows=len(self.distinct),
             tokens=int(sum(self.lengths)),
-            fit_rows=len(parts[0]),
-            fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, joined_rows[0])),
-            held_out_rows=tuple(len(part) for part in parts[1:]),
+            fit_rows=sum(map(len, parts[0])),
+            fit_tokens=sum(self.lengths[i] for i in self.parts[0])
+            + sum(len(row) for some in joined_rows[0] for row in some),
+            held_out_rows=tuple(sum(map(len, part)) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
             sha256=path_sha256(self.path, "*.npz"),
             **(counts if more_lengths else {}),
+            **present(documents=len(self.of_role(self.distinct)[1])),
         )
-        if self.is_split:
-            fit, choose, *verify = map(self.batches, parts)
-        else:
-            fit, choose, *verify = [self.batches(parts[0])] * len(parts)
-        return Dataset(fit, choose, verify, int(np.median(self.sizes)), source, all_lengths)
+        made = [[self.batches(some) if some else [] for some in part]
+                for part in (parts if self.is_split else parts[:1])]  # fmt: skip
+        made = made if self.is_split else made * len(parts)
+        fit, choose, *verify = ([*queries, *documents] for queries, documents in made)
+        return Dataset(
+            fit, choose, verify, int(np.median(self.sizes)), source, all_lengths,
+            query_lengths=query_lengths if self.roles else (),
+            documents={id(batch) for _, documents in made for batch in documents},
+        )  # fmt: skip
 
 
 def _read_file(
@@ -265,7 +308,9 @@ def _read_file(
     join: Callable[[Sequence[int]], list[Encoding]] | None = None
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        arrays = read_arrays(path, {name: value.dtype for name, value in inputs.items()})
+        dtypes = {name: value.dtype for name, value in inputs.items()}
+        arrays = read_arrays(path, dtypes, {} if ROLE in dtypes else {ROLE: np.dtype(str)})
+        roles = _take_roles(path, arrays, dtypes)
         if tokens is None:
             arrays = [with_unequal_lengths(row, artifact.max_length) for row in arrays]
         rows = arrays
@@ -287,6 +332,7 @@ def _read_file(
         encoder = load_encoder(artifact, encoder_path).with_length(tokens)
         texts = read(path)
         are_pairs = artifact.record.task == "rerank"
+        roles = [] if are_pairs or read is not read_sentences else read_roles(path)
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
         lengths = sizes = [len(encoding) for encoding in rows]
         if sequence is not None and not are_pairs:
@@ -302,11 +348,32 @@ def _read_file(
             _text_batches, encoder, inputs=inputs, size=size, fill=fixed_rows is not None
         )
     everything = range(len(rows))
-    distinct = _distinct(rows) if split else everything
-    parts = _split([lengths[i] for i in distinct]) if split else [everything] * 3
-    places = [[distinct[i] for i in part] for part in parts]
+    distinct = _distinct(rows, roles) if split else everything
+    places = [list(everything)] * 3
+    if split:  # each part has rows of both roles
+        groups = [[i for i in distinct if roles[i] == r] for r in get_args(Role)] if roles else []
+        split_groups = [
+            [[group[i] for i in part] for part in _split([lengths[i] for i in group])]
+            for group in groups or [distinct]
+        ]
+        places = [sum(parts, []) for parts in zip(*split_groups, strict=True)]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
-    return _File(path, rows, lengths, sizes, distinct, places, split, sequence, join, batches)
+    return _File(
+        path, rows, lengths, sizes, distinct, places, split, sequence, join, batches, roles
+    )
+
+
+def _take_roles(path: Path, rows: Sequence[Batch], wanted: Collection[str]) -> list[Role]:
+    """Remove the roles from rows of arrays, and check them; empty without roles.
+
+    Raises:
+        InvalidData: Rows of some files have a role, or see ``check_roles``.
+    """
+    found = [row.pop(ROLE, None) if ROLE not in wanted else None for row in rows]
+    if all(role is None for role in found):
+        return []
+    roles = ["" if role is None or role.size != 1 else str(role.item()) for role in found]
+    return check_roles(path, roles, [f"row {index}" for index in range(len(rows))])
 
 
 def _pair(line: str) -> Text:
@@ -352,6 +419,12 @@ def _combined(
     """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
+    has_roles = any(len(dataset.query_lengths) for dataset in datasets)
+    query_lengths = [
+        length
+        for dataset in datasets if has_roles
+        for length in dataset.query_lengths or dataset.lengths
+    ]  # fmt: skip
     checksums = "".join(source.sha256 for source in sources)
     counts = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
     fields: dict[str, Any] = {
@@ -381,6 +454,7 @@ def _combined(
         source=source,
         lengths=lengths,
         files=datasets,
+        query_lengths=query_lengths,
     )
 
 
@@ -419,9 +493,19 @@ def require_rows(data: Dataset, least: int, *, fix: str, code: str) -> None:
     """Check that each file has enough distinct rows, and that no part is empty.
 
     Raises:
-        InvalidData: A file has less than ``least``, or files hold out the rows of each other.
+        InvalidData: A file has less than ``least``, also of one role, or files hold out the rows of
+            each other.
     """
     sources = [file.source for file in data.files or [data]]
+    for source in sources:
+        queries = source.distinct_rows - source.documents
+        if source.documents and min(queries, source.documents) < least:
+            raise InvalidData(
+                f"{source.file} has {queries} distinct queries and {source.documents} documents: "
+                f"expected at least {least} of both to fit, to choose and to verify",
+                fix,
+                code=code,
+            )
     smallest = min(sources, key=lambda source: source.distinct_rows)
     if smallest.distinct_rows < least:
         raise InvalidData(
@@ -467,11 +551,11 @@ def _token_count(batch: Batch) -> int:
     return PATCHES * max((len(x) for x in batch.values() if x.ndim), default=1)
 
 
-def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:
-    """The index of the first of equal rows, as the model sees them."""
-    first: dict[bytes, int] = {}
+def _distinct(rows: Sequence[Encoding | Batch], roles: Sequence[Role]) -> list[int]:
+    """The index of the first of equal rows of one role, as the model sees them."""
+    first: dict[tuple[bytes, Role | None], int] = {}
     for index, row in enumerate(rows):
-        first.setdefault(_content(row), index)
+        first.setdefault((_content(row), roles[index] if roles else None), index)
     return list(first.values())
 
 

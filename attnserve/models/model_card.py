@@ -30,6 +30,12 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@])")
 """Characters with a meaning in Markdown or HTML."""
 
 
+INDEX = (
+    "The measure index compares what queries of this model and queries of the original find among "
+    "documents that the original embedded: an existing index can stay."
+)
+
+
 def is_own_card(path: Path) -> bool:
     """Whether a card is missing, or was written by ``model_card`` and not changed to keep it."""
     if not path.exists() and not path.is_symlink():
@@ -122,6 +128,9 @@ def _quality(artifact: Artifact) -> list[str]:
             ("measure", "output", "value", "95 % interval", "rows", "data"),
             [_quality_row(entry, quality) for quality in found],
         ))  # fmt: skip
+        if indexed := [quality for quality in found if quality.measure == "index"]:
+            lines.append(INDEX)
+            lines += [f"If this model embeds the documents too: {_others(one)}." for one in indexed]
     if (fidelity := entry.fidelity) is not None:
         lines.append(
             f"Cosine of the outputs: mean {fidelity.mean_cosine:.4f}, minimum"
@@ -129,6 +138,12 @@ def _quality(artifact: Artifact) -> list[str]:
         )
     lines.append("The quality holds for inputs like these.")
     return [heading + "\n\n".join(lines)]
+
+
+def _others(quality: Quality) -> str:
+    """The further measures of an output, which hold if the new model embeds all texts."""
+    values = ", ".join(f"{_escaped(name)} {value:.4f}" for name, value in quality.also.items())
+    return f"{values} ({quality.searched})"
 
 
 def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
