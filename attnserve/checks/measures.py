@@ -496,9 +496,9 @@ class IndexMeter(SimilarityMeter):
     """Overlap of the documents that queries find in an index of the original's vectors.
 
     Queries are embedded by both models, documents by the original. The value is the mean share of a
-    query's nearest documents that the new model finds too. Without roles, every text is a query, and
-    the other texts are its documents. The further measures are symmetric, as ``SimilarityMeter``:
-    the new model embeds the documents too.
+    query's nearest documents that the new model finds too. Without roles, every text is a query,
+    and the other texts are its documents. The further measures are symmetric: for them the new
+    model embeds the documents too.
     """
 
     def __init__(

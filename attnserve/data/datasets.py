@@ -356,7 +356,7 @@ def _read_file(
             [[group[i] for i in part] for part in _split([lengths[i] for i in group])]
             for group in groups or [distinct]
         ]
-        places = [sum(parts, []) for parts in zip(*split_groups, strict=True)]
+        places = [[i for part in parts for i in part] for parts in zip(*split_groups, strict=True)]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     return _File(
         path, rows, lengths, sizes, distinct, places, split, sequence, join, batches, roles
