@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LEAST_PROBABILITY",
+    "MIN_DOCUMENTS",
     "MIN_ROWS",
+    "NEIGHBORS",
     "IndexMeter",
     "LogitsMeter",
     "Meter",
@@ -43,6 +45,9 @@ MIN_ROWS = 30
 
 NEIGHBORS = 10
 """Number of nearest neighbors that ``index`` and ``overlap`` compare."""
+
+MIN_DOCUMENTS = 5 * NEIGHBORS
+"""Minimum number of documents of which ``NEIGHBORS`` are compared; of fewer, a fifth is."""
 
 MOST_PAIRED = 3000
 """Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
