@@ -332,7 +332,13 @@ def _read_file(
         encoder = load_encoder(artifact, encoder_path).with_length(tokens)
         texts = read(path)
         are_pairs = artifact.record.task == "rerank"
-        roles = [] if are_pairs or read is not read_sentences else read_roles(path)
+        roles = read_roles(path)
+        if roles and len(roles) != len(texts):
+            raise InvalidData(
+                f"{path}: {len(roles)} texts have a role, and {len(texts)} are read",
+                "leave out the column role, or columns of texts that the task does not read",
+                code="data.role",
+            )
         rows = encoder.encode([_pair(line) for line in texts] if are_pairs else texts)
         lengths = sizes = [len(encoding) for encoding in rows]
         if sequence is not None and not are_pairs:

@@ -44,9 +44,11 @@ def scores(queries: Pair, documents: Pair | None = None) -> Scores:
     return meter.scores()
 
 
-def nearest(queries: np.ndarray, documents: np.ndarray, *, count: int, itself: bool) -> list[set]:
+def nearest(
+    queries: np.ndarray, documents: np.ndarray, *, count: int, itself: bool
+) -> list[set[int]]:
     """The nearest documents of each query, by one query after the other."""
-    found: list[set] = []
+    found: list[set[int]] = []
     for row, query in enumerate(queries):
         cosines = [
             -np.inf if row == place and not itself
@@ -162,7 +164,8 @@ def test_short_queries_search_long_documents():
     assert data.length_edge is not None
     found = meter(data)
     for seed, part in enumerate((short, long)):
-        found.add(*([x] for x in vectors(seed, 200)), part)
+        a, b = vectors(seed, 200)
+        found.add([a], [b], part)
     (quality,) = found.results()
     assert (quality.rows, quality.lengths, quality.documents) == (400, "", 0)
 
@@ -185,7 +188,8 @@ def test_too_few_documents_are_refused(queries: int, documents: int | None):
 def test_outputs_that_are_no_embeddings_have_no_index(output: str):
     found = meter(output=output)
     a = vectors(0, 40)[0]
-    found.add(*[[a if "c" in output.split()[0] else a[:, 0]]] * 2, batch(40))
+    a = a[:, 0] if output == "float[b] score" else a
+    found.add([a], [a], batch(40))
     with raises(InvalidArgument, "quality.no_embedding", "index"):
         found.results()
 

@@ -177,6 +177,11 @@ def test_roles_are_those_of_all_texts_of_a_row(tmp_path: Path):
     assert found == ["query", "query", *["document"] * 4]
 
 
+def test_other_texts_than_those_of_the_roles_are_refused(split: Path, tiny: Path):
+    with raises(InvalidData, "data.role", "49 texts"):
+        read(split, tiny, read=lambda _: QUERIES)
+
+
 @pytest.mark.parametrize("few", ["query", "document"])
 def test_search_needs_rows_of_both_roles(few: str, tiny: Path, tmp_path: Path):
     rows = [("query", text) for text in QUERIES] + [("document", text) for text in DOCUMENTS]
