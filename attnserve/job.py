@@ -89,6 +89,7 @@ class Job:
         data = None
         if options.calib:
             data = load(options.calib, weights=options.calib_weights, sequence=joined)
+            data = data.of_queries() if measure == "index" else data
         check_measure(measure, data)
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work

@@ -17,6 +17,7 @@ __all__ = [
     "Padding",
     "Pooling",
     "Precision",
+    "Role",
     "SearchMeasure",
     "Side",
     "Similarity",
@@ -30,10 +31,11 @@ Attention = Literal["sdpa", "eager"]
 Exporter = Literal["dynamo", "torchscript"]
 Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
-Measure = Literal["auto", "similarity", "tau", "r2", "kl", "top1", "cosine"]
+Measure = Literal["auto", "similarity", "index", "tau", "r2", "kl", "top1", "cosine"]
 MixingKind = Literal["dense", "sparse", "own"]
 """Which of the shared dimensions a head reads: all, some, or its own, which no other head reads."""
 MixingOption = Literal["auto", "dense", "sparse"]
+Role = Literal["query", "document"]
 Side = Literal["right", "left"]
 Padding = Side
 Pooling = Literal["mean", "cls", "last", "none"]

@@ -91,13 +91,18 @@ def score_session(
     tokenizer: Path | None = None,
     batch_size: int = 32,
     context: RunContext = DEFAULT_CONTEXT,
+    index: Session | None = None,
 ) -> Score:
-    """``evaluate`` for an open session; tokenizer and labels are those of ``artifact``."""
+    """``evaluate`` for an open session; tokenizer and labels are those of ``artifact``.
+
+    Args:
+        index: Embeds the documents of a retrieval; None for the session itself.
+    """
     if max_length is not None:
         artifact = replace(
             artifact, record=artifact.record.model_copy(update={"max_length": max_length})
         )
     model = OpenModel(
-        session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context
+        session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context, index
     )
     return TASKS[task](model, data)

@@ -18,17 +18,21 @@ import numpy as np
 from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
 from attnserve.data.query_lists import Lists
 from attnserve.intervals import mean_interval, mean_lower_bound
-from attnserve.literals import Measure, Pooling
+from attnserve.literals import Measure, Pooling, Role
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch
+from graph_passes.errors import InvalidData
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 __all__ = [
     "LEAST_PROBABILITY",
+    "MIN_DOCUMENTS",
     "MIN_ROWS",
+    "NEIGHBORS",
+    "IndexMeter",
     "LogitsMeter",
     "Meter",
     "Scores",
@@ -42,7 +46,10 @@ MIN_ROWS = 30
 """Minimum number of texts for a confidence interval."""
 
 NEIGHBORS = 10
-"""Number of nearest neighbors that ``overlap`` compares."""
+"""Number of nearest neighbors that ``index`` and ``overlap`` compare."""
+
+MIN_DOCUMENTS = 5 * NEIGHBORS
+"""Minimum number of documents of which ``NEIGHBORS`` are compared; of fewer, a fifth is."""
 
 MOST_PAIRED = 3000
 """Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
@@ -78,6 +85,8 @@ def new_meter(
             return OrderMeter(window)
         case "similarity":
             return SimilarityMeter(pooling, window, dimensions)
+        case "index":
+            return IndexMeter(pooling, window, dimensions)
         case _:
             return FeaturesMeter(window)
 
@@ -93,6 +102,7 @@ class Scores:
         constant: The value of a constant predictor.
         also: Other measures of the same output, by name.
         second: The measure of the second condition; see ``quality.limited_losses``.
+        documents: The number of documents that the texts search, if the data has a split.
     """
 
     measure: Measure
@@ -102,6 +112,7 @@ class Scores:
     constant: float
     also: Mapping[str, float]
     second: Scores | None = None
+    documents: int = 0
 
     def bound(self, confidence: float) -> float:
         """The lower end of a one-sided interval; the value for less than ``MIN_ROWS`` texts."""
@@ -456,6 +467,14 @@ class SimilarityMeter(Meter):
         self.features = FeaturesMeter(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+        before, after = self._pooled(a, b, batch)
+        self.sums.add(before, after)
+        self.features.add(before, after, {})
+
+    def _pooled(
+        self, a: np.ndarray, b: np.ndarray, batch: Batch
+    ) -> tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B D"]]:
+        """The embeddings of both models, of length one."""
         if a.shape == b.shape:  # not if one of them is pooled
             self._tokens(a, b, batch)  # sets is_finite
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
@@ -463,8 +482,7 @@ class SimilarityMeter(Meter):
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
         dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
         before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
-        self.sums.add(before, after)
-        self.features.add(before, after, {})
+        return before, after
 
     def additive_loss(self) -> float:
         return self.features.additive_loss()
@@ -482,7 +500,7 @@ class SimilarityMeter(Meter):
             influence=correlation.influence,
             single=correlation.single,
             constant=0.0,
-            also={"overlap": _overlap(x, y), "r2": r2.value},
+            also={"overlap": float(_overlap(x, y, itself=False).mean()), "r2": r2.value},
             second=r2,
         )
 
@@ -541,6 +559,75 @@ def _ndcg(relevance: Float[np.ndarray, " N"], scores: Float[np.ndarray, " N"]) -
     return ndcg_at_10(relevance[np.argsort(-scores, kind="stable")], relevance.tolist())
 
 
+class IndexMeter(SimilarityMeter):
+    """Overlap of the documents that queries find in an index of the original's vectors.
+
+    Queries are embedded by both models, documents by the original. The value is the mean share of a
+    query's nearest documents that the new model finds too. Without roles, every text is a query,
+    and the other texts are its documents. The further measures are symmetric: for them the new
+    model embeds the documents too.
+    """
+
+    def __init__(
+        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
+    ) -> None:
+        super().__init__(pooling, window, dimensions)
+        self.documents = _TextSums()  # the pooled vectors of both
+        self.has_roles = False
+
+    def add_role(self, a: np.ndarray, b: np.ndarray, batch: Batch, role: Role | None) -> None:
+        """Add outputs of texts with a role; None for texts without roles, as ``add``."""
+        self.has_roles |= role is not None
+        if role == "document":
+            self.documents.add(*self._pooled(a, b, batch))
+        else:
+            self.add(a, b, batch)
+
+    def scores(self) -> Scores:
+        """See ``Meter.scores``.
+
+        Raises:
+            InvalidData: There is no query, or a query has less than two documents.
+        """
+        has_roles = self.has_roles
+        queries = self._vectors(self.sums)
+        documents = self._vectors(self.documents) if has_roles else queries
+        count = len(documents[0]) - (not has_roles)
+        if count < 2 or not len(queries[0]):
+            raise InvalidData(
+                f"{len(queries[0])} queries search {max(count, 0)} documents: the measure index "
+                "needs a query and two documents in every part of the data that is compared",
+                "give more rows, of both roles if they have roles, or choose another `measure`",
+                code="quality.few_documents",
+            )
+        (old, new), (old_documents, new_documents) = queries, documents
+        found = old @ old_documents.T
+        shares = _overlap(found, new @ old_documents.T, itself=has_roles)
+        symmetric = _overlap(found, new @ new_documents.T, itself=has_roles)
+        texts = map(np.vstack, zip(queries, documents, strict=True)) if has_roles else queries
+        x, y = (rows @ rows.T for rows in map(_evenly, texts))
+        r2 = self.features.scores()
+        further = {"overlap": float(symmetric.mean()), "r2": r2.value}
+        if len(x) >= 4:
+            further = {"similarity": _pair_correlation(x, y).value, **further}
+        return Scores(
+            measure="index",
+            value=float(shares.mean()),
+            influence=shares,
+            single=shares,
+            constant=_constant_overlap(found, itself=has_roles),
+            also=further,
+            second=r2,
+            documents=count if has_roles else 0,
+        )
+
+    def _vectors(self, sums: _TextSums) -> list[Float[np.ndarray, "N D"]]:
+        """The vectors of both models, of at most ``MOST_PAIRED`` texts."""
+        if not sums.columns:
+            return [np.zeros((0, 1))] * 2
+        return [_evenly(sums.column(i).astype(np.float64)) for i in (0, 1)]
+
+
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
     """All rows, or ``MOST_PAIRED`` evenly spaced ones; batches are sorted by length."""
     count = min(len(rows), MOST_PAIRED)
@@ -597,15 +684,33 @@ def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
     return np.where(constant, np.where(both, 1.0, 0.0), np.clip(correlation, -1, 1))
 
 
-def _overlap(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> float:
-    """The mean share of a text's nearest neighbors that stay; 10, or a fifth of few texts."""
-    n = len(x)
-    count = min(NEIGHBORS, max((n - 1) // 5, 1))
-    neighbors: list[Bool[np.ndarray, "N N"]] = []
-    for matrix in (x, y):
-        others = np.where(np.eye(n, dtype=bool), -np.inf, np.round(matrix, 9))
-        chosen = np.zeros((n, n), bool)
-        order = np.argsort(-others, axis=1, kind="stable")[:, :count]
-        np.put_along_axis(chosen, order, True, axis=1)
-        neighbors.append(chosen)
-    return float((neighbors[0] & neighbors[1]).sum() / (n * count))
+def _overlap(
+    x: Float[np.ndarray, "N M"], y: Float[np.ndarray, "N M"], *, itself: bool
+) -> Float[np.ndarray, " N"]:
+    """The share of the nearest neighbors of each text that stay.
+
+    Args:
+        x, y: The similarities of texts to their possible neighbors, by two models.
+        itself: Whether text i may have the neighbor i, which is else the text.
+    """
+    neighbors, kept = (_neighbors(matrix, itself=itself) for matrix in (x, y))
+    return (neighbors & kept).sum(1) / neighbors.sum(1)
+
+
+def _constant_overlap(x: Float[np.ndarray, "N M"], *, itself: bool) -> float:
+    """The mean overlap of the one answer to all texts that is best."""
+    neighbors = _neighbors(x, itself=itself)
+    count = int(neighbors[0].sum())
+    return float(np.sort(neighbors.sum(0))[-count:].sum() / neighbors.sum())
+
+
+def _neighbors(x: Float[np.ndarray, "N M"], *, itself: bool) -> Bool[np.ndarray, "N M"]:
+    """The nearest neighbors of each text by its similarities: 10, or a fifth of few texts."""
+    others = np.round(x, 9)
+    if not itself:
+        np.fill_diagonal(others, -np.inf)
+    count = min(NEIGHBORS, max((x.shape[1] - (not itself)) // 5, 1))
+    order = np.argsort(-others, axis=1, kind="stable")[:, :count]
+    chosen = np.zeros(x.shape, bool)
+    np.put_along_axis(chosen, order, True, axis=1)
+    return chosen

@@ -1,14 +1,17 @@
 """Quality of a rewritten model: one measure for each kind of output, with its uncertainty.
 
     similarity  embeddings: Spearman correlation of the pairwise cosines of texts, new to original
+    index       embeddings: share of the 10 nearest documents of the original that its queries and
+                those of the new model find
     tau         scores of a reranker: Kendall's tau within the documents of a query, the mean
     r2          hidden states, features, numbers: 1 - sum |a - b|^2 / sum |a - mean a|^2
     kl          class logits: 1 - KL(original, new) / KL(original, constant)
     top1        vocabulary logits: share of tokens with the same most probable next token
     cosine      any output: mean cosine of vectors; values of different models are not comparable
 
-1 means equal. A constant predictor, which returns the same for every input, scores 0 in the first
-four; ``Quality.constant`` holds its score. Intervals are over texts (``intervals.mean_interval``).
+1 means equal. A constant predictor, which returns the same for every input, scores 0 in similarity,
+r2 and kl; ``Quality.constant`` holds its score. Intervals are over texts
+(``intervals.mean_interval``).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.measures import (
+    IndexMeter,
     LogitsMeter,
     Meter,
     Scores,
@@ -47,7 +51,7 @@ from attnserve.models.output_kinds import (
 from attnserve.models.recorded import present
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
-from graph_passes.errors import InvalidData
+from graph_passes.errors import InvalidArgument, InvalidData
 
 __all__ = [
     "QualityMeter",
@@ -56,6 +60,10 @@ __all__ = [
     "largest_loss",
     "limited_losses",
 ]
+
+
+COARSE = frozenset({"index", "top1"})
+"""Measures of single texts that are shares of few events."""
 
 
 def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
@@ -71,13 +79,13 @@ def limited_losses(scores: Scores) -> Losses:
 
     The second one is 1 - R^2 of the vectors for "similarity", because neighborhoods change before
     ranks of all pairs do, the share of queries with another best document for "tau", and 1 - kl for
-    "top1", because one frequent token is easily predicted.
-    The tail is the 5th percentile of the measure: for "top1" that of kl, because the agreement of a
-    short text is coarse.
+    "top1", because one frequent token is easily predicted. It is 1 - R^2 of the vectors of queries
+    for "index". The tail is the 5th percentile of the measure: for "top1" and "index" that of the
+    second one, because the agreement of a short text or of ten neighbors is coarse.
     """
     second = scores.second
     each = [scores] if second is None else [scores, second]
-    tail = (1 - (second if second and scores.measure == "top1" else scores).p5) / TAIL
+    tail = (1 - (second if second and scores.measure in COARSE else scores).p5) / TAIL
     return Losses(
         _largest(tail, *(1 - one.value for one in each)),
         _largest(tail, *(1 - one.bound(SELECTION_CONFIDENCE) for one in each)),
@@ -195,7 +203,10 @@ class QualityMeter:
                 of_rows = None if lists is None else Lists(*(column[rows] for column in lists))
                 if index in self._probabilities and isinstance(meter, LogitsMeter):
                     pair = log_of(a[rows]), log_of(b[rows])
-                meter.add(*pair, part, of_rows)
+                if isinstance(meter, IndexMeter) and self.data is not None:
+                    meter.add_role(*pair, part, self.data.role_of(batch))
+                else:
+                    meter.add(*pair, part, of_rows)
         self._rows += texts
 
     def additive_loss(self) -> float:
@@ -207,7 +218,20 @@ class QualityMeter:
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:
-        """The quality of each output, by file and by length; the one with most loss first."""
+        """The quality of each output, by file and by length; the one with most loss first.
+
+        Raises:
+            InvalidData: The original gives NaN in every row, or the measure is "index" and there
+                are less than two documents.
+            InvalidArgument: The measure is "index", and no output is an embedding.
+        """
+        is_index = any(isinstance(meter, IndexMeter) for meter in self._meters.values())
+        if self.measure == "index" and self._meters and not is_index:
+            raise InvalidArgument(
+                "`measure` is index, and the model has no output with embeddings of texts",
+                "choose another measure, or leave it out",
+                code="quality.no_embedding",
+            )
         qualities: list[Quality] = []
         for subject, (excluded, wrong) in self._bad.items():
             if (meter := self._meters.get(subject)) is None:
@@ -231,7 +255,8 @@ class QualityMeter:
         """The rows of a batch of ``rows`` rows, those of short and of long texts apart."""
         data = None if self.data is None else self.data.file_of(batch)
         name = "" if data is None or data is self.data else data.source.file
-        edge = None if data is None else data.length_edge
+        # An index holds documents of all lengths.
+        edge = None if data is None or self.measure == "index" else data.length_edge
         array = next((x for x in batch.values() if x.ndim > 1 and len(x) == rows), None)
         if edge is None or array is None:
             return [_Texts(name, "", np.arange(rows))]
@@ -257,7 +282,11 @@ class QualityMeter:
         is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
         is_score = has_lists and array.ndim == 2 and width == 1
         measure: Measure = self.measure
-        if measure == "auto" or (measure == "tau" and not is_score):
+        is_other = (
+            not is_score if measure == "tau"
+            else measure == "index" and not (is_embedding or is_tokens)
+        )  # fmt: skip
+        if measure == "auto" or is_other:
             measure = (
                 "tau" if is_score else
                 "kl" if is_classes else "top1" if is_vocabulary
@@ -275,7 +304,7 @@ def _quality(meter: Meter, split: Split, output: str, given: dict[str, Any]) -> 
         given: Fields that are recorded only with a value.
     """
     scores = meter.scores()
-    further: dict[str, Any] = {**given, **scores.also}
+    further: dict[str, Any] = {**given, **present(documents=scores.documents), **scores.also}
     return Quality(
         measure=scores.measure,
         value=scores.value,

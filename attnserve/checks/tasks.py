@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +52,11 @@ QUERIES_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class OpenModel:
-    """An open session with its artifact and the options of ``evaluate``."""
+    """An open session with its artifact and the options of ``evaluate``.
+
+    Attributes:
+        index: The session that embeds the documents of a retrieval; None for ``session``.
+    """
 
     session: Session
     artifact: Artifact
@@ -60,6 +64,7 @@ class OpenModel:
     tokenizer: Path | None
     batch_size: int
     context: RunContext
+    index: Session | None = None
 
     @cached_property
     def encoder(self) -> TextEncoder:
@@ -205,9 +210,10 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
     judged = read_judgments(data, queries, documents)
     artifact = run.artifact
     ask, answer = artifact.prompt("query"), artifact.prompt("document", "passage", "corpus")
-    texts = [ask + queries[key] for key in judged] + [answer + x for x in documents.values()]
-    vectors = run.embed(texts, normalize=artifact.similarity == "cosine")
-    query_vectors, document_vectors = vectors[: len(judged)], vectors[len(judged) :]  # N D
+    normalize = artifact.similarity == "cosine"
+    indexer = run if run.index is None else replace(run, session=run.index)
+    query_vectors = run.embed([ask + queries[key] for key in judged], normalize)  # N D
+    document_vectors = indexer.embed([answer + x for x in documents.values()], normalize)
     keys = list(documents)
     ndcg: list[float] = []
     recall: list[float] = []

@@ -16,11 +16,19 @@ from graph_passes.errors import InvalidData
 __all__ = ["array_batches", "read_arrays", "with_unequal_lengths"]
 
 
-def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
+def read_arrays(
+    path: Path,
+    wanted: Mapping[str, np.dtype[Any]],
+    optional: Mapping[str, np.dtype[Any]] | None = None,
+) -> list[Batch]:
     """One batch per row of an .npz or a folder of them; each array has a first axis of size 1.
 
+    Args:
+        wanted: The names and types of the arrays.
+        optional: Those of arrays that may be missing.
+
     Raises:
-        InvalidData: A file is not an .npz, or has not exactly the ``wanted`` arrays.
+        InvalidData: A file is not an .npz, or has not exactly the expected arrays.
     """
     files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
     if not files:
@@ -40,9 +48,11 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
                 "write it with numpy.savez",
                 code="data.not_npz",
             ) from error
+        more = {name: dtype for name, dtype in (optional or {}).items() if name in arrays}
+        dtypes = {**more, **wanted}
         missing, extra = (
             sorted(wanted.keys() - arrays.keys()),
-            sorted(arrays.keys() - wanted.keys()),
+            sorted(arrays.keys() - dtypes.keys()),
         )
         if missing or extra:
             raise InvalidData(
@@ -58,7 +68,7 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
                 "give every input the same number of rows",
                 code="data.array_rows",
             )
-        for name, dtype in wanted.items():
+        for name, dtype in dtypes.items():
             if arrays[name].dtype.kind != dtype.kind:
                 raise InvalidData(
                     f"{file}: {name!r} is {arrays[name].dtype}, expected {dtype}",
@@ -67,7 +77,7 @@ def read_arrays(path: Path, wanted: Mapping[str, np.dtype[Any]]) -> list[Batch]:
                 )
         for row in range(next(iter(counts.values()))):
             rows.append(
-                {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in wanted.items()}
+                {name: arrays[name][row : row + 1].astype(dtype) for name, dtype in dtypes.items()}
             )
     return rows
 

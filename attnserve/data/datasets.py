@@ -6,11 +6,11 @@ The held-out parts are the rows to choose, and two parts of rows to verify.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -24,11 +24,13 @@ from attnserve.data.query_lists import (
     read_listed,
     together,
 )
-from attnserve.data.text_files import read_sentences
+from attnserve.data.text_files import ROLE, check_roles, read_roles, read_sentences
+from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
 from attnserve.models.masks import token_mask
+from attnserve.models.recorded import present
 from attnserve.models.rows import filled, fixed_axes, row_content
 from attnserve.models.tokenizer import (
     Encoding,
@@ -104,6 +106,9 @@ class Dataset:
         files: The data of each file if there are several; they share the batches.
         lists: The lists of documents of a query that rows of a batch belong to, by the id of the
             batch; empty if the rows are no lists.
+        query_lengths: The lengths of queries, if rows have roles.
+        documents: Identities of the batches that hold documents, if rows have roles: each batch
+            then has rows of one role.
     """
 
     fit: Sequence[Batch]
@@ -114,6 +119,21 @@ class Dataset:
     lengths: Sequence[int] = ()
     files: Sequence[Dataset] = ()
     lists: Mapping[int, Lists] = field(default_factory=dict[int, Lists])
+    query_lengths: Sequence[int] = ()
+    documents: Collection[int] = ()
+
+    def role_of(self, batch: Batch) -> Role | None:
+        """The role of the rows of a batch; None without roles."""
+        file = self.file_of(batch)
+        if not len(file.query_lengths):
+            return None
+        return "document" if id(batch) in file.documents else "query"
+
+    def of_queries(self) -> Dataset:
+        """The data for a model that runs queries only: lengths are theirs, if rows have roles."""
+        if not len(self.query_lengths):
+            return self
+        return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)
 
     @property
     def held_out(self) -> list[Batch]:
@@ -166,7 +186,8 @@ def load_inputs(
     """Read a text (one sentence per line), an .npz (named input arrays) or a folder of .npz.
 
     For a reranker, a row of text is a query and a document (``read_listed``). All documents of a
-    query are in one part if there are enough lists (``encode_listed``).
+    query are in one part if there are enough lists (``encode_listed``). A column or array ``role``
+    splits the rows of other models into queries and documents: each part has rows of both.
 
     Args:
         path: The file or folder, or several of them. Each is split and measured separately.
@@ -225,6 +246,7 @@ class _File:
         is_split: Whether the parts differ.
         join: Makes longer rows of the texts of a part.
         batches: Makes batches of rows, and adds their lists to ``lists``.
+        roles: The role of each row; empty without roles.
     """
 
     path: Path
@@ -238,35 +260,55 @@ class _File:
     join: Callable[[Sequence[int]], list[Encoding]] | None
     batches: Callable[[Sequence[Any]], list[Batch]]
     lists: dict[int, Lists]
+    roles: Sequence[Role] = ()
+
+    def of_role(self, part: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The queries and the documents of a part; without roles, all rows are queries."""
+        documents = [i for i in part if self.roles and self.roles[i] == "document"]
+        return [i for i in part if not self.roles or self.roles[i] == "query"], documents
 
     def dataset(self, name: str) -> Dataset:
-        joined_rows = [[] if self.join is None else self.join(part) for part in self.parts]
-        parts = [
-            [*(self.rows[i] for i in part), *rows_of_part]
-            for part, rows_of_part in zip(self.parts, joined_rows, strict=True)
+        split_parts = [self.of_role(part) for part in self.parts]
+        joined_rows = [
+            [[] if self.join is None or not some else self.join(some) for some in part]
+            for part in split_parts
         ]
-        more_lengths = [len(row) for rows_of_part in joined_rows for row in rows_of_part]
+        parts = [
+            [
+                [*(self.rows[i] for i in some), *more]
+                for some, more in zip(part, rows_of_part, strict=True)
+            ]
+            for part, rows_of_part in zip(split_parts, joined_rows, strict=True)
+        ]
+        more_lengths = [len(row) for part in joined_rows for some in part for row in some]
         all_lengths = [*self.lengths, *more_lengths]
+        query_lengths = [self.lengths[i] for i in self.of_role(range(len(self.rows)))[0]]
+        query_lengths += [len(row) for queries, _ in joined_rows for row in queries]
         counts: dict[str, Any] = {"joined_rows": len(more_lengths), "joined_to": self.sequence}
         source = Calibration(
             file=name,
             rows=len(self.rows),
             distinct_rows=len(self.distinct),
             tokens=int(sum(self.lengths)),
-            fit_rows=len(parts[0]),
-            fit_tokens=sum(self.lengths[i] for i in self.parts[0]) + sum(map(len, joined_rows[0])),
-            held_out_rows=tuple(len(part) for part in parts[1:]),
+            fit_rows=sum(map(len, parts[0])),
+            fit_tokens=sum(self.lengths[i] for i in self.parts[0])
+            + sum(len(row) for some in joined_rows[0] for row in some),
+            held_out_rows=tuple(sum(map(len, part)) for part in parts[1:]),
             lengths=_percentiles(all_lengths),
             sha256=path_sha256(self.path, "*.npz"),
             **(counts if more_lengths else {}),
+            **present(documents=len(self.of_role(self.distinct)[1])),
         )
-        if self.is_split:
-            fit, choose, *verify = map(self.batches, parts)
-        else:
-            fit, choose, *verify = [self.batches(parts[0])] * len(parts)
+        made = [[self.batches(some) if some else [] for some in part]
+                for part in (parts if self.is_split else parts[:1])]  # fmt: skip
+        made = made if self.is_split else made * len(parts)
+        fit, choose, *verify = ([*queries, *documents] for queries, documents in made)
         return Dataset(
-            fit, choose, verify, int(np.median(self.sizes)), source, all_lengths, lists=self.lists
-        )
+            fit, choose, verify, int(np.median(self.sizes)), source, all_lengths,
+            query_lengths=query_lengths if self.roles else (),
+            lists=self.lists,
+            documents={id(batch) for _, documents in made for batch in documents},
+        )  # fmt: skip
 
 
 def _read_file(
@@ -288,7 +330,9 @@ def _read_file(
     lists: dict[int, Lists] = {}
     rows: Sequence[Encoding | Batch]
     if path.is_dir() or path.suffix.lower() == ".npz":
-        arrays = read_arrays(path, {name: value.dtype for name, value in inputs.items()})
+        dtypes = {name: value.dtype for name, value in inputs.items()}
+        arrays = read_arrays(path, dtypes, {} if ROLE in dtypes else {ROLE: np.dtype(str)})
+        roles = _take_roles(path, arrays, dtypes)
         if tokens is None:
             arrays = [with_unequal_lengths(row, artifact.max_length) for row in arrays]
         rows = arrays
@@ -310,6 +354,13 @@ def _read_file(
         encoder = load_encoder(artifact, encoder_path).with_length(tokens)
         are_pairs = artifact.record.task == "rerank"
         texts = [] if are_pairs else read(path)
+        roles = [] if are_pairs else read_roles(path)
+        if roles and len(roles) != len(texts):
+            raise InvalidData(
+                f"{path}: {len(roles)} texts have a role, and {len(texts)} are read",
+                "leave out the column role, or columns of texts that the task does not read",
+                code="data.role",
+            )
         if are_pairs:
             rows = encode_listed(encoder, read_listed(path, read), LEAST_SEARCHED if split else 1)
         else:
@@ -329,15 +380,37 @@ def _read_file(
             lists=lists,
         )  # fmt: skip
     everything = range(len(rows))
-    distinct = _distinct(rows) if split else everything
-    groups = together(rows, distinct)
-    mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
-    parts = _split(mean_lengths) if split else [range(len(groups))] * 3
-    places = [[i for number in part for i in groups[number]] for part in parts]
+    distinct = _distinct(rows, roles) if split else everything
+    places = [list(everything)] * 3
+    if split:  # each part has rows of both roles
+        strata = [[i for i in distinct if roles[i] == r] for r in get_args(Role)] if roles else []
+        split_strata = [
+            _split_groups(together(rows, stratum), lengths) for stratum in strata or [distinct]
+        ]
+        places = [[i for part in parts for i in part] for parts in zip(*split_strata, strict=True)]
     batches = cast(Callable[[Sequence[Any]], list[Batch]], make)
     return _File(
-        path, rows, lengths, sizes, distinct, places, split, sequence, join, batches, lists
+        path, rows, lengths, sizes, distinct, places, split, sequence, join, batches, lists, roles
     )
+
+
+def _split_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """The rows of each part; those of a group are in one part (``_split``)."""
+    mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
+    return [[i for number in part for i in groups[number]] for part in _split(mean_lengths)]
+
+
+def _take_roles(path: Path, rows: Sequence[Batch], wanted: Collection[str]) -> list[Role]:
+    """Remove the roles from rows of arrays, and check them; empty without roles.
+
+    Raises:
+        InvalidData: Rows of some files have a role, or see ``check_roles``.
+    """
+    found = [row.pop(ROLE, None) if ROLE not in wanted else None for row in rows]
+    if all(role is None for role in found):
+        return []
+    roles = ["" if role is None or role.size != 1 else str(role.item()) for role in found]
+    return check_roles(path, roles, [f"row {index}" for index in range(len(rows))])
 
 
 def _drop_held_out(files: Sequence[_File]) -> None:
@@ -377,6 +450,12 @@ def _combined(
     """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
+    has_roles = any(len(dataset.query_lengths) for dataset in datasets)
+    query_lengths = [
+        length
+        for dataset in datasets if has_roles
+        for length in dataset.query_lengths or dataset.lengths
+    ]  # fmt: skip
     checksums = "".join(source.sha256 for source in sources)
     counts = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
     fields: dict[str, Any] = {
@@ -406,6 +485,7 @@ def _combined(
         source=source,
         lengths=lengths,
         files=datasets,
+        query_lengths=query_lengths,
     )
 
 
@@ -444,9 +524,19 @@ def require_rows(data: Dataset, least: int, *, fix: str, code: str) -> None:
     """Check that each file has enough distinct rows, and that no part is empty.
 
     Raises:
-        InvalidData: A file has less than ``least``, or files hold out the rows of each other.
+        InvalidData: A file has less than ``least``, also of one role, or files hold out the rows of
+            each other.
     """
     sources = [file.source for file in data.files or [data]]
+    for source in sources:
+        queries = source.distinct_rows - source.documents
+        if source.documents and min(queries, source.documents) < least:
+            raise InvalidData(
+                f"{source.file} has {queries} distinct queries and {source.documents} documents: "
+                f"expected at least {least} of both to fit, to choose and to verify",
+                fix,
+                code=code,
+            )
     smallest = min(sources, key=lambda source: source.distinct_rows)
     if smallest.distinct_rows < least:
         raise InvalidData(
@@ -492,11 +582,11 @@ def _token_count(batch: Batch) -> int:
     return PATCHES * max((len(x) for x in batch.values() if x.ndim), default=1)
 
 
-def _distinct(rows: Sequence[Encoding | Batch]) -> list[int]:
-    """The index of the first of equal rows, as the model sees them."""
-    first: dict[bytes, int] = {}
+def _distinct(rows: Sequence[Encoding | Batch], roles: Sequence[Role]) -> list[int]:
+    """The index of the first of equal rows of one role, as the model sees them."""
+    first: dict[tuple[bytes, Role | None], int] = {}
     for index, row in enumerate(rows):
-        first.setdefault(_content(row), index)
+        first.setdefault((_content(row), roles[index] if roles else None), index)
     return list(first.values())
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
+from attnserve.literals import Role
 from graph_passes.errors import InvalidData
 
 __all__ = [
     "QueryDocument",
+    "check_roles",
     "has_pairs",
     "read_number",
     "read_pairs",
+    "read_roles",
     "read_sentences",
     "read_table",
     "read_text",
@@ -20,6 +24,9 @@ __all__ = [
 
 TEXT_COLUMNS = ("text", "sentence", "sentence1", "sentence2")
 """Text columns in the tables of ``evaluate``."""
+
+ROLE = "role"
+"""The column of a table that splits its texts into queries and documents."""
 
 QUERY, DOCUMENT = ("query",), ("document", "passage", "text")
 RELEVANCE = ("relevance", "label", "score")
@@ -74,6 +81,51 @@ def read_sentences(path: Path) -> list[str]:
             f"{path}: the file has no text", "write one sentence per line", code="text.empty_file"
         )
     return sentences
+
+
+def read_roles(path: Path) -> list[Role]:
+    """The role of each text of ``read_sentences``; empty without a column ``role``.
+
+    Raises:
+        InvalidData: See ``read_sentences`` and ``check_roles``.
+    """
+    if path.suffix.lower() != ".tsv":
+        return []
+    header = _header(read_text(path).split("\n"))
+    texts = sum(name in header for name in TEXT_COLUMNS)
+    if not texts or ROLE not in header:
+        return []
+    rows = read_table(path, (ROLE,))
+    lines = [f"line {line}" for line, _ in rows]
+    roles = check_roles(path, [role for _, (role,) in rows], lines)
+    return [role for role in roles for _ in range(texts)]
+
+
+def check_roles(path: Path, roles: Sequence[str], places: Sequence[str]) -> list[Role]:
+    """Check the roles of the rows of a file.
+
+    Args:
+        places: Where each row is, for messages.
+
+    Raises:
+        InvalidData: A role is unknown, no row is a query, or less than two are documents.
+    """
+    for role, place in zip(roles, places, strict=True):
+        if role not in get_args(Role):
+            raise InvalidData(
+                f"{path}, {place}: role {role[:40]!r}: expected {' or '.join(get_args(Role))}",
+                "correct the row",
+                code="data.role",
+            )
+    queries, documents = (roles.count(role) for role in get_args(Role))
+    if not queries or documents < 2:
+        raise InvalidData(
+            f"{path}: {queries} rows have the role query, and {documents} the role document: "
+            "expected at least one query and two documents",
+            "add rows, or remove the roles",
+            code="data.role_count",
+        )
+    return cast("list[Role]", list(roles))
 
 
 def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[str, ...]]]:

@@ -72,6 +72,7 @@ class Calibration(Recorded, frozen=True):
     Attributes:
         joined_rows, joined_to: Number of rows that join several texts, and their lengths.
         held_out_rows: Number of rows of each held-out part.
+        documents: Number of distinct rows that are documents, if the rows have roles.
         lengths: Percentiles (0, 5, 50, 95, 100) of the tokens of a row.
         files: The data of each file, if there are several.
     """
@@ -89,6 +90,7 @@ class Calibration(Recorded, frozen=True):
     sha256: str = ""
     files: tuple[Calibration, ...] = ()
     weights: tuple[FiniteFloat, ...] = ()
+    documents: int = 0
     token_ids: TokenIds | None = None
 
 

@@ -76,6 +76,8 @@ class Quality(Recorded, frozen=True):
         p5: The 5th percentile of the measure of single texts.
         constant: The value of a constant predictor.
         rows: The number of texts.
+        documents: The number of documents that the texts search, if the data has a split of queries
+            and documents.
         split: What it is measured on; see ``Split``.
         output: The name of the output.
         file: The file of the texts, if there are several.
@@ -102,6 +104,7 @@ class Quality(Recorded, frozen=True):
     same_outputs: tuple[str, ...] = ()
     not_finite_rows: tuple[int, ...] = ()
     excluded_rows: tuple[int, ...] = ()
+    documents: int = 0
     losses: Losses = Field(default=UNKNOWN, exclude=True)
     is_finite: bool = Field(default=True, exclude=True)
 
@@ -120,12 +123,18 @@ class Quality(Recorded, frozen=True):
         """The names of the output."""
         return " = ".join([self.output, *self.same_outputs])
 
+    @property
+    def searched(self) -> str:
+        """The number of rows, or of queries and of the documents that they search."""
+        documents = self.documents
+        return f"{self.rows} queries, {documents} documents" if documents else f"{self.rows} rows"
+
     def describe(self) -> str:
         """One line for people."""
         interval = (
-            f"no interval, {self.rows} rows"
+            f"no interval, {self.searched}"
             if self.ci95 is None
-            else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.rows} rows"
+            else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.searched}"
         )
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
         apart = [kind for kind in (self.file, self.lengths) if kind]

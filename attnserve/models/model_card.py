@@ -30,6 +30,14 @@ SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@])")
 """Characters with a meaning in Markdown or HTML."""
 
 
+INDEX = (
+    "The measure index compares what queries of this model and queries of the original find among "
+    "documents that the original embedded: an existing index can stay. Its other measures hold if "
+    "this model embeds the documents too."
+)
+"""What the measure of an index promises."""
+
+
 def is_own_card(path: Path) -> bool:
     """Whether a card is missing, or was written by ``model_card`` and not changed to keep it."""
     if not path.exists() and not path.is_symlink():
@@ -124,6 +132,8 @@ def _quality(artifact: Artifact) -> list[str]:
                 [_quality_row(entry, quality) for quality in found],
             )
         )
+        if any(quality.measure == "index" for quality in found):
+            lines.append(INDEX)
     if (fidelity := entry.fidelity) is not None:
         lines.append(
             f"Cosine of the outputs: mean {fidelity.mean_cosine:.4f}, minimum"
@@ -145,7 +155,7 @@ def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
         _escaped(quality.outputs),
         f"{quality.value:.4f}",
         interval,
-        str(quality.rows),
+        quality.searched.removesuffix(" rows"),
         _escaped(data),
         _escaped(others),
     )

@@ -195,10 +195,11 @@ class Goal(Options):
     task: TaskName | None = None
     """The task of `eval_data`, whose score must be kept."""
     measure: SearchMeasure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), order of the documents of
-    a query (tau), R^2 about the mean (r2), KL divergence of classes (kl), agreement of the most
-    probable token (top1), or mean cosine (cosine). auto chooses by the kind of output. score
-    limits the loss of the task score alone."""
+    """Measure of quality: correlation of text similarities (similarity), agreement of queries on
+    the nearest documents of the original (index), order of the documents of a query (tau), R^2
+    about the mean (r2), KL divergence of classes (kl), agreement of the most probable token (top1),
+    or mean cosine (cosine). auto chooses by the kind of output. score limits the loss of the task
+    score alone."""
     allow: Annotated[
         tuple[Allowed, ...],
         BeforeValidator(read_names),
@@ -443,9 +444,10 @@ class Training(Options):
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
     measure: Measure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), order of the documents of
-    a query (tau), R^2 about the mean (r2), KL divergence of classes (kl), agreement of the most
-    probable token (top1), or mean cosine (cosine). auto chooses by the kind of output."""
+    """Measure of quality: correlation of text similarities (similarity), agreement of queries on
+    the nearest documents of the original (index), order of the documents of a query (tau), R^2
+    about the mean (r2), KL divergence of classes (kl), agreement of the most probable token (top1),
+    or mean cosine (cosine). auto chooses by the kind of output."""
 
 
 GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training)

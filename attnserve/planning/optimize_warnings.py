@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnserve.checks.measures import MIN_ROWS
+from attnserve.checks.measures import MIN_DOCUMENTS, MIN_ROWS, NEIGHBORS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
@@ -176,5 +176,11 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
         warnings.append(
             f"measured on {quality.rows} held-out rows{kind}, which is too few for an interval: "
             f"give at least {MIN_ROWS * HELD_OUT} different rows{kind}"
+        )
+    documents = quality.documents or quality.rows - 1
+    if quality.measure == "index" and documents < MIN_DOCUMENTS:
+        warnings.append(
+            f"queries searched {documents} held-out documents, of which fewer than {NEIGHBORS} are "
+            f"near: give at least {MIN_DOCUMENTS * HELD_OUT} different documents"
         )
     return warnings

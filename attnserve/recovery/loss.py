@@ -101,9 +101,10 @@ class DistillationLoss:
                 parts.append((index, "logits", SERVED_WEIGHT))
                 continue
             is_tokens = axes[index] > 2
-            if measure != "similarity" or is_tokens:
+            is_pooled = measure in ("similarity", "index")
+            if not is_pooled or is_tokens:
                 parts.append((index, "vectors", LAST_WEIGHT))
-            if measure == "similarity":
+            if is_pooled:
                 parts.append((index, "pooled", SERVED_WEIGHT))
         for index in range(len(outputs), len(outputs) + pairs):
             parts.append((index, "vectors", HIDDEN_WEIGHT))

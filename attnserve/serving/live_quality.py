@@ -16,7 +16,7 @@ for correlations of similarities.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -65,11 +65,14 @@ class Guarantee:
         measure: The measure, "auto" if the record has none.
         value: The guaranteed quality; None without a guarantee.
         output: The name of the measured output; empty if the record has none.
+        window: The number of last rows that are measured. The overlap of an index falls with the
+            number of its documents, so that it is that of the proof, at most ``WINDOW``.
     """
 
     measure: Measure = "auto"
     value: float | None = None
     output: str = ""
+    window: int = WINDOW
 
 
 def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
@@ -77,7 +80,8 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
 
     A rewrite guarantees the goal of its search, else the lower end of its confidence interval (the
     value without one). Several rewrites guarantee 1 minus the sum of their losses. Rewrites that
-    were measured on random inputs, or by different measures, guarantee nothing.
+    were measured on random inputs, or by different measures, guarantee nothing; neither does the
+    measure "index" of queries and documents, because the rows of a service have no such split.
 
     Raises:
         InvalidModel: The artifact was made from another model.
@@ -101,9 +105,11 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
         return Guarantee()
     losses = [1 - value for value in map(_guaranteed, entries) if value is not None]
     measures = {item and item.measure for item in qualities}
-    is_known = len(losses) == len(entries) and len(measures) == 1
+    is_known = len(losses) == len(entries) and len(measures) == 1 and not quality.documents
     value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no guarantee is closer to 1
-    return Guarantee(cast(Measure, quality.measure), value, quality.output)
+    rows = quality.rows if quality.measure == "index" and value is not None else WINDOW
+    window = min(max(rows, FIRST_LOOK), WINDOW)
+    return Guarantee(cast(Measure, quality.measure), value, quality.output, window)
 
 
 def _guaranteed(entry: LineageEntry) -> float | None:
@@ -128,6 +134,7 @@ class LiveReport:
         promise: The guaranteed quality; None without a guarantee.
         broken: Whether a violation of the guarantee was detected, and it was not met since.
         rows: The number of measured rows, at most ``WINDOW``.
+        also: Other measures of the same rows, by name.
     """
 
     measure: Measure
@@ -136,15 +143,17 @@ class LiveReport:
     promise: float | None
     broken: bool
     rows: int
+    also: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class LiveQuality:
-    """Measures the quality of the last ``WINDOW`` rows, and tests a guarantee.
+    """Measures the quality of the last rows, and tests a guarantee.
 
     Args:
         measure: See ``checks.quality``; not "auto".
         pooling, dimensions: Pooling and size of embeddings.
         guaranteed: The guaranteed quality; None tests nothing.
+        window: The number of last rows.
     """
 
     def __init__(
@@ -153,8 +162,9 @@ class LiveQuality:
         pooling: Pooling | None,
         guaranteed: float | None,
         dimensions: int | None = None,
+        window: int = WINDOW,
     ) -> None:
-        self._meter = new_meter(measure, pooling, WINDOW, dimensions)
+        self._meter = new_meter(measure, pooling, window, dimensions)
         self._rows = self._looks = self._measured_at = 0
         self._next_look = FIRST_LOOK
         self.report = LiveReport(measure, None, None, guaranteed, False, 0)
@@ -186,7 +196,7 @@ class LiveQuality:
             if guaranteed is not None:
                 broken = self._is_broken(scores.influence, guaranteed, broken)
         self.report = LiveReport(
-            report.measure, scores.value, scores.ci95, guaranteed, broken, rows
+            report.measure, scores.value, scores.ci95, guaranteed, broken, rows, scores.also
         )
         return broken != report.broken
 
@@ -199,7 +209,7 @@ class LiveQuality:
 
 
 MEASURES: Mapping[TextTask, Sequence[Measure]] = {
-    "embed": ["similarity"],
+    "embed": ["similarity", "index"],
     "classify": ["kl", "top1", "r2"],
     "rerank": ["r2"],
     "tokens": [],
@@ -242,7 +252,9 @@ class LiveComparison:
         guarantee = read_guarantee(artifact, original)
         measure = measure if guarantee.measure == "auto" else guarantee.measure
         pooling = None if artifact.tokenizer is None else artifact.pooling
-        quality = LiveQuality(measure, pooling, guarantee.value, artifact.dimensions)
+        quality = LiveQuality(
+            measure, pooling, guarantee.value, artifact.dimensions, guarantee.window
+        )
         # All requests are measured on one output: the output for texts, if there is one.
         model = self._model
         output = guarantee.output or model.outputs[0].name

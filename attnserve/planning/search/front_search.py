@@ -50,9 +50,9 @@ FIRST_GUESS = {"score": 4.0}
 """Ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure, before any is
 measured; 1 for other measures. Larger: the first candidate loses more."""
 
-SQUARED = frozenset({"tau", "top1"})
-"""Measures whose squared loss is proportional to the predicted loss: ranks change when logits
-change, and independent changes add up in squares."""
+SQUARED = frozenset({"index", "tau", "top1"})
+"""Measures whose squared loss is proportional to the predicted loss: ranks change when vectors or
+logits change, and independent changes add up in squares."""
 
 CAREFUL = 0.8
 """Share of the allowed loss at which the choice after a failed verification is aimed. Smaller: it

@@ -316,7 +316,11 @@ def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:
+    """The score of a model; with the measure "index", the original embeds the documents."""
     session = open_session(model, job.context.device)
+    has_index = task == "retrieval" and job.measure == "index" and model is not job.original
+    index = open_session(job.original, job.context.device) if has_index else None
     return score_session(
-        session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context
-    )
+        session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context,
+        index=index,
+    )  # fmt: skip

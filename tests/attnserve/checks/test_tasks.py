@@ -14,10 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnserve.checks.evaluate import evaluate
+from attnserve.checks.evaluate import evaluate, score_session
 from attnserve.checks.rankings import ndcg_at_10
 from attnserve.checks.scores import ClassificationScore, PerplexityScore, RatioScore, StsScore
 from attnserve.checks.tasks import _entities
+from attnserve.models.artifact import open_artifact
+from attnserve.runtime.interface import Session
+from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
 
@@ -100,6 +103,26 @@ def test_evaluate_retrieval_by_hand(corpus: Path, tmp_path: Path) -> None:
     assert list(content) == ["task", "rows", "ndcg_at_10", "ndcg_at_10_ci95", "recall_at_100"]
     assert content["ndcg_at_10"] == pytest.approx((first + second) / 2)
     assert (content["task"], content["rows"], content["recall_at_100"]) == ("retrieval", 2, 1)
+
+
+def test_retrieval_in_an_index_of_another_model(corpus: Path, tmp_path: Path) -> None:
+    """The new model turns all vectors: it finds its own documents, and not those of the index."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "new").mkdir()
+    turned = VECTORS @ np.array([(0, 1), (-1, 0)], np.float32)
+    folders = artifact(tmp_path / "old", TOKENS), artifact(tmp_path / "new", TOKENS, turned)
+    old, new = (open_session(open_artifact(folder).model) for folder in folders)
+
+    def score(session: Session, index: Session | None) -> float:
+        found = score_session(
+            session, open_artifact(folders[0]), task="retrieval", data=corpus, index=index
+        )
+        return found.value
+
+    assert score(new, None) == score(old, None) == score(old, old)
+    # The query east asks for north: b, c, a, d. The query north asks for west: d, b, c, a.
+    first, second = 1 / np.log2(3), (1 + 2 / np.log2(3)) / (2 + 1 / np.log2(3))
+    assert score(new, old) == pytest.approx((first + second) / 2)
 
 
 def test_evaluate_retrieval_reads_beir_and_uses_prompts(corpus: Path, tmp_path: Path) -> None:

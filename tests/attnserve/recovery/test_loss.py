@@ -45,6 +45,8 @@ CASES = [
     ("similarity", (3, 4, 8), "mean", LAST + SERVED + HIDDEN),
     ("similarity", (3, 4, 8), "cls", LAST + SERVED + HIDDEN),
     ("similarity", (3, 8), "none", SERVED + HIDDEN),
+    ("index", (3, 4, 8), "mean", LAST + SERVED + HIDDEN),
+    ("index", (3, 8), "none", SERVED + HIDDEN),
     ("r2", (3, 4, 8), "mean", LAST + HIDDEN),
     ("kl", (3, 5), "mean", SERVED + HIDDEN),
     ("top1", (3, 4, 9), "mean", SERVED + HIDDEN),

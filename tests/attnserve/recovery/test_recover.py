@@ -83,6 +83,24 @@ def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Pat
     assert report.training.states == 2 and report.before.mean_cosine < 0.999
 
 
+@pytest.mark.timing(seconds=10)
+@pytest.mark.usefixtures("clock")
+def test_recover_raises_the_agreement_with_an_index(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    lines = texts.read_text().splitlines()
+    roles = ["query" if at % 3 == 0 else "document" for at in range(len(lines))]
+    rows = ["role\ttext", *(f"{role}\t{line}" for role, line in zip(roles, lines, strict=True))]
+    (split := tmp_path / "split.tsv").write_text("\n".join(rows))
+    report = attnserve.recover(
+        pruned, tmp_path / "out", teacher=tiny, data=split, measure="index", minutes=MINUTES
+    )
+    (old,), (new,) = report.before.qualities, report.after.qualities
+    assert old.measure == new.measure == "index" and new.documents == old.documents > 100
+    assert new.value > old.value and new.also["overlap"] > old.also["overlap"]
+    assert record(tmp_path / "out")["lineage"][-1]["quality"]["documents"] == new.documents
+
+
 @pytest.mark.timing(seconds=20)
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 @pytest.mark.usefixtures("clock")

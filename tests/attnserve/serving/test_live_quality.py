@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.checks.measures import Scores
+from attnserve.checks.measures import IndexMeter, Scores
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.serving import live_quality
@@ -117,6 +117,32 @@ def test_every_measure_is_one_for_equal_outputs_and_holds_a_window(measure: Any)
     assert live.report.rows == WINDOW
 
 
+@pytest.mark.timing(seconds=7)
+def test_index_alarms_follow_the_guarantee():
+    """The rows of the window search each other, as the rows of the proof did."""
+    random = np.random.default_rng(6)
+
+    def broken(rows: int, noise: float, guarantee: float) -> bool:
+        a, b = vectors(random, rows, noise)
+        live = LiveQuality("index", "mean", guarantee, window=60)
+        for row in range(rows):
+            live.add(a[row : row + 1], b[row : row + 1], {})
+        assert live.report.rows == min(rows, 60) and 0 < live.report.also["overlap"] < 1
+        return live.report.broken
+
+    values = [
+        float(index_scores(*vectors(random, 60, 0.05)).value) for _ in range(40)
+    ]  # of proofs  # fmt: skip
+    assert sum(broken(200, 0.05, float(np.mean(values))) for _ in range(20)) <= 2
+    assert all(broken(120, 0.3, float(np.mean(values))) for _ in range(10))
+
+
+def index_scores(a: np.ndarray, b: np.ndarray) -> Scores:
+    meter = IndexMeter("mean")
+    meter.add(a, b, {})
+    return meter.scores()
+
+
 def artifact(folder: Path, *entries: dict[str, Any]) -> Any:
     folder.mkdir(exist_ok=True)
     (folder / "model.onnx").write_bytes(b"new")
@@ -157,3 +183,23 @@ def test_guarantee_is_read_from_the_lineage(tmp_path: Path):
     assert guarantee({"rewrite": "x", "source": {"sha256": checksum}}) == ("auto", None, "")
     with raises(InvalidModel, "quality.other_original", "original.onnx"):
         guarantee(entry("other", 0.99))
+
+
+@pytest.mark.parametrize(
+    ("fields", "value", "window"),
+    [
+        ({"rows": 100}, 0.98, 100),
+        ({"rows": 9}, 0.98, live_quality.FIRST_LOOK),
+        ({"rows": 400}, 0.98, WINDOW),
+        ({"rows": 100, "documents": 80}, None, WINDOW),
+    ],
+)
+def test_guarantee_of_an_index_holds_for_as_many_documents(
+    fields: dict[str, Any], value: float | None, window: int, tmp_path: Path
+):
+    """Live rows have no split into queries and documents, so that it is not tested."""
+    (tmp_path / "original.onnx").write_bytes(b"original")
+    original = open_artifact(tmp_path / "original.onnx")
+    rewrite = entry(sha256(original.model), 0.98, measure="index", **fields)
+    found = read_guarantee(artifact(tmp_path / "new", rewrite), original)
+    assert (found.measure, found.value, found.window) == ("index", value, window)

@@ -43,13 +43,23 @@ ROWS = "attnserve_shadow_rows_total model=served result={} version=1"
 
 
 def lowered(
-    folder: Path, original: Path, noise: float, guarantee: float = 0.99, **record: Any
+    folder: Path,
+    original: Path,
+    noise: float,
+    guarantee: float = 0.99,
+    measure: str = "similarity",
+    **record: Any,
 ) -> Path:
     """A copy of the original with noise in its weights, and a record that guarantees a quality."""
     entry = {
         "rewrite": "x",
         "source": {"sha256": sha256(original / "model.onnx")},
-        "quality": {"measure": "similarity", "value": guarantee, "output": "last_hidden_state"},
+        "quality": {
+            "measure": measure,
+            "value": guarantee,
+            "output": "last_hidden_state",
+            "rows": 60,
+        },
     }
     write_encoder(folder, lineage=[entry], **record)
     model = onnx.load(folder / "model.onnx")
@@ -122,6 +132,20 @@ def test_lowered_quality_is_found_with_the_rows_of_2000_requests(
     assert values[f"attnserve_quality_upper {OF}"] < 0.99
     warnings = [one.message for one in caplog.records if "violates its quality" in one.message]
     assert len(warnings) == 1
+
+
+@pytest.mark.process
+def test_queries_are_compared_with_an_index_of_the_original(
+    start: Callable[..., TestClient], original: Path, tmp_path: Path
+):
+    served = lowered(tmp_path / "served", original, 20 * NOISE, measure="index")
+    client = start(served, shadow=original, shadow_rate=1)
+    send(client, ROWS_OF_2000_REQUESTS, waits=True)
+    found = until(lambda: (one := report(client)) and one["broken"] and one)
+    assert (found["measure"], found["promise"]) == ("index", 0.99)
+    assert found["value"] < 0.9 and {"overlap", "similarity"} < found["also"].keys()
+    values = samples(client)
+    assert values["attnserve_quality_broken measure=index model=served version=1"] == 1
 
 
 @pytest.mark.process

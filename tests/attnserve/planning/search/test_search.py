@@ -17,6 +17,7 @@ import pytest
 
 import attnserve
 from attnserve.checks.compare import verify
+from attnserve.checks.evaluate import score_session
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import ShapeLatency
@@ -234,10 +235,8 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     assert both.record.verifications[-1].loss <= 0.4
 
 
-@pytest.mark.timing
-def test_search_keeps_a_retrieval_score_of_a_folder(
-    planned: Planner, sentences: Path, tmp_path: Path
-):
+@pytest.fixture
+def retrieval(sentences: Path, tmp_path: Path) -> Path:
     lines = [line for line in sentences.read_text(encoding="utf-8").splitlines() if line.strip()]
     files = {
         "queries": ["id\ttext", *(f"{i}\t{line.split()[0]}" for i, line in enumerate(lines))],
@@ -248,8 +247,36 @@ def test_search_keeps_a_retrieval_score_of_a_folder(
     data.mkdir()
     for name, rows in files.items():
         (data / f"{name}.tsv").write_text("\n".join(rows), encoding="utf-8")
-    report = planned(keep=0.5, eval_data=data, task="retrieval", measure="score", allow=["ffn"])
+    return data
+
+
+@pytest.mark.timing
+def test_search_keeps_a_retrieval_score_of_a_folder(planned: Planner, retrieval: Path):
+    report = planned(
+        keep=0.5, eval_data=retrieval, task="retrieval", measure="score", allow=["ffn"]
+    )
     assert report.record.fidelity.share is not None and report.record.fidelity.share.value >= 0.5
+
+
+@pytest.mark.timing
+def test_search_scores_new_queries_in_documents_of_the_original(
+    planned: Planner, retrieval: Path, monkeypatch: pytest.MonkeyPatch
+):
+    found: list[bool] = []
+
+    def score(session: Any, *arguments: Any, index: Any, **options: Any) -> Any:
+        found.append(index is not None and index is not session)
+        return score_session(session, *arguments, index=index, **options)
+
+    monkeypatch.setattr("attnserve.planning.search.judge.score_session", score)
+    report = planned(keep=0.5, eval_data=retrieval, task="retrieval", measure="index")
+    assert report.record.fidelity.share is not None and report.record.fidelity.share.value >= 0.5
+    assert report.fidelity.quality is not None and report.fidelity.quality.measure == "index"
+    first, *others = found
+    assert others and not first and all(others), "the first one is that of the original"
+    found.clear()
+    planned("s.json", keep=0.5, eval_data=retrieval, task="retrieval")
+    assert not any(found)
 
 
 @pytest.mark.timing(seconds=10)
