@@ -15,44 +15,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
 from attnserve.data.query_lists import Lists
 from attnserve.intervals import mean_interval, mean_lower_bound
-from attnserve.literals import Measure, Pooling, Role
-from attnserve.models.embeddings import pool
+from attnserve.literals import Measure
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
 from attnserve.runtime.interface import Batch
-from graph_passes.errors import InvalidData
 
 if TYPE_CHECKING:
-    from jaxtyping import Bool, Float, Int
+    from jaxtyping import Float, Int
 
 __all__ = [
     "LEAST_PROBABILITY",
-    "MIN_DOCUMENTS",
     "MIN_ROWS",
-    "NEIGHBORS",
-    "IndexMeter",
+    "CosineMeter",
+    "FeaturesMeter",
     "LogitsMeter",
     "Meter",
     "Scores",
+    "TextSums",
+    "finite",
     "log_of",
-    "new_meter",
     "next_token_nats",
     "not_finite_rows",
 ]
 
 MIN_ROWS = 30
 """Minimum number of texts for a confidence interval."""
-
-NEIGHBORS = 10
-"""Number of nearest neighbors that ``index`` and ``overlap`` compare."""
-
-MIN_DOCUMENTS = 5 * NEIGHBORS
-"""Minimum number of documents of which ``NEIGHBORS`` are compared; of fewer, a fifth is."""
-
-MOST_PAIRED = 3000
-"""Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
 
 LEAST_PROBABILITY = 1e-30
 """Lower bound of probabilities, whose logarithm is finite in float32."""
@@ -62,33 +50,6 @@ MOST_NATS = 50.0
 
 CHUNK = 2**22
 """Elements of the temporary arrays for logits."""
-
-
-def new_meter(
-    measure: Measure,
-    pooling: Pooling | None,
-    window: int | None = None,
-    dimensions: int | None = None,
-) -> Meter:
-    """The meter of one output.
-
-    Args:
-        pooling, dimensions: Pooling and size of the embeddings.
-        window: Number of last batches to measure; None for all.
-    """
-    match measure:
-        case "cosine":
-            return CosineMeter(window)
-        case "kl" | "top1":
-            return LogitsMeter(measure, window)
-        case "tau":
-            return OrderMeter(window)
-        case "similarity":
-            return SimilarityMeter(pooling, window, dimensions)
-        case "index":
-            return IndexMeter(pooling, window, dimensions)
-        case _:
-            return FeaturesMeter(window)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +103,7 @@ class Meter(ABC):
     is_finite = True
 
     def __init__(self, window: int | None = None) -> None:
-        self.sums = _TextSums(window)
+        self.sums = TextSums(window)
 
     @abstractmethod
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
@@ -238,11 +199,11 @@ def _ratio(losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], uni
     return _Ratio(value, value - (losses - counts * mean) / (counts.mean() * unit), unit)
 
 
-def _finite(array: np.ndarray) -> Float[np.ndarray, ...]:
+def finite(array: np.ndarray) -> Float[np.ndarray, ...]:
     return np.nan_to_num(array.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
 
 
-class _TextSums:
+class TextSums:
     """Sums per text that grow batch by batch; with a window, those of the last batches."""
 
     def __init__(self, window: int | None = None) -> None:
@@ -263,7 +224,7 @@ class FeaturesMeter(Meter):
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         before, after, text = self._tokens(a, b, batch)
-        before, after = _finite(before), _finite(after)
+        before, after = finite(before), finite(after)
         vectors = np.zeros((len(a), before.shape[1]))
         np.add.at(vectors, text, before)
         errors, squares = ((before - after) ** 2).sum(1), (before**2).sum(1)
@@ -300,7 +261,7 @@ class CosineMeter(Meter):
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
         before, after, text = self._tokens(a, b, batch)
-        before, after = _finite(before), _finite(after)
+        before, after = finite(before), finite(after)
         lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
         product = lengths * others
         cosines = (before * after).sum(1) / np.where(product > 0, product, 1.0)
@@ -450,267 +411,3 @@ def _log_softmax(logits: np.ndarray) -> Float[np.ndarray, "T C"]:
     x = np.nan_to_num(logits.astype(np.float64), nan=0.0, posinf=1e30, neginf=-1e30)
     x = x - x.max(axis=1, keepdims=True)
     return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
-
-
-class SimilarityMeter(Meter):
-    """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings.
-
-    The first two use at most ``MOST_PAIRED`` texts.
-    """
-
-    def __init__(
-        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
-    ) -> None:
-        super().__init__(window)  # the pooled vectors of both
-        self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
-        self.dimensions = dimensions
-        self.features = FeaturesMeter(window)
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
-        before, after = self._pooled(a, b, batch)
-        self.sums.add(before, after)
-        self.features.add(before, after, {})
-
-    def _pooled(
-        self, a: np.ndarray, b: np.ndarray, batch: Batch
-    ) -> tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B D"]]:
-        """The embeddings of both models, of length one."""
-        if a.shape == b.shape:  # not if one of them is pooled
-            self._tokens(a, b, batch)  # sets is_finite
-        if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
-            a, b = a[flat.reshape(-1)], b[flat.reshape(-1)]
-        mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
-        dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
-        before, after = (pool(_finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
-        return before, after
-
-    def additive_loss(self) -> float:
-        return self.features.additive_loss()
-
-    def scores(self) -> Scores:
-        before, after = (_evenly(self.sums.column(i).astype(np.float64)) for i in (0, 1))
-        r2 = self.features.scores()
-        if len(before) < 4:  # a correlation of three pairs means nothing
-            return replace(r2, measure="similarity", also={"r2": r2.value})
-        x, y = before @ before.T, after @ after.T
-        correlation = _pair_correlation(x, y)
-        return Scores(
-            measure="similarity",
-            value=correlation.value,
-            influence=correlation.influence,
-            single=correlation.single,
-            constant=0.0,
-            also={"overlap": float(_overlap(x, y, itself=False).mean()), "r2": r2.value},
-            second=r2,
-        )
-
-
-class OrderMeter(Meter):
-    """Kendall's tau of the scores of the documents of a query, the mean of the queries.
-
-    It needs ``lists``. Sums are the query, the relevance, and both scores of each row. Queries with
-    one document are left out.
-    """
-
-    def __init__(self, window: int | None = None) -> None:
-        super().__init__(window)
-        self.features = FeaturesMeter(window)
-
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
-        assert lists is not None
-        self._tokens(a, b, batch)  # sets is_finite
-        self.sums.add(*lists, *(_finite(x).reshape(-1) for x in (a, b)))
-        self.features.add(a, b, {})
-
-    def additive_loss(self) -> float:
-        return self.features.additive_loss()
-
-    def scores(self) -> Scores:
-        query, relevance, before, after = (self.sums.column(i) for i in range(4))
-        order = np.argsort(query, kind="stable")
-        starts = np.flatnonzero(np.diff(query[order])) + 1
-        lists = [rows for rows in np.split(order, starts) if len(rows) > 1]
-        r2 = self.features.scores()
-        if not lists:
-            return replace(r2, measure="tau", also={"r2": r2.value})
-        taus = np.array([kendall_tau(before[rows], after[rows]) for rows in lists])
-        best = np.array([best_agrees(before[rows], after[rows]) for rows in lists], float)
-        chance = float(np.mean([1 / len(rows) for rows in lists]))
-        top1 = Scores("top1", float(best.mean()), best, best, chance, {})
-        labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
-        ndcg = {
-            name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
-            for name, scores in (("ndcg_at_10", after), ("ndcg_at_10_original", before))
-            if labeled
-        }
-        return Scores(
-            measure="tau",
-            value=float(taus.mean()),
-            influence=taus,
-            single=taus,
-            constant=0.0,
-            also={"top1": top1.value, **ndcg, "r2": r2.value},
-            second=top1,
-        )
-
-
-def _ndcg(relevance: Float[np.ndarray, " N"], scores: Float[np.ndarray, " N"]) -> float:
-    relevance = np.nan_to_num(relevance, nan=0.0)
-    return ndcg_at_10(relevance[np.argsort(-scores, kind="stable")], relevance.tolist())
-
-
-class IndexMeter(SimilarityMeter):
-    """Overlap of the documents that queries find in an index of the original's vectors.
-
-    Queries are embedded by both models, documents by the original. The value is the mean share of a
-    query's nearest documents that the new model finds too. Without roles, every text is a query,
-    and the other texts are its documents. The further measures are symmetric: for them the new
-    model embeds the documents too.
-    """
-
-    def __init__(
-        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
-    ) -> None:
-        super().__init__(pooling, window, dimensions)
-        self.documents = _TextSums()  # the pooled vectors of both
-        self.has_roles = False
-
-    def add_role(self, a: np.ndarray, b: np.ndarray, batch: Batch, role: Role | None) -> None:
-        """Add outputs of texts with a role; None for texts without roles, as ``add``."""
-        self.has_roles |= role is not None
-        if role == "document":
-            self.documents.add(*self._pooled(a, b, batch))
-        else:
-            self.add(a, b, batch)
-
-    def scores(self) -> Scores:
-        """See ``Meter.scores``.
-
-        Raises:
-            InvalidData: There is no query, or a query has less than two documents.
-        """
-        has_roles = self.has_roles
-        queries = self._vectors(self.sums)
-        documents = self._vectors(self.documents) if has_roles else queries
-        count = len(documents[0]) - (not has_roles)
-        if count < 2 or not len(queries[0]):
-            raise InvalidData(
-                f"{len(queries[0])} queries search {max(count, 0)} documents: the measure index "
-                "needs a query and two documents in every part of the data that is compared",
-                "give more rows, of both roles if they have roles, or choose another `measure`",
-                code="quality.few_documents",
-            )
-        (old, new), (old_documents, new_documents) = queries, documents
-        found = old @ old_documents.T
-        shares = _overlap(found, new @ old_documents.T, itself=has_roles)
-        symmetric = _overlap(found, new @ new_documents.T, itself=has_roles)
-        texts = map(np.vstack, zip(queries, documents, strict=True)) if has_roles else queries
-        x, y = (rows @ rows.T for rows in map(_evenly, texts))
-        r2 = self.features.scores()
-        further = {"overlap": float(symmetric.mean()), "r2": r2.value}
-        if len(x) >= 4:
-            further = {"similarity": _pair_correlation(x, y).value, **further}
-        return Scores(
-            measure="index",
-            value=float(shares.mean()),
-            influence=shares,
-            single=shares,
-            constant=_constant_overlap(found, itself=has_roles),
-            also=further,
-            second=r2,
-            documents=count if has_roles else 0,
-        )
-
-    def _vectors(self, sums: _TextSums) -> list[Float[np.ndarray, "N D"]]:
-        """The vectors of both models, of at most ``MOST_PAIRED`` texts."""
-        if not sums.columns:
-            return [np.zeros((0, 1))] * 2
-        return [_evenly(sums.column(i).astype(np.float64)) for i in (0, 1)]
-
-
-def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
-    """All rows, or ``MOST_PAIRED`` evenly spaced ones; batches are sorted by length."""
-    count = min(len(rows), MOST_PAIRED)
-    return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
-
-
-class _PairCorrelation(NamedTuple):
-    """A correlation over pairs of texts.
-
-    Attributes:
-        influence: The jackknife influence of each text.
-        single: The correlation over the pairs of each text.
-    """
-
-    value: float
-    influence: Float[np.ndarray, " N"]
-    single: Float[np.ndarray, " N"]
-
-
-def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> _PairCorrelation:
-    """Spearman's correlation of two matrices of similarities over pairs of texts.
-
-    A pair belongs to two texts, so that pairs are not independent: texts are left out one by one
-    (Efron and Stein 1981). Ranks are those of all pairs.
-    """
-    from scipy.stats import rankdata
-
-    n = len(x)
-    upper = np.triu_indices(n, 1)
-    ranks: list[np.ndarray] = []
-    for matrix in (x, y):
-        rank = rankdata(np.round(matrix[upper], 9))
-        rank = (rank - rank.mean()) / (rank.std() or 1.0)
-        triangle = np.zeros((n, n))
-        triangle[upper] = rank
-        ranks.append(triangle + triangle.T)
-    a, b = ranks
-    pairs = len(upper[0])
-    sums = [product.sum(1) for product in (a, b, a * a, b * b, a * b)]  # of each text
-    correlation = _correlation(pairs, *(s.sum() / 2 for s in sums))
-    correlations_without = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
-    influence = n * correlation - (n - 1) * correlations_without
-    single = _correlation(n - 1, *sums)
-    return _PairCorrelation(float(correlation), influence - influence.mean() + correlation, single)
-
-
-def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
-    """Pearson's correlation from sums; 1 if both are constant, 0 if only one is."""
-    spread_a, spread_b = aa - a * a / count, bb - b * b / count
-    product = np.sqrt(np.maximum(spread_a, 0) * np.maximum(spread_b, 0))
-    constant = product <= 1e-12 * count
-    both = (spread_a <= 1e-12 * count) & (spread_b <= 1e-12 * count)
-    correlation = (ab - a * b / count) / np.where(constant, 1.0, product)
-    return np.where(constant, np.where(both, 1.0, 0.0), np.clip(correlation, -1, 1))
-
-
-def _overlap(
-    x: Float[np.ndarray, "N M"], y: Float[np.ndarray, "N M"], *, itself: bool
-) -> Float[np.ndarray, " N"]:
-    """The share of the nearest neighbors of each text that stay.
-
-    Args:
-        x, y: The similarities of texts to their possible neighbors, by two models.
-        itself: Whether text i may have the neighbor i, which is else the text.
-    """
-    neighbors, kept = (_neighbors(matrix, itself=itself) for matrix in (x, y))
-    return (neighbors & kept).sum(1) / neighbors.sum(1)
-
-
-def _constant_overlap(x: Float[np.ndarray, "N M"], *, itself: bool) -> float:
-    """The mean overlap of the one answer to all texts that is best."""
-    neighbors = _neighbors(x, itself=itself)
-    count = int(neighbors[0].sum())
-    return float(np.sort(neighbors.sum(0))[-count:].sum() / neighbors.sum())
-
-
-def _neighbors(x: Float[np.ndarray, "N M"], *, itself: bool) -> Bool[np.ndarray, "N M"]:
-    """The nearest neighbors of each text by its similarities: 10, or a fifth of few texts."""
-    others = np.round(x, 9)
-    if not itself:
-        np.fill_diagonal(others, -np.inf)
-    count = min(NEIGHBORS, max((x.shape[1] - (not itself)) // 5, 1))
-    order = np.argsort(-others, axis=1, kind="stable")[:, :count]
-    chosen = np.zeros(x.shape, bool)
-    np.put_along_axis(chosen, order, True, axis=1)
-    return chosen

@@ -24,14 +24,14 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.checks.measures import (
-    IndexMeter,
     LogitsMeter,
     Meter,
     Scores,
     log_of,
-    new_meter,
     not_finite_rows,
 )
+from attnserve.checks.meters import new_meter
+from attnserve.checks.relations import IndexMeter
 from attnserve.data.datasets import LEAST_SEARCHED, Dataset
 from attnserve.data.query_lists import MIN_DOCUMENTS, Lists
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL

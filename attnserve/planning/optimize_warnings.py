@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnserve.checks.measures import MIN_DOCUMENTS, MIN_ROWS, NEIGHBORS
+from attnserve.checks.measures import MIN_ROWS
+from attnserve.checks.relations import MIN_DOCUMENTS, NEIGHBORS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY

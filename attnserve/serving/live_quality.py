@@ -21,7 +21,7 @@ from typing import Any, cast, get_args
 
 import numpy as np
 
-from attnserve.checks.measures import new_meter
+from attnserve.checks.meters import new_meter
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
 from attnserve.limits import ROUNDING

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.checks.measures import NEIGHBORS, IndexMeter, Scores
+from attnserve.checks.measures import Scores
 from attnserve.checks.quality import QualityMeter, limited_losses
+from attnserve.checks.relations import NEIGHBORS, IndexMeter
 from attnserve.data.datasets import Dataset
 from attnserve.limits import TAIL
 from attnserve.models.artifact import Artifact

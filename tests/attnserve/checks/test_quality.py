@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnserve.checks.measures import MIN_ROWS, MOST_PAIRED, Scores, new_meter
+from attnserve.checks.measures import MIN_ROWS, Scores
+from attnserve.checks.meters import new_meter
 from attnserve.checks.quality import (
     QualityMeter,
     allowed_loss,
     largest_loss,
     limited_losses,
 )
+from attnserve.checks.relations import MOST_PAIRED
 from attnserve.data.datasets import Dataset
 from attnserve.intervals import mean_lower_bound
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL

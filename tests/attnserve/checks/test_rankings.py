@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 import attnserve
-from attnserve.checks.measures import OrderMeter, Scores
+from attnserve.checks.measures import Scores
 from attnserve.checks.quality import QualityMeter, check_measure, limited_losses
 from attnserve.checks.rankings import best_agrees, kendall_tau
+from attnserve.checks.relations import OrderMeter
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.query_lists import Lists
 from attnserve.models.artifact import Artifact, open_artifact

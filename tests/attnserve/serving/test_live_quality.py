@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.checks.measures import IndexMeter, Scores
+from attnserve.checks.measures import Scores
+from attnserve.checks.relations import IndexMeter
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.serving import live_quality
