@@ -3,12 +3,14 @@
     python -m benchmarks.reranker --pairs STS_TRAIN.tsv STS_DEV.tsv -o MODEL
     python -m benchmarks.rerank --model MODEL --cache FOLDER [--untimed]
 
-MODEL is a cross-encoder with calibration.tsv and test.tsv. ``attnserve serve`` answers POST /rerank
-for the exported model and for each precision (calibrated on calibration.tsv); its latency is that
-of the client. The peers are the ``CrossEncoder`` of sentence-transformers in each backend that
-installs, in the process: the latency is that of ``predict``. All take turns at each request, on the
-same cores. The order of each query of test.tsv is compared with that of the backend torch. FOLDER
-keeps the models and the environment of the peers; ``--untimed`` measures the order only.
+MODEL is a cross-encoder with calibration.tsv, test.tsv and near.tsv. ``attnserve serve`` answers
+POST /rerank for the exported model and for each precision (calibrated on calibration.tsv); its
+latency is that of the client. The peers are the ``CrossEncoder`` of sentence-transformers in each
+backend that installs, in the process: the latency is that of ``predict``. All take turns at each
+request, on the same cores. The order of each query of test.tsv, with the relevant document and 29
+random ones, is compared with that of the backend torch; documents of near.tsv share words with the
+query. FOLDER keeps the models and the environment of the peers; ``--untimed`` measures the order
+only.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ def main(arguments: list[str] | None = None) -> int:
         }
         systems |= {name: served(stack, setup, path) for name, path in models.items()}
         rows = orders(systems, requests)
+        for row, near in zip(rows, orders(systems, lists(options.model / "near.tsv")), strict=True):
+            row["near"] = near
         times = {} if options.untimed else timed(systems, requests, options.rounds)
     for row in rows:
         row.update(speed(row["system"], times))
@@ -230,9 +234,12 @@ def goals(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = number_table("30 pairs a request", ("p50 ms", "tau", "top-1", "nDCG@10", "over torch"))
+    columns = ("p50 ms", "tau", "top-1", "nDCG@10", "tau, near", "top-1, near", "over torch")
+    table = number_table("30 pairs a request", columns)
     for row in rows:
         measures = [f"{row[name]:.4f}" for name in ("tau", "top1", "ndcg_at_10")]
+        near = row.get("near", {})
+        measures += [f"{near[name]:.4f}" if near else "" for name in ("tau", "top1")]
         ms, ratio = "", ""
         if "over" in row:
             ms, ratio = f"{row['p50_ms']:.1f}", f"{row['over'][REFERENCE][0]:.2f}x"

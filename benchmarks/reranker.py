@@ -69,11 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     start = time.perf_counter()
     train(to_train, options)
     print(f"trained in {time.perf_counter() - start:.0f} s", flush=True)
-    for name, pairs in (("calibration", calibration), ("test", test)):
-        lists = relevance_lists(pairs, CANDIDATES, options.seed)
-        lines = ["query\tdocument\trelevance", *("\t".join(map(str, row)) for row in lists)]
-        write_lines(options.output / f"{name}.tsv", lines)
-        print(f"{name}: {len(lists) // CANDIDATES} queries", flush=True)
+    write_lists(calibration, test, options.output, options.seed)
     return 0
 
 
@@ -120,8 +116,19 @@ def sides(files: Sequence[Sequence[Pair]], seed: int) -> tuple[list[Pair], list[
     return to_train, calibration, test
 
 
+def write_lists(calibration: Sequence[Pair], test: Sequence[Pair], folder: Path, seed: int) -> None:
+    """Write calibration.tsv and test.tsv with random documents, near.tsv with near ones."""
+    for name, pairs, near in (
+        ("calibration", calibration, False), ("test", test, False), ("near", test, True),
+    ):  # fmt: skip
+        lists = relevance_lists(pairs, CANDIDATES, seed, by_words=near)
+        lines = ["query\tdocument\trelevance", *("\t".join(map(str, row)) for row in lists)]
+        write_lines(folder / f"{name}.tsv", lines)
+        print(f"{name}: {len(lists) // CANDIDATES} queries", flush=True)
+
+
 def relevance_lists(
-    pairs: Sequence[Pair], candidates: int, seed: int, *, by_words: bool = True
+    pairs: Sequence[Pair], candidates: int, seed: int, *, by_words: bool = False
 ) -> list[Candidate]:
     """Lists of ``candidates`` documents: that of a relevant pair, and sentences of other pairs.
 
@@ -130,8 +137,8 @@ def relevance_lists(
 
     Args:
         by_words: Take the sentences that share the largest part of their words with the query, as a
-            first search would find them: others are so far from relevant that their order says
-            nothing. False takes random ones.
+            first search would find them. False takes random ones, most of which are so far from
+            relevant that their order says little.
     """
     random = np.random.default_rng(seed)
     groups = related(pairs)
@@ -174,7 +181,7 @@ def train(pairs: Sequence[Pair], options: argparse.Namespace) -> None:
     network: Any = AutoModelForSequenceClassification.from_pretrained(
         minilm(), num_labels=1, problem_type="multi_label_classification"
     )
-    unrelated = relevance_lists(pairs, NEGATIVES + 1, options.seed, by_words=False)
+    unrelated = relevance_lists(pairs, NEGATIVES + 1, options.seed)
     rows = [(pair.query, pair.document, pair.score / 5) for pair in pairs]
     rows += [(row.query, row.document, 0.0) for row in unrelated if not row.relevance]
     queries, documents, targets = map(list, zip(*rows, strict=True))

@@ -52,7 +52,8 @@ def test_lists_have_one_relevant_document_and_no_related_one():
         same = [row for row in rows if group_of[row.document] == group_of[row.query]]
         assert same == [relevant]
     by_words = relevance_lists([Pair(5, "a big cat", "cats"), Pair(0, "x", "a big dog"),
-                                Pair(0, "y", "no"), Pair(0, "z", "big")], 3, seed=0)  # fmt: skip
+                                Pair(0, "y", "no"), Pair(0, "z", "big")], 3, seed=0,
+                               by_words=True)  # fmt: skip
     assert {row.document for row in by_words} == {"cats", "a big dog", "big"}
     places = {at % CANDIDATES for at, row in enumerate(lists) if row.relevance}
     assert len(places) > CANDIDATES // 2  # a model cannot learn the place
