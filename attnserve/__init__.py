@@ -1,7 +1,7 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names, and the classes are groups of their options.
-Each is imported on first use.
+The functions here are the commands of the same names (``verify_again`` is ``verify --again``), and
+the classes are groups of their options. Each is imported on first use.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.planning.recover_command import recover
+    from attnserve.planning.verify_again import verify_again
     from attnserve.reports.analyze import analyze
     from attnserve.reports.model_report import report
 
@@ -41,6 +42,7 @@ __all__ = [
     "recover",
     "report",
     "verify",
+    "verify_again",
 ]
 
 __version__ = "2.0.0"
@@ -56,6 +58,7 @@ _MODULES = {
     "recover": "attnserve.planning.recover_command",
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
+    "verify_again": "attnserve.planning.verify_again",
     **dict.fromkeys(
         ("Data", "Goal", "Rewrites", "Run", "Target", "Training", "Write"), "attnserve.options"
     ),
