@@ -1,7 +1,8 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names (``verify_again`` is ``verify --again``), and
-the classes are groups of their options. Each is imported on first use.
+The functions here are the commands of the same names (``verify_again`` is ``verify --again``, and
+``evaluate_mteb`` is ``evaluate --mteb``), and the classes are groups of their options. Each is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
+    from attnserve.integrations.mteb import evaluate_mteb
     from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
@@ -35,6 +37,7 @@ __all__ = [
     "analyze",
     "bench",
     "evaluate",
+    "evaluate_mteb",
     "export",
     "inspect",
     "optimize",
@@ -51,6 +54,7 @@ _MODULES = {
     "analyze": "attnserve.reports.analyze",
     "bench": "attnserve.checks.benchmark",
     "evaluate": "attnserve.checks.evaluate",
+    "evaluate_mteb": "attnserve.integrations.mteb",
     "export": "attnserve.exporters.hugging_face",
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",

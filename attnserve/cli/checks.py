@@ -289,15 +289,16 @@ def _require_promises(report: VerifyAgainReport, show: opt.Show) -> None:
 )
 def evaluate(
     model: opt.Model,
-    task: Annotated[TaskName, typer.Option(help="The task whose score is computed.")],
+    task: Annotated[TaskName | None, typer.Option(help="The task whose score is computed.")] = None,
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="FILE",
             help="A .tsv file with a header line; a folder (retrieval), text (perplexity), CoNLL"
-            " (token-classification) or .npz (image-classification).",
+            " (token-classification) or .npz (image-classification). With --mteb, a folder with the"
+            " data sets of the tasks (default: the cache, or a download).",
         ),
-    ],
+    ] = None,
     pooling: Annotated[
         Pooling | None,
         typer.Option(help="Pooling of the token outputs (default: the artifact's, else mean)."),
@@ -306,30 +307,56 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
     ] = None,
     tokenizer: opt.DataTokenizer = None,
+    mteb: opt.Mteb = opt.Mteb(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
+    _check_evaluate(
+        task=task, data=data, pooling=pooling, max_length=max_length, tokenizer=tokenizer,
+        mteb=mteb.mteb, output=mteb.output, force=mteb.force,
+    )  # fmt: skip
     with progress_bars(show) as progress:
-        score = attnserve.evaluate(
-            model,
-            task=task,
-            data=data,
-            pooling=pooling,
-            max_length=max_length,
-            tokenizer=tokenizer,
-            run=run,
-            progress=progress,
-        )
-    content = score.to_json()
+        if task is None or data is None:
+            report = attnserve.evaluate_mteb(
+                model, mteb.mteb, data=data, output=mteb.output, force=mteb.force, run=run,
+                progress=progress,
+            )  # fmt: skip
+        else:
+            report = attnserve.evaluate(
+                model, task=task, data=data, pooling=pooling, max_length=max_length,
+                tokenizer=tokenizer, run=run, progress=progress,
+            )  # fmt: skip
+    content = report.to_json()
     if show.json_:
         print_json(content)
         return
-    print_line(", ".join(f"{key} {_format(value)}" for key, value in content.items()))
+    for row in content.get("results", [content]):
+        print_line(", ".join(f"{key} {_format(value)}" for key, value in row.items()))
+
+
+def _check_evaluate(**given: object) -> None:
+    """Check that the options belong to a task with data, or to tasks of MTEB.
+
+    Raises:
+        InvalidArgument: They do not.
+    """
+    from graph_passes.errors import InvalidArgument
+
+    names = {name for name, value in given.items() if value}
+    others = {"output", "force"} if "task" in names else {"pooling", "max_length", "tokenizer"}
+    if ("task" in names) == ("mteb" in names) or ("data" not in names and "task" in names):
+        what, how = "expected `task` with `data`, or `mteb`", "give one of them"
+    elif wrong := sorted(names & others):
+        what = f"`{wrong[0]}` has no effect with `{'task' if 'task' in names else 'mteb'}`"
+        how = "leave it out"
+    else:
+        return
+    raise InvalidArgument(what, how, code="evaluate.usage")
 
 
 def _format(value: object) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_format(v) for v in value) + "]"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
