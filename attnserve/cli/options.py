@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import BeforeValidator, Field
 
 from attnserve.literals import Measure
 from attnserve.options import Cli, Data, Options, Training, Write
+from attnserve.options.fields import read_names
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
 
@@ -64,6 +66,26 @@ class Show(Options):
     """Hide progress and warnings."""
     verbose: Annotated[bool, Cli(flags=("--verbose", "-v"))] = False
     """Print details, and the traceback of an error."""
+
+
+class Mteb(Options):
+    """Tasks of MTEB, and where their results are written."""
+
+    panel = "Tasks of MTEB"
+    area = "mteb"
+
+    mteb: Annotated[
+        tuple[str, ...],
+        BeforeValidator(read_names),
+        Field(examples=["STS17,SciFact"]),
+        Cli(metavar="TASK,...", is_text=True),
+    ] = ()
+    """Tasks of MTEB in place of `task` (extra mteb). Their scores are written into the model
+    card."""
+    output: Annotated[Path | None, Cli(metavar="DIR", flags=("--output", "-o"))] = None
+    """Folder of the results (default: in the model's folder)."""
+    force: bool = False
+    """Overwrite existing results."""
 
 
 def limit_threads(threads: int) -> int:

@@ -174,6 +174,7 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self.config = config
+            self.name_or_path = config.name_or_path
             self.dtype = torch.float32
             self.device = torch.device("cpu")
 

@@ -228,6 +228,17 @@ class LineageEntry(Measured, frozen=True):
     versions: Mapping[str, str] = {}
 
     @property
+    def kept_goal(self) -> float | None:
+        """The share of the quality that a search guarantees; None if it guarantees none.
+
+        Without it, the guarantee is that of each quality.
+        """
+        search = self.search
+        if search is None or not search.gain or search.goal.measure == "score":
+            return None
+        return search.goal.keep
+
+    @property
     def plan_id(self) -> str | None:
         """Checksum of the plan; None without a plan."""
         return None if self.plan is None else digest(self.plan)[:12]

@@ -114,6 +114,11 @@ class Quality(Recorded, frozen=True):
         return self.model_extra or {}
 
     @property
+    def guaranteed(self) -> float:
+        """The lower end of the interval, the value without one; a record guarantees it."""
+        return self.value if self.ci95 is None else self.ci95[0]
+
+    @property
     def subject(self) -> Subject:
         """The output, and the texts that it is measured on."""
         return Subject(self.output, self.file, self.lengths)

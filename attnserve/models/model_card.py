@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from attnserve.literals import Precision
@@ -17,7 +18,7 @@ from attnserve.models.measured import Quality
 from attnserve.runtime.machine import cpu_name, gpu_name
 from attnserve.versions import package_versions
 
-__all__ = ["CARD", "is_own_card", "model_card"]
+__all__ = ["CARD", "TaskScore", "is_own_card", "model_card", "with_scores"]
 
 CARD = "README.md"
 
@@ -29,13 +30,33 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
 SPECIAL = re.compile(r"([\\`*_{}\[\]()<>#+!|~$&:@])")
 """Characters with a meaning in Markdown or HTML."""
 
-
 INDEX = (
     "The measure index compares what queries of this model and queries of the original find among "
     "documents that the original embedded: an existing index can stay. Its other measures hold if "
     "this model embeds the documents too."
 )
 """What the measure of an index promises."""
+
+SCORES = "## MTEB\n"
+"""The heading of the scores."""
+
+
+@dataclass(frozen=True)
+class TaskScore:
+    """The main score of a task of MTEB.
+
+    Attributes:
+        value: The mean over the splits and languages.
+        revision: The revision of the data on the Hugging Face hub, or the checksum of local data.
+        mteb: The version of mteb.
+    """
+
+    task: str
+    metric: str
+    value: float
+    splits: tuple[str, ...]
+    revision: str
+    mteb: str
 
 
 def is_own_card(path: Path) -> bool:
@@ -68,6 +89,25 @@ def model_card(artifact: Artifact, view: LibraryModel | None, *, has_openvino: b
         "## Serve\n\n" + _code("sh", "pip install 'attnserve[cpu]'", "attnserve serve FOLDER"),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def with_scores(card: str, scores: Sequence[TaskScore]) -> str:
+    """A card of ``model_card`` with the scores of tasks, in place of earlier ones."""
+    first, *sections = re.split(r"^(?=## )", card, flags=re.MULTILINE)
+    sections = [section for section in sections if not section.startswith(SCORES)]
+    # After the changes and the quality.
+    before = ("## Changes", "## Quality")
+    place = sum(section.startswith(before) for section in sections)
+    rows = [
+        (
+            _escaped(one.task), _escaped(one.metric), f"{one.value:.4f}",
+            _escaped(", ".join(one.splits)), _escaped(one.revision[:19]), _escaped(one.mteb),
+        )
+        for one in scores
+    ]  # fmt: skip
+    table = _table(("task", "metric", "score", "splits", "data", "mteb"), rows)
+    sections.insert(place, f"{SCORES}\n{table}\n\nThe results are in the folder `mteb`.\n\n")
+    return first + "".join(sections)
 
 
 def _metadata(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bool) -> str:

@@ -53,11 +53,13 @@ class Verification(Measured, frozen=True):
         fidelity: The comparison with the original; only its qualities are recorded.
         loss: The largest of the losses that the goal limits; see ``Losses``.
         share: The kept share of the task's score, if the goal has a task.
+        part: The held-out part that it is measured on: the name of a ``checks.held_out.HeldOut``.
     """
 
     fidelity: Fidelity = Field(default=Fidelity(), exclude=True)
     loss: FiniteFloat
     share: Share | None = None
+    part: str = ""
 
 
 class Round(Whole, frozen=True):

@@ -7,7 +7,7 @@ and pairs of runtimes, in which its quality was measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from statistics import median_low
@@ -15,17 +15,17 @@ from statistics import median_low
 import onnx_ir as ir
 
 from attnserve.checks.quality import allowed_loss
-from attnserve.context import AUTO
+from attnserve.context import AUTO, Device
 from attnserve.job import JobWithData
 from attnserve.models.measured import Fidelity
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.variants import compared_runtimes
-from attnserve.runtime.by_length import LengthRunner, by_length
-from attnserve.runtime.interface import Session, row_length
+from attnserve.runtime.by_length import LengthRunner, by_length, runtimes_by_length
+from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.session import open_session, runtime_of
 from graph_passes.errors import AttnserveError
 
-__all__ = ["prove_in_other_runtimes"]
+__all__ = ["opener_in", "prove_in_other_runtimes"]
 
 
 def prove_in_other_runtimes(
@@ -47,30 +47,46 @@ def prove_in_other_runtimes(
     first = runtime_of(model, device)
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
     others = [runtime for runtime in installed if runtime != first]
-    lengths = [length for batch in job.data.held_out if (length := row_length(batch)) is not None]
+    rows = job.data.held_out
     proofs: dict[str, Fidelity] = {}
 
-    def prove(short: str, long: str) -> None:
-        def open_new(model: ir.Model) -> Session:
-            sessions = [
-                open_session(model, replace(device, runtime=runtime), spinning=False)
-                for runtime in dict.fromkeys((short, long))
-            ]
-            return LengthRunner(sessions[0], sessions[-1], median_low(lengths or [0]))
-
+    def prove(name: str) -> None:
         try:
-            found = job.compare_held_out(model, job.data.held_out, open_new=open_new)
+            found = job.compare_held_out(model, rows, open_new=opener_in(name, device, rows))
         except AttnserveError:  # serving says why: the runtime refuses the model
             return
         if _is_kept(found, expected, keep):
-            proofs[short if short == long else by_length(short, long)] = found
+            proofs[name] = found
 
     for runtime in others:
-        prove(runtime, runtime)
+        prove(runtime)
     proved = [first, *(runtime for runtime in others if runtime in proofs)]
-    for short, long in permutations(proved, 2) if len(set(lengths)) > 1 else ():
-        prove(short, long)
+    for short, long in permutations(proved, 2) if len(set(_lengths(rows))) > 1 else ():
+        prove(by_length(short, long))
     return proofs
+
+
+def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.Model], Session]:
+    """Return what opens a model in one runtime, or in two for short and for long rows.
+
+    Args:
+        name: The runtime, or two of them (``by_length``). The second one runs rows above the median
+            length.
+        rows: The rows that the model will run.
+    """
+
+    def open_new(model: ir.Model) -> Session:
+        sessions = [
+            open_session(model, replace(device, runtime=runtime), spinning=False)
+            for runtime in dict.fromkeys(runtimes_by_length(name))
+        ]
+        return LengthRunner(sessions[0], sessions[-1], median_low(_lengths(rows) or [0]))
+
+    return open_new
+
+
+def _lengths(rows: Sequence[Batch]) -> list[int]:
+    return [length for batch in rows if (length := row_length(batch)) is not None]
 
 
 def _is_kept(found: Fidelity, expected: Fidelity, keep: float | None) -> bool:

@@ -30,6 +30,7 @@ from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.by_length import runtimes_by_length
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import (
@@ -232,7 +233,7 @@ class _Timed:
         if name in self.runtimes:
             yield self._in_one(model, name)
             return
-        short, long = (self._in_one(model, runtime) for runtime in name.split("+"))
+        short, long = (self._in_one(model, runtime) for runtime in runtimes_by_length(name))
         lengths = [workload.length for workload in self.workloads]
         for above in sorted(set(lengths))[:-1]:
             pairs = zip(lengths, short, long, strict=True)

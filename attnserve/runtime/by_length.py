@@ -8,12 +8,18 @@ import numpy as np
 
 from attnserve.runtime.interface import Feed, Session, ValueInfo, row_length
 
-__all__ = ["LengthRunner", "by_length"]
+__all__ = ["LengthRunner", "by_length", "runtimes_by_length"]
 
 
 def by_length(short: str, long: str) -> str:
     """The name of two runtimes, the first of which runs short rows."""
     return f"{short}+{long}"
+
+
+def runtimes_by_length(name: str) -> tuple[str, str]:
+    """The runtimes of short and of long rows in a name of ``by_length``, or twice a single one."""
+    short, _, long = name.partition("+")
+    return short, long or short
 
 
 class LengthRunner:

@@ -29,7 +29,6 @@ from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import LineageEntry
-from attnserve.models.search_record import GoalRecord
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model, TextTask
@@ -114,13 +113,10 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
 
 def _guaranteed(entry: LineageEntry) -> float | None:
     """The guarantee of one rewrite; None without one."""
-    quality, search = entry.quality, entry.search
+    quality = entry.quality
     if quality is None or quality.split == "random":
         return None
-    goal = search.goal if search is not None and search.gain else GoalRecord()
-    if goal.keep is not None and goal.measure != "score":
-        return goal.keep
-    return quality.value if quality.ci95 is None else quality.ci95[0]
+    return quality.guaranteed if entry.kept_goal is None else entry.kept_goal
 
 
 @dataclass(frozen=True)

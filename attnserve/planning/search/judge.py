@@ -291,6 +291,7 @@ class Judge:
             qualities=fidelity.qualities,
             share=share,
             loss=max(losses, default=0.0),
+            part=part.name.lower(),
         )
 
 

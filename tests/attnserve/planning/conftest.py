@@ -1,4 +1,4 @@
-"""Fixtures of searches and plans, whose times are counted, and of the isolation check."""
+"""Fixtures of searches and plans, whose times are counted, of isolation, and the command line."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 import attnserve
 from attnserve.planning.search.report import PlanReport
+from tests.attnserve.cli.conftest import cli
 from tests.fixtures.checked_child import bert, child
 
-__all__ = ["bert", "child"]
+__all__ = ["bert", "child", "cli"]
 
 Planner = Callable[..., PlanReport]
 Optimizer = Callable[..., Any]

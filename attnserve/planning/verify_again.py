@@ -1,0 +1,449 @@
+"""Repeat the verification that the record of a model states, and test what it guarantees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from glob import escape
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast, get_args
+
+import onnx_ir as ir
+
+from attnserve.checks.held_out import HeldOut
+from attnserve.context import AUTO, Device, Progress, ignore_progress
+from attnserve.data.datasets import Dataset, load_inputs
+from attnserve.job import JobWithData
+from attnserve.limits import ROUNDING
+from attnserve.literals import Measure, SearchMeasure, Split, TaskName
+from attnserve.models.artifact import Artifact, open_artifact
+from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
+from attnserve.models.lineage import Calibration, LineageEntry, Source
+from attnserve.models.measured import Fidelity, Quality
+from attnserve.models.onnx_files import load_model
+from attnserve.models.record import RECORD
+from attnserve.models.search_record import GoalRecord
+from attnserve.options import Goal, Run, with_keywords
+from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.planning.runtime_proofs import opener_in
+from attnserve.planning.search.judge import ScoredTask
+from attnserve.planning.search.verification import PARTS
+from attnserve.planning.served_graph.variants import compared_runtimes
+from attnserve.runtime.by_length import runtimes_by_length
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import runtime_of
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
+
+__all__ = ["PromiseCheck", "VerifyAgainReport", "verify_again"]
+
+COUNTS = ("rows", "distinct_rows", "tokens", "fit_rows", "held_out_rows", "lengths")
+"""Fields of ``Calibration`` that depend on the tokenizer and on the split."""
+
+
+@dataclass(frozen=True)
+class PromiseCheck:
+    """A recorded quality, or the recorded share of a task's score, that was measured again.
+
+    Attributes:
+        runtime: The runtime, or two of them (``by_length``).
+        measure: The measure of a quality, or "score".
+        recorded: On new rows, the lowest recorded value of the output.
+        kept: What the promise limits: 1 minus the loss of a goal, else the value.
+        promise: The goal of the search, else the lower end of the recorded interval.
+        holds: Whether what is kept is not lower than the promise by more than rounding.
+    """
+
+    runtime: str
+    output: str
+    file: str
+    lengths: str
+    measure: str
+    recorded: float | None
+    value: float
+    kept: float
+    promise: float
+    holds: bool
+
+
+@dataclass(frozen=True)
+class VerifyAgainReport:
+    """The result of a repeated verification.
+
+    Attributes:
+        fidelity: The comparison in the first runtime.
+        is_recorded: Whether the rows are those of the record; else all rows of other data.
+        promises: One for each quality and runtime, and one for a score that the goal keeps.
+        not_installed: Recorded runtimes that were not measured.
+    """
+
+    fidelity: Fidelity
+    is_recorded: bool
+    promises: Sequence[PromiseCheck]
+    not_installed: Sequence[str]
+
+    @property
+    def holds(self) -> bool:
+        """Whether all promises hold."""
+        return all(check.holds for check in self.promises)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **self.fidelity.to_json(),
+            "holds": self.holds,
+            "rows": "recorded" if self.is_recorded else "new",
+            "promises": [asdict(check) for check in self.promises],
+            "not_installed": list(self.not_installed),
+        }
+
+
+class _Rows(NamedTuple):
+    """The rows to compare.
+
+    Attributes:
+        first, others: Those of the first runtime, and of other runtimes.
+        part: The part of a search that ``first`` is; None without a search, or for new rows.
+        names: The recorded names of files that were given by other ones.
+    """
+
+    data: Dataset
+    first: Sequence[Batch]
+    others: Sequence[Batch]
+    is_recorded: bool = False
+    part: HeldOut | None = None
+    names: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def split(self) -> Split:
+        if not self.is_recorded:
+            return "data"
+        return "prove" if self.part is None else self.part.split
+
+
+@with_keywords
+def verify_again(
+    new: StrPath,
+    original: StrPath | None = None,
+    *,
+    data: StrPath | Sequence[StrPath],
+    eval_data: StrPath | None = None,
+    measure: Measure = "auto",
+    tokenizer: StrPath | None = None,
+    run: Run = Run(),
+    progress: Progress = ignore_progress,
+) -> VerifyAgainReport:
+    """Repeat the verification of a model's last rewrite, and test what its record promises.
+
+    With the calibration data of the record, the models are compared on the same held-out rows as
+    then; with other data, on all its rows. The promise is the goal of a search, else the lower end
+    of the recorded interval of each quality. It holds if no value is lower by more than rounding,
+    in any recorded runtime that is installed.
+
+    Args:
+        new: The rewritten model.
+        original: The model that it was made from. By default, the file with the recorded name and
+            checksum in the folder of ``new``, above it, or in a folder beside it.
+        data: The calibration data of the record, or other data in the same formats.
+        eval_data: The labeled data of a goal that keeps a score, or other data for its task.
+        measure: The measure of quality; "auto" for the recorded one.
+        tokenizer: A tokenizer.json; None for the one in the model's folder.
+        run: Provider, threads and runtime, by default the runtime of the search.
+        progress: Called with (stage, runs done, runs in total).
+
+    Raises:
+        InvalidModel: The record has no verification on data, or a checksum differs.
+        InvalidArgument: The original is not found, or ``eval_data`` does not fit the goal.
+        InvalidData: The data cannot be used, or the record states other qualities or rows.
+    """
+    artifact = open_artifact(new)
+    entry = _verified_entry(artifact)
+    before = _original(artifact, entry.source, as_path(original))
+    if last_rewrite_of(before, [entry]) is None:
+        raise InvalidModel(
+            f"{before.model} is not the model that {artifact.model} was made from: the record has"
+            " other checksums",
+            f"give {entry.source.file} with sha256 {entry.source.sha256} as `original`",
+            code="verify.original",
+        )
+    goal = _task_goal(entry, as_path(eval_data))
+    # A training reads texts as the trained model does.
+    texts = artifact if entry.rewritten is not None and artifact.tokenizer is not None else before
+    model, source = load_model(artifact), load_model(before, in_place=True)
+    rows = _read_rows(entry, as_paths(data), source, texts, as_path(tokenizer))
+    context = run.context(progress)
+    context = replace(context, device=_device(entry, context.device))
+    job = JobWithData(
+        texts, source, rows.data, tokenizer=as_path(tokenizer), measure=_measure(entry, measure),
+        context=context,
+    )  # fmt: skip
+    device = context.device
+    fidelity = job.compare_held_out(model, rows.first, rows.split)
+    checks = _checks(runtime_of(model, device), entry, entry.qualities, fidelity, rows)
+    not_installed: list[str] = []
+    installed = compared_runtimes(model, replace(device, runtime=AUTO))
+    for name, recorded in entry.other_runtimes.items():
+        if not set(runtimes_by_length(name)) <= {*installed}:
+            not_installed.append(name)
+            continue
+        found = job.compare_held_out(
+            model, rows.others, "prove" if rows.is_recorded else "data",
+            open_new=opener_in(name, device, rows.others),
+        )  # fmt: skip
+        # The rows of other runtimes are unused, whatever the part of the search.
+        checks += _checks(name, entry, recorded.qualities, found, rows._replace(part=None))
+    if goal is not None:
+        checks.append(_score_check(job, goal, entry, model, fidelity))
+    return VerifyAgainReport(fidelity, rows.is_recorded, checks, not_installed)
+
+
+# ---- record -------------------------------------------------------------------------------------
+
+
+def _verified_entry(artifact: Artifact) -> LineageEntry:
+    """The last rewrite of a model whose files have the recorded checksums.
+
+    Raises:
+        InvalidModel: There is none, it was not verified on data, or a checksum differs.
+    """
+    entry = artifact.lineage[-1] if artifact.lineage else None
+    if entry is None or artifact.model.name not in artifact.record.files:
+        raise InvalidModel(
+            f"{artifact.model}: its folder has no {RECORD} with a rewrite of this file",
+            "give the folder that `attnserve optimize` or `attnserve recover` wrote",
+            code="verify.no_record",
+        )
+    if entry.calibration is None or not entry.qualities or entry.source.sha256 is None:
+        raise InvalidModel(
+            f"{artifact.model}: its last rewrite was not verified on data, so it promises nothing",
+            "optimize the original again, with calibration data",
+            code="verify.no_promise",
+        )
+    check_checksums(artifact)
+    return entry
+
+
+def _original(artifact: Artifact, source: Source, given: Path | None) -> Artifact:
+    """The given original, or the one with the recorded name and checksum near the model.
+
+    Raises:
+        InvalidArgument: None is given, and none is found.
+    """
+    if given is not None:
+        return open_artifact(given)
+    folder = artifact.folder.resolve()
+    name = Path(source.file).name
+    near = [folder / name, folder.parent / name, *folder.parent.glob(f"*/{escape(name)}")]
+    for path in near:
+        if path.is_file() and sha256(path) == source.sha256:
+            return open_artifact(path)
+    exported = f", an export of {artifact.source}" if artifact.source else ""
+    raise InvalidArgument(
+        f"`original` is not given, and no {name} with the recorded checksum is near {folder}",
+        f"give the model that it was made from{exported} (sha256 {source.sha256})",
+        code="verify.no_original",
+    )
+
+
+def _part(entry: LineageEntry) -> HeldOut | None:
+    """The part that the search verified its result on; None without a search or a gain.
+
+    Raises:
+        InvalidData: This version does not know the part.
+    """
+    search = entry.search
+    if search is None or not search.gain or not search.verifications:
+        return None
+    last = search.verifications[-1].part
+    if not last and len(search.verifications) <= len(PARTS):  # of an earlier version
+        return PARTS[len(search.verifications) - 1]
+    return HeldOut[_known(last, [part.name.lower() for part in PARTS], "part").upper()]
+
+
+def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
+    """The goal that keeps a score, with the given file; None if no score is promised.
+
+    Raises:
+        InvalidArgument: The file is missing, or there is no such goal.
+        InvalidData: This version does not know the task.
+    """
+    asked = entry.search.goal if entry.search is not None and entry.search.gain else GoalRecord()
+    if asked.task is None or asked.keep is None:
+        if eval_data is not None:
+            raise InvalidArgument(
+                f"`eval_data` is {eval_data}, and the record promises no score of a task",
+                "leave it out",
+                code="verify.eval_data",
+            )
+        return None
+    if eval_data is None:
+        raise InvalidArgument(
+            f"the record promises {asked.keep:g} of the {asked.task} score on {asked.eval_data}:"
+            " expected `eval_data`",
+            "give this file, or other labeled data in its format",
+            code="verify.eval_data",
+        )
+    task = cast(TaskName, _known(asked.task, get_args(TaskName), "task"))
+    return Goal(keep=asked.keep, task=task, eval_data=eval_data)
+
+
+def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
+    """The given measure, that of the search, or the only one that is recorded.
+
+    Raises:
+        InvalidData: This version does not know the measure.
+    """
+    if given != "auto":
+        return given
+    measures = {quality.measure for quality in entry.qualities}
+    measure = measures.pop() if len(measures) == 1 else "auto"
+    if entry.search is not None:
+        measure = entry.search.goal.measure
+    return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
+
+
+def _known(value: str, values: Sequence[str], name: str) -> str:
+    if value not in values:
+        raise InvalidData(
+            f"{RECORD}: the {name} of the verification is {value!r}, which this version does not"
+            " know",
+            "update attnserve, or optimize the original again",
+            code="verify.unknown",
+        )
+    return value
+
+
+def _device(entry: LineageEntry, device: Device) -> Device:
+    """The device with the runtime of the search, unless another one is given."""
+    if entry.search is None or device.runtime != AUTO:
+        return device
+    return replace(device, runtime=entry.search.goal.runtime)
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def _read_rows(
+    entry: LineageEntry, paths: Sequence[Path], model: ir.Model, artifact: Artifact,
+    tokenizer: Path | None,
+) -> _Rows:  # fmt: skip
+    """The recorded held-out rows if the files are those of the record, else all their rows.
+
+    Raises:
+        InvalidArgument: No file is given.
+        InvalidData: Only some are those of the record, they cannot be read, or are split in another
+            way.
+    """
+    calibration = entry.calibration
+    assert calibration is not None
+    recorded = [file.sha256 for file in calibration.files or [calibration]]
+    if not paths:
+        raise InvalidArgument(
+            f"`data` is not given; the model was verified on rows of {calibration.file}",
+            f"give this data (sha256 {', '.join(recorded)}), or new data",
+            code="verify.no_data",
+        )
+    given = {path: path_sha256(path, "*.npz") for path in paths}
+    if set(recorded).isdisjoint(given.values()):
+        data = load_inputs(paths, model, artifact, tokenizer=tokenizer, split=False)
+        return _Rows(data, data.fit, data.fit)
+    if sorted(given.values()) != sorted(recorded):
+        raise InvalidData(
+            f"`data` is only a part of the calibration data {calibration.file}, or more than it",
+            "give all its files, or only new data",
+            code="verify.some_files",
+        )
+    paths = sorted(paths, key=lambda path: recorded.index(given[path]))
+    data = load_inputs(
+        paths, model, artifact, weights=calibration.weights, tokenizer=tokenizer,
+        sequence=calibration.joined_to,
+    )  # fmt: skip
+    _require_same_counts(calibration, data.source)
+    part = _part(entry)
+    names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
+                                                      strict=True)}  # fmt: skip
+    first = data.held_out if part is None else part.batches(data)
+    return _Rows(data, first, data.held_out, True, part, names)
+
+
+def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
+    """Check that the rows of the calibration data are tokenized and split as recorded.
+
+    Raises:
+        InvalidData: They are not.
+    """
+    for name in COUNTS:
+        then = getattr(recorded, name)
+        if name in recorded.model_fields_set and then != getattr(now, name):
+            raise InvalidData(
+                f"{recorded.file}: `{name}` is {getattr(now, name)}, and the record has {then}: its"
+                " texts are tokenized or split in another way",
+                "give the tokenizer and the version of attnserve of the record",
+                code="verify.other_split",
+            )
+
+
+# ---- checks -------------------------------------------------------------------------------------
+
+
+def _checks(
+    runtime: str, entry: LineageEntry, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
+) -> list[PromiseCheck]:
+    """Compare the qualities of one runtime with the promises.
+
+    Raises:
+        InvalidData: The record states qualities of other outputs, files or measures.
+    """
+
+    def key(quality: Quality) -> object:
+        subject = quality.subject
+        file = rows.names.get(subject.file, subject.file)
+        return subject._replace(file=file) if rows.is_recorded else subject.output
+
+    # By output, the lowest one counts.
+    lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
+    is_bounded = rows.part is not None and not rows.part.is_unused
+    checks: list[PromiseCheck] = []
+    for quality in found.qualities:
+        then = lowest.get(key(quality))
+        if then is None or then.measure != quality.measure:
+            raise InvalidData(
+                f"{RECORD} has no {quality.measure} of {', '.join(filter(None, quality.subject))}",
+                "give the recorded measure as `measure`, or optimize the original again",
+                code="verify.other_quality",
+            )
+        losses = quality.losses
+        loss = losses.bounded if is_bounded else losses.measured
+        goal = entry.kept_goal
+        kept, promise = (quality.value, then.guaranteed) if goal is None else (1 - loss, goal)
+        holds = quality.is_finite and kept >= promise - ROUNDING
+        checks.append(
+            PromiseCheck(
+                runtime, *quality.subject, quality.measure, then.value, quality.value, kept,
+                promise, holds,
+            )
+        )  # fmt: skip
+    if missing := lowest.keys() - {key(quality) for quality in found.qualities}:
+        raise InvalidData(
+            f"{RECORD} has a quality of {next(iter(missing))}, which the models do not give",
+            "optimize the original again",
+            code="verify.other_quality",
+        )
+    return checks
+
+
+def _score_check(
+    job: JobWithData, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
+) -> PromiseCheck:
+    """The kept share of the score on the recorded rows, or on all rows of a new file."""
+    task = ScoredTask.of(goal, job)
+    assert task is not None and goal.keep is not None and entry.search is not None
+    is_recorded = path_sha256(task.data) == entry.search.goal.eval_data_sha256
+    part = (_part(entry) if is_recorded else None) or HeldOut.ALL
+    share = task.share(model, fidelity, part, job)
+    is_bounded = is_recorded and not part.is_unused
+    kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
+    then = entry.search.verifications[-1].share if entry.search.verifications else None
+    return PromiseCheck(
+        runtime_of(model, job.context.device), "", task.data.name, "", "score",
+        then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,
+    )  # fmt: skip
