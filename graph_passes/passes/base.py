@@ -90,24 +90,28 @@ class RewritePass(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
         with Analyses.of(model) as analyses:
-            self.require_applicable(analyses)
+            prepared = self.require_applicable(analyses)
             expected = self.expected_interface(interface(model), analyses)
-            modified = self.rewrite_graph(analyses)
+            modified = self.rewrite_graph(analyses) or prepared
             if modified:
                 analyses.invalidate()
             check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
 
-    def require_applicable(self, analyses: Analyses) -> None:
+    def require_applicable(self, analyses: Analyses) -> bool:
         """Run the stages before the rewrite: validate, prepare and check.
+
+        Returns:
+            Whether ``prepare`` changed anything.
 
         Raises:
             InvalidArgument: The parameters do not fit the model.
             CannotRewrite: The pass does not apply to the model.
         """
         self.validate(analyses)
-        self.prepare(analyses)
+        prepared = self.prepare(analyses)
         self.check(analyses)
+        return prepared
 
     # ---- the stages, overridden by passes -------------------------------------------------------
 
@@ -117,11 +121,13 @@ class RewritePass(ir.passes.InPlacePass):
         By default, any model fits.
         """
 
-    def prepare(self, analyses: Analyses) -> None:
-        """Edit the graph as the later stages need it; by default, nothing is edited.
+    def prepare(self, analyses: Analyses) -> bool:
+        """Edit the graph as the later stages need it, and return whether anything changed.
 
         The edit is exact, because the pass may still be refused. A second call changes nothing.
+        By default, nothing is edited.
         """
+        return False
 
     def check(self, analyses: Analyses) -> None:
         """Raise CannotRewrite if the pass does not apply. The graph stays as it is.

@@ -156,8 +156,9 @@ def test_pass_stages_run_in_order_and_a_refused_block_is_not_rewritten() -> None
         def validate_params(cls, block: AttentionBlock, params: NoParams) -> None:
             stages.append(f"validate {block.name}")
 
-        def prepare(self, analyses: Analyses) -> None:
+        def prepare(self, analyses: Analyses) -> bool:
             stages.append("prepare")
+            return False
 
         @classmethod
         def refusal(
@@ -388,6 +389,26 @@ def test_pass_finds_attention_once_and_again_only_after_decomposing(
         assert rewrite(model).modified
     assert len(calls) == (2 if case in READ_TWICE else 1)
     assert dict(model.meta) == {}
+
+
+def test_pass_that_only_prepares_reports_the_change() -> None:
+    class OnlyPrepares(RewritePass):
+        def prepare(self, analyses: Analyses) -> bool:
+            return decompose_attention.decompose_fused(analyses, {FIRST})
+
+        def rewrite_graph(self, analyses: Analyses) -> bool:
+            return False
+
+    model = fused_layers()
+    with Analyses.of(model) as analyses:
+        assert analyses.get(find_attention).blocks[0].logits is None
+        assert OnlyPrepares()(model).modified
+        assert analyses.get(find_attention).blocks[0].logits is not None
+    assert_unchanged(model, OnlyPrepares())
+
+
+def test_reuse_attention_without_reused_heads_leaves_a_fused_block() -> None:
+    assert_unchanged(fused_layers(), ReuseAttention({SECOND: {}}))
 
 
 # ---- bodies of If -------------------------------------------------------------------------------
