@@ -114,6 +114,7 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 50
 
     @classmethod
     def with_factors(

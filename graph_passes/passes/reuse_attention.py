@@ -75,6 +75,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     name: ClassVar[str] = "reuse_attention"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 30
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: ReusedHeads) -> bool:
