@@ -106,15 +106,17 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a rewrite does not apply to a block.
+    """Why something does not apply, such as a rewrite to a block, as a value.
 
     Attributes:
-        code: Stable identifier of the reason, such as ``quantized``; ``error`` adds the area.
-        reason: One clause whose subject is the block, for users.
+        code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
+        reason: One clause for users; the subject of a refused rewrite is the block.
+        fix: What to do instead, if the reason determines it.
     """
 
     code: str
     reason: str
+    fix: str = ""
 
     def __str__(self) -> str:
         return self.reason

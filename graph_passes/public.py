@@ -16,7 +16,7 @@ from graph_passes.errors import (
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, RewritePass, pass_named, registered_passes
+from graph_passes.passes.base import PASSES, BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.convert_bfloat16 import ToBfloat16
 from graph_passes.passes.decompose_attention import DecomposeAttention
@@ -32,6 +32,7 @@ from graph_passes.passes.skip_attention import AffineMap, SkipAttention
 from graph_passes.passes.strip_cache import StripCache
 
 __all__ = [
+    "PASSES",
     "AffineMap",
     "Analyses",
     "AttentionBlock",
@@ -63,6 +64,4 @@ __all__ = [
     "Unmatched",
     "find_attention",
     "find_feed_forward",
-    "pass_named",
-    "registered_passes",
 ]

@@ -19,7 +19,7 @@ from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock
-from graph_passes.passes.base import AttentionPass, registered_passes
+from graph_passes.passes.base import PASSES, AttentionPass
 from graph_passes.passes.skip_attention import Skipped, skipped
 
 __all__ = ["Inspection", "inspect"]
@@ -149,8 +149,8 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
 def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
     """The lossy attention passes by name."""
     return {
-        name: each
-        for name, each in registered_passes().items()
+        each.name: each
+        for each in sorted(PASSES, key=lambda each: each.name)
         if issubclass(each, AttentionPass) and each.lossy
     }
 

@@ -74,7 +74,8 @@ class OpenModel:
     @cached_property
     def output(self) -> str:
         """Name of the output with scores."""
-        return output_name(self.session, self.artifact.output, scores=True)
+        names = [value.name for value in self.session.get_outputs()]
+        return output_name(names, self.artifact.output, scores=True)
 
     @cached_property
     def progress(self) -> Callable[[int, int], None]:

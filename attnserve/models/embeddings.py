@@ -63,7 +63,7 @@ def run_texts(
         InvalidArgument: ``batch_size`` is below 1, or the model has no such output.
     """
     inputs = model_inputs(session)
-    output = output_name(session, output)
+    output = output_name([value.name for value in session.get_outputs()], output)
     count = 0
     rows, _ = fixed_axes(value.shape for value in session.get_inputs())
     if "attention_mask" not in inputs and len({*map(len, encodings)}) > 1:
@@ -93,13 +93,12 @@ def run_texts(
             progress(count, len(encodings))
 
 
-def output_name(session: Session, name: str | None, *, scores: bool = False) -> str:
-    """The name of an output, which must exist; for None see ``default_output``.
+def output_name(names: Sequence[str], name: str | None, *, scores: bool = False) -> str:
+    """The name of an output, which must be one of ``names``; for None see ``default_output``.
 
     Raises:
         InvalidArgument: The model has no such output.
     """
-    names = [value.name for value in session.get_outputs()]
     if name is not None and name not in names:
         raise InvalidArgument(
             f"`output` is {name!r}: the outputs of the model are {', '.join(names)}",

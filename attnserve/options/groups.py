@@ -65,9 +65,9 @@ RUN = "Run"
 class Rewrites(Options):
     """Rewrites that are requested by hand.
 
-    They are applied in the order of ``attnserve.planning.plans.plan.ORDER``; blocks are refit
-    before and after dimensions are shared. Then operators are fused, and the precision is
-    converted. ``layers`` restricts the rewrites that do not name layers themselves.
+    They are applied in the ``order`` of their passes; blocks are refit before and after dimensions
+    are shared. Then operators are fused, and the precision is converted. ``layers`` restricts the
+    rewrites that do not name layers themselves.
     """
 
     panel = REWRITES

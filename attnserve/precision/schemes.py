@@ -13,7 +13,7 @@ states that its products are computed in bfloat16 (``runtime.inference_precision
 ("bfloat16-cpu") or beside int8 ("int8-full-bfloat16"). OpenVINO does that.
 
 With calibration data, int8 and int4 weights are rounded such that their errors cancel
-(``rounding``). Another package adds a row with ``SCHEMES.add`` (``attnserve.plugins``).
+(``rounding``). Another package adds a row with ``SCHEMES.add`` (``graph_passes.registry``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.literals import Precision
 from attnserve.models.quantized import Bits
-from attnserve.plugins import Registry
 from attnserve.precision.half import to_bfloat16, to_float16
 from attnserve.precision.int4 import quantize_to_int4
 from attnserve.precision.int8 import Rounding, large_tables, quantize
@@ -37,6 +36,7 @@ from attnserve.runtime.machine import has_bfloat16_product, has_int8_dot_product
 from graph_passes.analysis.constants import constant_type, is_constant, is_dequantized
 from graph_passes.errors import Refusal
 from graph_passes.passes.convert_bfloat16 import COMPUTES
+from graph_passes.registry import Registry
 
 __all__ = ["SCHEMES", "Activations", "Conversion", "Scheme"]
 

@@ -1,7 +1,7 @@
 """Protocols of a runtime and of an open model.
 
 ONNX Runtime is one implementation (``onnx_runtime.py``). Code outside this package uses only these
-protocols. A package adds a runtime with an entry point (``plugins.py``).
+protocols. A package adds a runtime with an entry point (``graph_passes.registry``).
 """
 
 from __future__ import annotations

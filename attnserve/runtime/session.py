@@ -8,7 +8,6 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.context import AUTO, CPU, Device
-from attnserve.plugins import Registry
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch, Runtime, Session, SessionOptions
@@ -16,6 +15,7 @@ from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.openvino_runtime import OpenVino
 from graph_passes.errors import AttnserveError, InvalidArgument, MissingExtra
+from graph_passes.registry import Registry
 
 __all__ = ["RUNTIMES", "Batch", "open_session", "runtime_of", "why_no_cuda"]
 

@@ -21,7 +21,8 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.serving.live_quality import LiveComparison
-from attnserve.serving.loaded_model import Model, TextTask
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, InvalidModel
 
 __all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
@@ -236,6 +237,6 @@ class ComparisonProcess:
 
 def _default_measure(model: Model) -> Measure:
     """The measure of a model whose record has none."""
-    if model.classifies:
-        return "r2" if model.reranks else "kl"
+    if model.can("classify"):
+        return "r2" if model.can("rerank") else "kl"
     return "similarity" if model.encoder else "r2"

@@ -31,7 +31,8 @@ from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.lineage import LineageEntry
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
-from attnserve.serving.loaded_model import Model, TextTask
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import InvalidModel
 
 __all__ = [
@@ -255,7 +256,7 @@ class LiveComparison:
         model = self._model
         output = guarantee.output or model.outputs[0].name
         if model.encoder is not None:
-            task = "classify" if model.classifies else "embed"
+            task = "classify" if model.can("classify") else "embed"
             output = artifact.output or model.text_output(task)
         self._watched[key] = quality, output
 

@@ -10,16 +10,16 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from attnserve.context import Provider
 from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
+from attnserve.models.embeddings import pool
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import FILLED, Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.inference_precision import precision_in
@@ -34,41 +34,28 @@ from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
 from attnserve.serving.row_independence import has_independent_rows, ignores_padding
 from attnserve.serving.tensor_codec import ONNX_TYPES
-from graph_passes.errors import AttnserveError, CheckFailed, InvalidData, InvalidModel
+from attnserve.serving.text_tasks import TextTask, tasks_of, text_output
+from graph_passes.errors import (
+    AttnserveError,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+    Refusal,
+)
 
 __all__ = [
     "Model",
     "ModelFailed",
     "OutOfMemory",
-    "TaskRefusal",
     "Tensor",
-    "TextTask",
 ]
-
-TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
-
-HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
-"""Names that exporters give to one vector per token."""
 
 SEND_TEXTS = (
     "send texts (langchain-openai: check_embedding_ctx_length=False), or ids of POST /tokenize"
 )
 
 SHAPES_CACHED = 1024
-
-
-class TaskRefusal(NamedTuple):
-    """Why a model cannot do a task.
-
-    Attributes:
-        what: The reason, a sentence about the model.
-        fix: What the user can do instead.
-        code: Stable identifier, for example "model.no_classes".
-    """
-
-    what: str
-    fix: str
-    code: str
 
 
 class ModelFailed(AttnserveError):
@@ -373,11 +360,7 @@ class Model:
         Raises:
             InvalidArgument: The artifact names an output that the model does not have.
         """
-        names = [output.name for output in self.outputs]
-        if task == "tokens" and (hidden := [name for name in HIDDEN_STATES if name in names]):
-            return hidden[0]
-        scores = task not in ("embed", "tokens")
-        return output_name(self._session, self.artifact.output, scores=scores)
+        return text_output(task, [output.name for output in self.outputs], self.artifact)
 
     def vectors(
         self, task: TextTask, inputs: Mapping[str, np.ndarray], output: np.ndarray
@@ -464,7 +447,7 @@ class Model:
             "dimensions": artifact.dimensions,
             "prompts": artifact.prompts,
             "takes_text": self.encoder is not None,
-            "classifies": self.classifies,
+            "classifies": self.can("classify"),
             "provider": self.provider,
             "runtime": self.runtime,
             "precision": self.precision,
@@ -479,103 +462,21 @@ class Model:
         """Whether texts of different lengths can share a batch."""
         return any(tensor.name == "attention_mask" for tensor in self.inputs)
 
-    @property
-    def classifies(self) -> bool:
-        """Whether the model is a classifier: by the name of the output, or by names of classes.
-
-        An output that the record names needs an activation there too, or as many names of classes.
-        """
-        name = self.artifact.output or "logits"
-        output = next((tensor for tensor in self.outputs if tensor.name == name), self.outputs[0])
-        if len(output.axes) != 2:
-            return False
-        if output.name == name == "logits":
-            return True
-        classes = output.axes[1]
-        has_all_labels = len(self.labels) == classes
-        if self.artifact.output is not None:
-            return self.artifact.activation is not None or has_all_labels
-        if not self.labels or output.name in VECTOR_OUTPUTS:
-            return False
-        return has_all_labels or not isinstance(classes, int)
-
-    def refusal(self, task: TextTask) -> TaskRefusal | None:
-        """Why the model cannot do ``task``; None if it can."""
-        if task == "embed" and (instead := self._scores_instead) is not None:
-            alternative, fix = instead
-            return TaskRefusal(
-                f"{self.name} has no embeddings, but {alternative}", fix, "model.no_embeddings"
-            )
-        if task == "classify" and not self.classifies:
-            return TaskRefusal(
-                f"{self.name} has no classes: no output 'logits' of shape [batch, classes]",
-                "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
-                " `activation`: identity for probabilities)",
-                "model.no_classes",
-            )
-        if task == "tokens" and (
-            self._scores_instead is not None or len(self._axes_of(self.text_output(task))) != 3
-        ):
-            return TaskRefusal(
-                f"{self.name} has no vectors of tokens: its graph pools them",
-                "use /embed",
-                "model.no_tokens",
-            )
-        if task == "sparse" and not self.is_sparse:
-            return TaskRefusal(
-                f"{self.name} is no SPLADE model: no masked language model with logits of tokens",
-                "use /embed, or export a SPLADE model with the task fill-mask",
-                "model.no_sparse",
-            )
-        if task == "rerank" and not self.reranks:
-            return TaskRefusal(
-                f"{self.name} is no reranker: no output 'logits' of shape [batch, 1]",
-                "export a reranker with the task rerank",
-                "model.no_reranker",
-            )
-        return None
-
-    @property
-    def _scores_instead(self) -> tuple[str, str] | None:
-        """The output that exists instead of embeddings, and its route; None if the model embeds.
-
-        Logits are recognized by their name, by the classes, or by the size of the vocabulary.
-        """
-        name = self.text_output("embed")
-        axes = self._axes_of(name)
-        artifact = self.artifact
-        is_logits = name.endswith("logits")
-        is_classes = name == "logits" or (artifact.output is not None and self.classifies)
-        if len(axes) == 2 and isinstance(axes[1], int):
-            is_score = self.classifies and name == self.text_output("classify")
-            is_classes = is_classes or is_logits or is_score
-        if len(axes) == 2 and is_classes and axes[1] not in self._length_axes:
-            if self.reranks:
-                return "scores of pairs", "use /rerank, or /predict for single texts"
-            return "scores of classes", "use /predict"
-        is_vocabulary = (
-            axes[-1] is not None
-            and axes[-1] == artifact.config.get("vocab_size")
-            and (artifact.settings.is_for("LM") or artifact.settings.is_for("LMHeadModel"))
+    @cached_property
+    def tasks(self) -> Mapping[TextTask, Refusal | None]:
+        """Why it cannot do each task of texts; None for each that it can do; see ``tasks_of``."""
+        inputs, outputs = (
+            {tensor.name: tensor.axes for tensor in tensors}
+            for tensors in (self.inputs, self.outputs)
         )
-        if self.is_sparse:
-            return "sparse vectors", "use /embed_sparse"
-        if len(axes) == 3 and (is_logits or is_vocabulary):
-            return "logits of tokens", f"send token ids to /v2/models/{self.name}/infer"
-        return None
+        return tasks_of(self.name, self.artifact, inputs, outputs)
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the model gives SPLADE vectors: a masked language model with logits of tokens."""
-        artifact = self.artifact
-        is_masked = artifact.record.task == "fill-mask" or artifact.settings.is_for("MaskedLM")
-        return is_masked and len(self._axes_of(self.text_output("sparse"))) == 3
-
-    @property
-    def reranks(self) -> bool:
-        """Whether the model has one logit per text, and so may be a reranker."""
-        axes = self._axes_of(self.text_output("rerank"))
-        return self.classifies and (axes[1] == 1 or not isinstance(axes[1], int))
+    def can(self, task: TextTask) -> bool:
+        """Whether it can do a task; False if the folder does not describe its outputs."""
+        try:
+            return self.tasks[task] is None
+        except (InvalidArgument, InvalidModel):
+            return False
 
     def warm_up(self) -> None:
         """Run the model once, and test whether its rows are independent.

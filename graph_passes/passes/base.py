@@ -1,4 +1,4 @@
-"""The interface of all passes, and the registry of their names.
+"""The interface of all passes, and their registry.
 
 A pass is one class in one file of this package. Its name is used by plan.json, reports,
 ``inspect`` and the documentation. Its objects hold the parameters by block, as plan.json lists
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from types import MappingProxyType
@@ -27,8 +28,10 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.naming import pin_names
 from graph_passes.passes.invariants import CacheShape, Interface, check_invariants, interface
+from graph_passes.registry import Registry
 
 __all__ = [
+    "PASSES",
     "AttentionPass",
     "AttentionTargets",
     "BlockPass",
@@ -37,9 +40,7 @@ __all__ = [
     "FittedPass",
     "NoParams",
     "RewritePass",
-    "pass_named",
     "pin_all_names",
-    "registered_passes",
     "small_shapes",
 ]
 
@@ -50,7 +51,18 @@ AttentionTargets = Sequence[tuple[AttentionBlock, Params]]
 FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
 """Blocks to rewrite with their parameters, in order of execution."""
 
-_REGISTRY: dict[str, type[RewritePass]] = {}
+PACKAGE = "graph_passes.passes"
+
+
+@cache
+def _import_passes() -> None:
+    """Import every module of this package, which registers its passes."""
+    for module in iter_modules(import_module(PACKAGE).__path__, f"{PACKAGE}."):
+        import_module(module.name)
+
+
+PASSES: Registry[type[RewritePass]] = Registry("pass", load=_import_passes)
+"""All named passes; the definition of a class adds it."""
 
 
 class NoParams(BaseModel):
@@ -73,41 +85,55 @@ class RewritePass(ir.passes.InPlacePass):
     Attributes:
         name: Identifies the pass everywhere; empty for a pass that is never part of a plan.
         lossy: Whether outputs change by more than rounding.
+        order: Requests and searches apply passes in ascending order; a plan.json may have any
+            other. Fusions of operators start at 100.
         targets: The parameters by block; empty for a pass of the whole graph.
     """
 
     name: ClassVar[str] = ""
     lossy: ClassVar[bool] = False
+    order: ClassVar[int] = 90
     targets: Mapping[str, Any] = MappingProxyType({})
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, replace: bool = False, **kwargs: Any) -> None:
+        """Register a named pass; ``class Mine(RewritePass, replace=True)`` replaces another.
+
+        Raises:
+            InvalidArgument: Another pass has the name.
+        """
         super().__init_subclass__(**kwargs)
-        if name := cls.__dict__.get("name"):
-            _REGISTRY[name] = cls
+        if cls.__dict__.get("name"):
+            if not cls.__module__.startswith(f"{PACKAGE}."):
+                _import_passes()  # foreign passes come after those of this package
+            PASSES.add(cls, replace=replace)
 
     # ---- the run ---------------------------------------------------------------------------------
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
         with Analyses.of(model) as analyses:
-            self.require_applicable(analyses)
+            prepared = self.require_applicable(analyses)
             expected = self.expected_interface(interface(model), analyses)
-            modified = self.rewrite_graph(analyses)
+            modified = self.rewrite_graph(analyses) or prepared
             if modified:
                 analyses.invalidate()
             check_invariants(expected, model, after=type(self).__name__)
             return ir.passes.PassResult(model, modified=modified)
 
-    def require_applicable(self, analyses: Analyses) -> None:
+    def require_applicable(self, analyses: Analyses) -> bool:
         """Run the stages before the rewrite: validate, prepare and check.
+
+        Returns:
+            Whether ``prepare`` changed anything.
 
         Raises:
             InvalidArgument: The parameters do not fit the model.
             CannotRewrite: The pass does not apply to the model.
         """
         self.validate(analyses)
-        self.prepare(analyses)
+        prepared = self.prepare(analyses)
         self.check(analyses)
+        return prepared
 
     # ---- the stages, overridden by passes -------------------------------------------------------
 
@@ -117,11 +143,13 @@ class RewritePass(ir.passes.InPlacePass):
         By default, any model fits.
         """
 
-    def prepare(self, analyses: Analyses) -> None:
-        """Edit the graph as the later stages need it; by default, nothing is edited.
+    def prepare(self, analyses: Analyses) -> bool:
+        """Edit the graph as the later stages need it, and return whether anything changed.
 
         The edit is exact, because the pass may still be refused. A second call changes nothing.
+        By default, nothing is edited.
         """
+        return False
 
     def check(self, analyses: Analyses) -> None:
         """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
@@ -417,28 +445,3 @@ def pin_all_names(analyses: Analyses) -> None:
     """Record the names of all blocks, before a pass changes constants that names come from."""
     pin_names(analyses.get(find_attention).blocks)
     pin_names(analyses.get(find_feed_forward))
-
-
-def registered_passes() -> Mapping[str, type[RewritePass]]:
-    """All named passes, by name; every module of this package is imported first."""
-    from graph_passes import passes
-
-    for module in iter_modules(passes.__path__, f"{passes.__name__}."):
-        import_module(module.name)
-    return dict(sorted(_REGISTRY.items()))
-
-
-def pass_named(name: str) -> type[RewritePass]:
-    """The pass with this name.
-
-    Raises:
-        InvalidArgument: There is none.
-    """
-    passes = registered_passes()
-    if name not in passes:
-        raise InvalidArgument(
-            f"unknown rewrite {name[:100]!r}: expected one of {', '.join(passes)}",
-            "use one of these names",
-            code="pass.unknown",
-        )
-    return passes[name]

@@ -114,6 +114,7 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
 
     name: ClassVar[str] = "collaborate"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 50
 
     @classmethod
     def with_factors(
@@ -256,9 +257,9 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
 
-    def prepare(self, analyses: Analyses) -> None:
+    def prepare(self, analyses: Analyses) -> bool:
         """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
-        decompose_fused(analyses, self.targets.keys())
+        return decompose_fused(analyses, self.targets.keys())
 
     def rewrite(self, targets: AttentionTargets[Mixing], analyses: Analyses) -> None:
         info = small_shapes(analyses)

@@ -88,11 +88,9 @@ class ToBfloat16(RewritePass):
 
     lossy: ClassVar[bool] = True
 
-    def prepare(self, analyses: Analyses) -> None:
-        spread_types(analyses.model)
-
     def rewrite_graph(self, analyses: Analyses) -> bool:
         model = analyses.model
+        spread_types(model)
         opset = model.opset_imports.get("", 0)
         nodes = list(model.graph.all_nodes())
         half_nodes: set[ir.Node] = set()

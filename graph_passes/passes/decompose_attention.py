@@ -49,8 +49,12 @@ class DecomposeAttention(AttentionPass[NoParams]):
             _decompose(block, info)
 
 
-def decompose_fused(analyses: Analyses, names: Collection[str]) -> None:
-    """Decompose the named blocks whose scores or probabilities are inside an operator."""
+def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
+    """Decompose the named blocks whose scores or probabilities are inside an operator.
+
+    Returns:
+        Whether there are any.
+    """
     fused = [
         block.name
         for block in analyses.get(find_attention).blocks
@@ -58,8 +62,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> None:
         and (block.logits is None or block.probabilities is None)
         and decomposition_refusal(block) is None
     ]
-    if fused:
-        DecomposeAttention(fused)(analyses.model)
+    return bool(fused) and DecomposeAttention(fused)(analyses.model).modified
 
 
 def decomposition_refusal(block: AttentionBlock) -> Refusal | None:

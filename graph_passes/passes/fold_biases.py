@@ -34,6 +34,7 @@ class FoldBiases(RewritePass):
     """
 
     name: ClassVar[str] = "fold_biases"
+    order: ClassVar[int] = 120
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
         model = analyses.model

@@ -73,6 +73,7 @@ class FuseAttention(AttentionPass[FusedOperator]):
     """
 
     name: ClassVar[str] = "fuse_attention"
+    order: ClassVar[int] = 100
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: FusedOperator) -> bool:

@@ -48,6 +48,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
     """
 
     name: ClassVar[str] = "fuse_gelu"
+    order: ClassVar[int] = 110
 
     @classmethod
     def refusal(

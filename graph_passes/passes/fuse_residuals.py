@@ -26,6 +26,7 @@ class FuseResiduals(RewritePass):
     """
 
     name: ClassVar[str] = "fuse_residuals"
+    order: ClassVar[int] = 130
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
         norms = find_residuals(analyses.model)

@@ -39,6 +39,7 @@ class FuseSkipNorm(RewritePass):
     """
 
     name: ClassVar[str] = "fuse_skip_norm"
+    order: ClassVar[int] = 140
 
     def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
         return before.with_opset(MICROSOFT, 1) if _fusible(analyses) else before

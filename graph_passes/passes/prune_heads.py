@@ -54,6 +54,7 @@ class PruneHeads(AttentionPass[HeadMask]):
 
     name: ClassVar[str] = "prune_heads"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 20
 
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Sequence[int]) -> None:

@@ -92,6 +92,7 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
 
     name: ClassVar[str] = "prune_neurons"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 40
 
     @classmethod
     def validate_params(cls, block: FeedForwardBlock, params: Sequence[int]) -> None:

@@ -75,6 +75,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
     name: ClassVar[str] = "reuse_attention"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 30
 
     @classmethod
     def changes(cls, block: AttentionBlock, params: ReusedHeads) -> bool:
@@ -114,10 +115,11 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         check_edges(self.targets, self.find(analyses))
         super().validate(analyses)
 
-    def prepare(self, analyses: Analyses) -> None:
-        """Decompose fused targets and sources: only plain operators show their masks."""
+    def prepare(self, analyses: Analyses) -> bool:
+        """Decompose fused blocks that change, and sources: only plain operators show masks."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
-        decompose_fused(analyses, sources | self.targets.keys())
+        changed = {block.name for block, _ in self._changed(analyses)}
+        return decompose_fused(analyses, sources | changed)
 
     def rewrite(self, targets: AttentionTargets[ReusedHeads], analyses: Analyses) -> None:
         by_name = {block.name: block for block in self.find(analyses)}

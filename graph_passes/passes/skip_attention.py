@@ -110,6 +110,7 @@ class SkipAttention(AttentionPass[Replacement]):
 
     name: ClassVar[str] = "skip_attention"
     lossy: ClassVar[bool] = True
+    order: ClassVar[int] = 10
 
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Replacement) -> None:

@@ -32,6 +32,7 @@ class StripCache(RewritePass):
     """
 
     name: ClassVar[str] = "strip_cache"
+    order: ClassVar[int] = 0
 
     def check(self, analyses: Analyses) -> None:
         graph = analyses.model.graph

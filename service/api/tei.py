@@ -554,9 +554,9 @@ async def ping(request: Request) -> Response:
 
 
 MAIN: Sequence[tuple[Callable[[Engine], bool], Any, type[Body]]] = (
-    (lambda engine: engine.model.is_sparse, embed_sparse, EmbedSparseRequest),
-    (lambda engine: engine.model.refusal("rerank") is None, rerank, RerankRequest),
-    (lambda engine: engine.model.refusal("classify") is None, predict, PredictRequest),
+    (lambda engine: engine.model.can("sparse"), embed_sparse, EmbedSparseRequest),
+    (lambda engine: engine.model.can("rerank"), rerank, RerankRequest),
+    (lambda engine: engine.model.can("classify"), predict, PredictRequest),
     (lambda _: True, embed, EmbedRequest),
 )
 """The main route of each kind of model: (whether a model is of it, route, request)."""
@@ -582,15 +582,15 @@ def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Any]:
 
 def _model_type(engine: Engine) -> ClassifierType | EmbeddingType | RerankerType:
     model = engine.model
-    if model.is_sparse:
+    if model.can("sparse"):
         return EmbeddingType(embedding=EmbeddingModel(pooling="splade"))
-    if not model.classifies:
+    if not model.can("classify"):
         return EmbeddingType(embedding=EmbeddingModel(pooling=model.artifact.pooling))
     labels = {index: str(label) for index, label in model.labels.items()}
     names = ClassifierModel(
         id2label={str(index): label for index, label in labels.items()},
         label2id={label: index for index, label in labels.items()},
     )
-    if model.refusal("rerank") is None:
+    if model.can("rerank"):
         return RerankerType(reranker=names)
     return ClassifierType(classifier=names)

@@ -25,7 +25,8 @@ from attnserve.literals import Side
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.runtime.interface import row_length
-from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory, TextTask
+from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult, Row
 from service.engine.shadow import FollowUp, Shadow
@@ -269,8 +270,8 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         model = self.model
-        if (refusal := model.refusal(task)) is not None:
-            raise NotFound(refusal.what, refusal.fix, code=refusal.code)
+        if (refusal := model.tasks[task]) is not None:
+            raise NotFound(refusal.reason, refusal.fix, code=f"model.{refusal.code}")
         with self._counted() as stages:
             is_short = self._check_texts(texts)
             names = [model.text_output(task)]

@@ -30,7 +30,7 @@ from attnserve.serving.comparison_process import (
     ServedModel,
     ServedRow,
 )
-from attnserve.serving.loaded_model import TextTask
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError
 from service.engine.batcher import RequestResult
 from service.metrics import Metrics, Version

@@ -11,35 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
 from attnserve.planning.plans.steps import TRAININGS, Cast, PlanStep, RunPass, Train
-from attnserve.plugins import load_plugins
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.base import (
-    BlockPass,
-    RewritePass,
-    pass_named,
-    registered_passes,
-)
+from graph_passes.passes.base import PASSES, BlockPass, RewritePass
 
-__all__ = ["HOW_TO_PLAN", "ORDER", "Plan"]
+__all__ = ["HOW_TO_PLAN", "Plan"]
 
 HOW_TO_PLAN = "make a new plan with `attnserve plan`"
-
-ORDER = (
-    "strip_cache",
-    "skip_attention",
-    "prune_heads",
-    "reuse_attention",
-    "prune_neurons",
-    "collaborate",
-    "fuse_attention",
-    "fuse_gelu",
-    "fold_biases",
-    "fuse_residuals",
-    "fuse_skip_norm",
-)
-"""The order in which the planner and requests apply passes; a plan.json may have any other. Passes
-that are not listed come before those that fuse operators."""
 
 Kind = TypeVar("Kind", bound=RewritePass)
 
@@ -69,7 +47,7 @@ class Plan:
         precision: Precision = "float32",
         float_blocks: Sequence[str] = (),
     ) -> Plan:
-        """Build a plan from passes in any order, which are merged by class and sorted by ``ORDER``.
+        """Build a plan from passes, which are merged by class and sorted by their ``order``.
 
         Args:
             passes: The passes; passes without targets are dropped.
@@ -85,11 +63,7 @@ class Plan:
                     merged[kind] = kind(targets)
             else:
                 merged[type(graph_pass)] = graph_pass
-        place = {name: float(index) for index, name in enumerate(ORDER)}
-        unlisted = place["fuse_attention"] - 0.5
-        ordered = sorted(
-            merged.values(), key=lambda graph_pass: place.get(graph_pass.name, unlisted)
-        )
+        ordered = sorted(merged.values(), key=lambda graph_pass: graph_pass.order)
         return cls(tuple(ordered), precision=precision, float_blocks=tuple(float_blocks))
 
     @property
@@ -152,10 +126,8 @@ class Plan:
             raise InvalidArgument(
                 f"plan: {first_problem(error)}", HOW_TO_PLAN, code="plan.invalid"
             ) from error
-        if {entry.name for entry in plan.passes} - registered_passes().keys():
-            load_plugins()
         passes = [
-            pass_named(entry.name).from_json({"pass": entry.name, **(entry.model_extra or {})})
+            PASSES[entry.name].from_json({"pass": entry.name, **(entry.model_extra or {})})
             for entry in plan.passes
         ]
         trainings = [_read_training(entry) for entry in plan.trainings]

@@ -2,7 +2,7 @@
 
 A step is an immutable value; ``apply`` changes a ``State``. Another package adds a kind of training
 with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a rewrite by
-subclassing ``BlockPass`` (``attnserve.plugins``).
+subclassing ``RewritePass`` (``graph_passes.registry``).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 from attnserve.literals import Measure, Precision
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.planning.plans.state import State
-from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import RewritePass
+from graph_passes.registry import Registry
 
 if TYPE_CHECKING:
     from attnserve.recovery.distillation import Distillation

@@ -15,12 +15,12 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
 from attnserve.planning.runtime_proofs import prove_in_other_runtimes
 from attnserve.planning.served_graph import variants
-from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from graph_passes.errors import InvalidModel
+from graph_passes.registry import Registry
 
 PROVED = {"other", "onnxruntime+other", "other+onnxruntime"}
 

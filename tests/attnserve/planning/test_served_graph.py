@@ -26,7 +26,6 @@ from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_graph import equality, lossless, timing, variants
 from attnserve.planning.served_graph.lossless import fuse_lossless
-from attnserve.plugins import Registry
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
 from attnserve.runtime.interface import (
@@ -48,6 +47,7 @@ from graph_passes.errors import CannotRewrite, InvalidModel
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.registry import Registry
 from tests import architectures
 from tests.errors import raises
 from tests.jobs import job_of

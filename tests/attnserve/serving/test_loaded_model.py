@@ -12,7 +12,7 @@ from onnx import parser
 
 from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model, Tensor
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.service.tiny import write_encoder, write_model
 
@@ -125,6 +125,14 @@ def test_a_length_that_no_text_fits_is_ignored(tmp_path: Path) -> None:
     model = load(folder)
     assert model.run(tokens([4]))["last_hidden_state"].shape == (1, 1, 4)
     assert model.fixed_tokens is None
+    model.close()
+
+
+def test_model_whose_record_names_a_missing_output_has_a_card(tmp_path: Path) -> None:
+    model = load(write_encoder(tmp_path / "m", output="scores"))
+    assert model.card["classifies"] is False and not model.can("embed")
+    with raises(InvalidArgument, "text.output", "scores"):
+        _ = model.tasks
     model.close()
 
 

@@ -14,7 +14,7 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.passes.base import AttentionPass, registered_passes
+from graph_passes.passes.base import PASSES, AttentionPass
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
@@ -111,8 +111,8 @@ def test_lossy_rewrites_of_quantized_weights_are_refused(how: str) -> None:
     block = only(model)
     with Analyses.of(model) as analyses:
         refusals = {
-            name: each.refusal(block, None, analyses)
-            for name, each in registered_passes().items()
+            each.name: each.refusal(block, None, analyses)
+            for each in PASSES
             if issubclass(each, AttentionPass) and each.lossy
         }
     assert {name: refusal and refusal.code for name, refusal in refusals.items()} == dict.fromkeys(

@@ -18,13 +18,12 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, InvariantBroken,
 from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
 from graph_passes.passes.base import (
+    PASSES,
     AttentionPass,
     AttentionTargets,
     BlockPass,
     NoParams,
     RewritePass,
-    pass_named,
-    registered_passes,
 )
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.decompose_attention import DecomposeAttention
@@ -90,7 +89,7 @@ class PruneAndRename(RenameOutput):
 
 # ---- targets ------------------------------------------------------------------------------------
 
-PASSES: dict[str, RewritePass] = {
+EXAMPLES: dict[str, RewritePass] = {
     "collaborate": Collaborate({
         FIRST: Mixing(rank=5),
         SECOND: Mixing(rank=6, head_size=3, cache=True),
@@ -109,16 +108,37 @@ PASSES: dict[str, RewritePass] = {
 }  # fmt: skip
 """One pass of each name."""
 
-BLOCK_PASSES = {name: rewrite for name, rewrite in PASSES.items() if isinstance(rewrite, BlockPass)}
+BLOCK_PASSES = {
+    name: rewrite for name, rewrite in EXAMPLES.items() if isinstance(rewrite, BlockPass)
+}
 
 
 def test_registered_passes_have_an_example_here() -> None:
-    assert {name: type(rewrite) for name, rewrite in PASSES.items()} == registered_passes()
+    examples = {name: type(rewrite) for name, rewrite in EXAMPLES.items()}
+    assert examples == {each.name: each for each in PASSES}
 
 
-def test_pass_named_unknown_name_is_refused() -> None:
+def test_pass_unknown_name_is_refused() -> None:
     with raises(InvalidArgument, "pass.unknown", "prune_head"):
-        pass_named("prune_head")
+        _ = PASSES["prune_head"]
+
+
+def test_pass_with_the_name_of_another_is_refused() -> None:
+    with raises(InvalidArgument, "pass.duplicate", "prune_heads"):
+
+        class Mine(PruneHeads):  # pyright: ignore[reportUnusedClass]
+            name = "prune_heads"
+
+    assert PASSES["prune_heads"] is PruneHeads
+
+
+def test_pass_that_replaces_another_is_registered() -> None:
+    class Mine(PruneHeads, replace=True):
+        name = "prune_heads"
+
+    assert PASSES["prune_heads"] is Mine
+    PASSES.add(PruneHeads, replace=True)
+    assert PASSES["prune_heads"] is PruneHeads
 
 
 @pytest.mark.parametrize("name", BLOCK_PASSES)
@@ -156,8 +176,9 @@ def test_pass_stages_run_in_order_and_a_refused_block_is_not_rewritten() -> None
         def validate_params(cls, block: AttentionBlock, params: NoParams) -> None:
             stages.append(f"validate {block.name}")
 
-        def prepare(self, analyses: Analyses) -> None:
+        def prepare(self, analyses: Analyses) -> bool:
             stages.append("prepare")
+            return False
 
         @classmethod
         def refusal(
@@ -229,21 +250,21 @@ def test_pass_bad_parameters_are_refused_by_block(case: str) -> None:
 
 def read_again(rewrite: RewritePass) -> RewritePass:
     content = json.loads(json.dumps(rewrite.to_json()))
-    return pass_named(content["pass"]).from_json(content)
+    return PASSES[content["pass"]].from_json(content)
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_pass_written_as_json_is_read_back_the_same(name: str) -> None:
-    again = read_again(PASSES[name])
-    assert type(again) is type(PASSES[name])
-    assert again.to_json() == PASSES[name].to_json()
-    assert vars(again) == vars(PASSES[name])
+    again = read_again(EXAMPLES[name])
+    assert type(again) is type(EXAMPLES[name])
+    assert again.to_json() == EXAMPLES[name].to_json()
+    assert vars(again) == vars(EXAMPLES[name])
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_pass_json_unknown_key_is_refused(name: str) -> None:
     with raises(InvalidArgument, "pass.params", "blocks"):
-        pass_named(name).from_json({**PASSES[name].to_json(), "blocks": {}})
+        PASSES[name].from_json({**EXAMPLES[name].to_json(), "blocks": {}})
 
 
 @pytest.mark.parametrize("targets", [None, [FIRST], 3, "attention_0"], ids=str)
@@ -388,6 +409,26 @@ def test_pass_finds_attention_once_and_again_only_after_decomposing(
         assert rewrite(model).modified
     assert len(calls) == (2 if case in READ_TWICE else 1)
     assert dict(model.meta) == {}
+
+
+def test_pass_that_only_prepares_reports_the_change() -> None:
+    class OnlyPrepares(RewritePass):
+        def prepare(self, analyses: Analyses) -> bool:
+            return decompose_attention.decompose_fused(analyses, {FIRST})
+
+        def rewrite_graph(self, analyses: Analyses) -> bool:
+            return False
+
+    model = fused_layers()
+    with Analyses.of(model) as analyses:
+        assert analyses.get(find_attention).blocks[0].logits is None
+        assert OnlyPrepares()(model).modified
+        assert analyses.get(find_attention).blocks[0].logits is not None
+    assert_unchanged(model, OnlyPrepares())
+
+
+def test_reuse_attention_without_reused_heads_leaves_a_fused_block() -> None:
+    assert_unchanged(fused_layers(), ReuseAttention({SECOND: {}}))
 
 
 # ---- bodies of If -------------------------------------------------------------------------------

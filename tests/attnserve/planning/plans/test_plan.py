@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from attnserve.checks.certify import Certified
 from attnserve.context import ONE_THREAD, RunContext
 from attnserve.planning.plans.apply import apply_plan
-from attnserve.planning.plans.plan import ORDER, Plan
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.steps import Cast, Distill
+from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument
-from graph_passes.passes.base import registered_passes
+from graph_passes.passes.base import PASSES, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -39,7 +40,7 @@ from tests.jobs import job_of
 
 
 def passes() -> list[Any]:
-    """One of each pass that a plan can hold."""
+    """One of each pass that a plan can hold, in the order of a plan."""
     return [
         StripCache(),
         SkipAttention({NAMES[0]: "constant"}),
@@ -57,6 +58,8 @@ def passes() -> list[Any]:
         FuseSkipNorm(),
     ]  # fmt: skip
 
+
+ORDER = [rewrite.name for rewrite in passes()]
 
 CONTEXT = RunContext(ONE_THREAD)
 
@@ -76,9 +79,18 @@ def applied(content: Any, model: ir.Model | None = None) -> ApplyReport:
 # JSON
 
 
-def test_plan_order_names_registered_passes():
-    assert registered_passes().keys() >= set(ORDER)
-    assert [rewrite.name for rewrite in passes()] == list(ORDER)
+def test_plan_merged_sorts_passes_by_their_order():
+    class Foreign(RewritePass):
+        def rewrite_graph(self, analyses: Analyses) -> bool:
+            return False
+
+    class Early(Foreign):
+        order = 15
+
+    shuffled = [Foreign(), *reversed(passes()), Early()]
+    names = [rewrite.name or type(rewrite).__name__ for rewrite in Plan.merged(shuffled).passes]
+    assert names == [*ORDER[:2], "Early", *ORDER[2:6], "Foreign", *ORDER[6:]]
+    assert {each.name for each in PASSES} - set(ORDER) == {"decompose_attention"}
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "int8", "int8-full"])
@@ -95,7 +107,7 @@ def test_plan_round_trip_keeps_every_pass_and_the_precision(precision: Any):
 
 def test_plan_round_trip_keeps_order_empty_and_measured_plans():
     backwards = Plan(tuple(reversed(passes())))
-    assert [rewrite.name for rewrite in reread(backwards).passes] == list(reversed(ORDER))
+    assert [rewrite.name for rewrite in reread(backwards).passes] == ORDER[::-1]
     assert reread(Plan()).to_json() == {"passes": [], "precision": "float32"}
     assert reread(Plan(precision="int8", float_blocks=("a", "b"))).float_blocks == ("a", "b")
     assert Plan.from_json({}).passes == ()

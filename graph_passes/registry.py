@@ -1,4 +1,4 @@
-"""Parts of the product that other packages may add: runtimes, precisions and kinds of training.
+"""Parts of the product that other packages may add: passes, runtimes, precisions and trainings.
 
 A package names a module in the entry point group ``attnserve``. That module adds its parts to
 the registries when it is imported, which happens when an unknown name is looked up::
@@ -9,9 +9,9 @@ the registries when it is imported, which happens when an unknown name is looked
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
 
 from graph_passes.errors import InvalidArgument
@@ -31,23 +31,30 @@ class Named(Protocol):
 Part = TypeVar("Part", bound=Named)
 
 
-@cache
 def load_plugins() -> None:
     """Import the modules that installed packages name, once.
 
     Raises:
         InvalidArgument: A module cannot be imported.
     """
+    if (failure := _failed_plugin()) is not None:
+        entry, error = failure
+        raise InvalidArgument(
+            f"the plugin {entry.name} ({entry.value}) cannot be imported: "
+            f"{type(error).__name__}: {error}",
+            "update or remove the package that names it",
+            code="plugin.import",
+        ) from error
+
+
+@cache  # a second import of the module would add its parts a second time
+def _failed_plugin() -> tuple[EntryPoint, Exception] | None:
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
         except Exception as error:  # a foreign package may raise anything
-            raise InvalidArgument(
-                f"the plugin {entry.name} ({entry.value}) cannot be imported: "
-                f"{type(error).__name__}: {error}",
-                "update or remove the package that names it",
-                code="plugin.import",
-            ) from error
+            return entry, error
+    return None
 
 
 class Registry(Generic[Part]):
@@ -55,14 +62,32 @@ class Registry(Generic[Part]):
 
     Args:
         option: Name of the option that selects a part, for errors.
+        parts: Parts of this package.
+        load: Adds further parts of this package, the first time that one is looked up.
     """
 
-    def __init__(self, option: str, *parts: Part) -> None:
+    def __init__(self, option: str, *parts: Part, load: Callable[[], None] = lambda: None) -> None:
         self._option = option
-        self._parts = {part.name: part for part in parts}
+        self._load = load
+        self._parts: dict[str, Part] = {}
+        for part in parts:
+            self.add(part)
 
-    def add(self, part: Part) -> Part:
-        """Add a part; one of the same name is replaced."""
+    def add(self, part: Part, *, replace: bool = False) -> Part:
+        """Add a part.
+
+        Args:
+            replace: Replace the part of the same name.
+
+        Raises:
+            InvalidArgument: There is a part of the same name.
+        """
+        if part.name in self._parts and not replace:
+            raise InvalidArgument(
+                f"`{self._option}` {part.name!r} exists already",
+                "choose another name, or add it with replace=True",
+                code=f"{self._option}.duplicate",
+            )
         self._parts[part.name] = part
         return part
 
@@ -72,24 +97,24 @@ class Registry(Generic[Part]):
         Raises:
             InvalidArgument: There is no such part, or a plugin cannot be imported.
         """
-        if name not in self._parts:
-            load_plugins()
-        if name not in self._parts:
+        if name not in self:
             *others, last = self._parts
             expected = f"{', '.join(others)} or {last}" if others else last
             raise InvalidArgument(
-                f"`{self._option}` is {name!r}: expected {expected}",
+                f"`{self._option}` is {name[:100]!r}: expected {expected}",
                 "choose one, or install the package that adds it",
                 code=f"{self._option}.unknown",
             )
         return self._parts[name]
 
     def __contains__(self, name: object) -> bool:
-        if name not in self._parts:
-            load_plugins()
+        for load in (self._load, load_plugins):
+            if name not in self._parts:
+                load()
         return name in self._parts
 
     def __iter__(self) -> Iterator[Part]:
         """Iterate over the parts; parts of plugins come last."""
+        self._load()
         load_plugins()
         return iter(self._parts.values())

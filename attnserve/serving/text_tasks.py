@@ -1,0 +1,134 @@
+"""The tasks that a model does with texts, by its outputs and its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name
+from graph_passes.errors import Refusal
+
+__all__ = ["TextTask", "tasks_of", "text_output"]
+
+TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
+
+HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
+"""Names that exporters give to one vector per token."""
+
+Axes = Mapping[str, Sequence[int | str | None]]
+"""The axes of each input or output: fixed sizes, or names of free axes (None: without a name)."""
+
+
+def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str:
+    """The name of the output that ``task`` uses, of the ``names`` of outputs.
+
+    Raises:
+        InvalidArgument: The artifact names an output that the model does not have.
+    """
+    if task == "tokens" and (hidden := [name for name in HIDDEN_STATES if name in names]):
+        return hidden[0]
+    return output_name(names, artifact.output, scores=task not in ("embed", "tokens"))
+
+
+def tasks_of(
+    name: str, artifact: Artifact, inputs: Axes, outputs: Axes
+) -> Mapping[TextTask, Refusal | None]:
+    """Why a model cannot do each task; None for each that it can do.
+
+    Several tasks are possible for one model: a classifier of one class is also a reranker.
+
+    Args:
+        name: The name of the model, for the reasons.
+
+    Raises:
+        InvalidArgument: The artifact names an output that the model does not have.
+        InvalidModel: Its config.json is not valid.
+    """
+    used = {task: text_output(task, list(outputs), artifact) for task in get_args(TextTask)}
+    axes = {task: outputs[output] for task, output in used.items()}
+    scores = axes["classify"]
+
+    classifies = _classifies(artifact, used["classify"], scores)
+    reranks = classifies and (scores[1] == 1 or not isinstance(scores[1], int))
+    is_masked = artifact.record.task == "fill-mask" or artifact.settings.is_for("MaskedLM")
+    is_sparse = is_masked and len(scores) == 3
+
+    # What the output of embeddings holds in place of them, and what to do with it.
+    vectors, vector_axes = used["embed"], axes["embed"]
+    is_logits = vectors.endswith("logits")
+    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in _length_axes(inputs)
+    is_fixed = isinstance(vector_axes[-1], int) if vector_axes else False
+    is_scored = classifies and vectors == used["classify"]
+    instead: tuple[str, str] | None = None
+    if is_class_axis and (
+        vectors == "logits"
+        or (is_scored and (is_fixed or artifact.output is not None))
+        or (is_logits and is_fixed)
+    ):
+        instead = ("scores of classes", "use /predict")
+        if reranks:
+            instead = ("scores of pairs", "use /rerank, or /predict for single texts")
+    elif is_sparse:
+        instead = ("sparse vectors", "use /embed_sparse")
+    elif len(vector_axes) == 3 and (is_logits or _is_vocabulary(artifact, vector_axes[2])):
+        instead = ("logits of tokens", f"send token ids to /v2/models/{name}/infer")
+
+    refusals: dict[TextTask, Refusal | None] = dict.fromkeys(get_args(TextTask))
+    if instead is not None:
+        what, fix = instead
+        refusals["embed"] = Refusal("no_embeddings", f"{name} has no embeddings, but {what}", fix)
+    if not classifies:
+        refusals["classify"] = Refusal(
+            "no_classes",
+            f"{name} has no classes: no output 'logits' of shape [batch, classes]",
+            "use /embed for vectors, or name its scores in attnserve.json (`output`, and"
+            " `activation`: identity for probabilities)",
+        )
+    if not reranks:
+        refusals["rerank"] = Refusal(
+            "no_reranker",
+            f"{name} is no reranker: no output 'logits' of shape [batch, 1]",
+            "export a reranker with the task rerank",
+        )
+    if instead is not None or len(axes["tokens"]) != 3:
+        refusals["tokens"] = Refusal(
+            "no_tokens", f"{name} has no vectors of tokens: its graph pools them", "use /embed"
+        )
+    if not is_sparse:
+        refusals["sparse"] = Refusal(
+            "no_sparse",
+            f"{name} is no SPLADE model: no masked language model with logits of tokens",
+            "use /embed, or export a SPLADE model with the task fill-mask",
+        )
+    return refusals
+
+
+def _length_axes(inputs: Axes) -> set[int | str | None]:
+    """The axes of tokens."""
+    return {axes[1] for axes in inputs.values() if len(axes) > 1}
+
+
+def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
+    """Whether an axis has the size of the vocabulary of a language model."""
+    settings = artifact.settings
+    is_language_model = settings.is_for("LM") or settings.is_for("LMHeadModel")
+    return axis is not None and axis == artifact.config.get("vocab_size") and is_language_model
+
+
+def _classifies(artifact: Artifact, output: str, axes: Sequence[int | str | None]) -> bool:
+    """Whether a model is a classifier: by the name of the output, or by names of classes.
+
+    An output that the record names needs an activation there too, or as many names of classes.
+    """
+    if len(axes) != 2:
+        return False
+    if output == "logits":
+        return True
+    classes, labels = axes[1], artifact.labels
+    has_all_labels = len(labels) == classes
+    if artifact.output is not None:
+        return artifact.activation is not None or has_all_labels
+    if not labels or output in VECTOR_OUTPUTS:
+        return False
+    return has_all_labels or not isinstance(classes, int)
