@@ -1,10 +1,11 @@
-"""The files of ``service/deploy/container``: images, Compose, Kubernetes, Prometheus and Grafana."""
+"""The files of ``service/deploy/container``: images, Compose, Kubernetes and monitoring."""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+import attnserve
 from docs.hooks.reference import commands
 from service.app import create_app
 from service.auth import HEALTH
@@ -71,11 +73,12 @@ def service(file: str = "compose.yaml") -> dict[str, Any]:
 
 def stops_within(variables: dict[str, str]) -> float:
     """Seconds after which a server with these variables has ended."""
-    fields = {name: Settings.model_fields[name].default for name in Settings.model_fields}
-    return sum(
-        float(variables.get(f"ATTNSERVE_{name.upper()}", fields[name]))
-        for name in ("drain_delay_s", "drain_timeout_s")
-    )
+    names = {"ATTNSERVE_DRAIN_DELAY_S", "ATTNSERVE_DRAIN_TIMEOUT_S"} & variables.keys()
+    values: dict[str, Any] = {
+        name.removeprefix("ATTNSERVE_").lower(): float(variables[name]) for name in names
+    }
+    settings = Settings(model=Path("/models"), **values)
+    return settings.drain_delay_s + settings.drain_timeout_s
 
 
 def images() -> Iterator[str]:
@@ -92,8 +95,6 @@ def test_images_have_version_tags_and_no_registry():
 
 
 def test_images_are_tagged_with_the_version_of_the_package():
-    import attnserve
-
     own = {image.split(":")[1] for image in images() if image.startswith("attnserve:")}
     assert own == {attnserve.__version__, f"{attnserve.__version__}-cuda"}
 
@@ -204,14 +205,11 @@ def test_files_that_are_copied_or_mounted_exist():
 
 
 def test_targets_of_the_compose_files_install_existing_extras():
-    import tomllib
-
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     installed = re.findall(r"'\.\[(.+?)\]'", " ".join(instructions("RUN")))
     assert installed == ["cpu,openvino", "gpu"]
-    assert {e for each in installed for e in each.split(",")} <= set(
-        extras["optional-dependencies"]
-    )
+    extras = {extra for each in installed for extra in each.split(",")}
+    assert extras <= project["optional-dependencies"].keys()
     stages = {line.split(" AS ")[1] for line in instructions("FROM")}
     assert {service()["build"]["target"], service("compose.cuda.yaml")["build"]["target"]} <= stages
 
