@@ -6,7 +6,11 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tarfile
 import tomllib
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +160,57 @@ def test_files_contain_no_registry_and_no_home_folder():
             continue
         words = [word for word in (*hosts, *options, *homes) if word in text]
         assert not words, f"{path.relative_to(ROOT)} contains {words}"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(wheel, sdist) of the files that git tracks, or would track."""
+    pytest.importorskip("hatchling", reason="pip install 'attnserve[dev]'")
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    for path in committed():
+        copy = source / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    command = [sys.executable, "-m", "hatchling", "build", "--directory", str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    return wheel, sdist
+
+
+@pytest.mark.process
+def test_wheel_has_modules_data_license_and_entry_point(
+    built: tuple[Path, Path], project: dict[str, Any]
+):
+    wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (info,) = {name.split("/")[0] for name in names if ".dist-info/" in name}
+        metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
+        scripts = archive.read(f"{info}/entry_points.txt").decode()
+    packages = ("attnserve", "graph_passes", "service")
+    wanted = {
+        name
+        for path in committed()
+        if (name := path.relative_to(ROOT).as_posix()).startswith(packages)
+        and not name.startswith("service/deploy/container/")
+    }
+    assert {name for name in names if not name.startswith(f"{info}/")} == wanted
+    assert wanted >= {f"{package}/py.typed" for package in packages}
+    assert wanted >= {"service/dashboard/index.html", "attnserve/reports/templates/page.html.j2"}
+    assert f"{info}/licenses/LICENSE" in names
+    assert metadata["Version"] == info.split("-")[1].removesuffix(".dist")
+    assert set(metadata.get_all("Provides-Extra", [])) == set(project["optional-dependencies"])
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata.get_payload()
+    assert "attnserve = attnserve.__main__:main" in scripts.splitlines()
+
+
+@pytest.mark.process
+def test_sdist_has_every_file_of_the_repository(built: tuple[Path, Path]):
+    _, sdist = built
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames()}
+    assert names - {"PKG-INFO"} == {path.relative_to(ROOT).as_posix() for path in committed()}
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -171,9 +171,9 @@ def planned(tiny: Path, model: ir.Model, data: Dataset, share: float) -> Planned
 
 
 def test_neurons_are_pruned_though_no_layer_can_be_factored(
-    tiny: Path, model: ir.Model, data: Dataset
+    tiny: Path, bert: ir.Model, data: Dataset
 ):
-    job = Job(open_artifact(tiny), model, data, context=CONTEXT)
+    job = Job(open_artifact(tiny), bert, data, context=CONTEXT)
     found = plan_request(Rewrites(ffn=0.25, collab_dk=10_000), job)
     assert masks_of(found) and not found.plan.targets(Collaborate) and found.warnings
 
