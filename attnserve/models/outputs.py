@@ -43,8 +43,8 @@ __all__ = [
     "check_folder",
     "check_openvino",
     "check_output",
-    "check_target",
     "default_output",
+    "output_file",
     "remove_earlier_openvino",
     "staged",
     "write_for_libraries",
@@ -65,7 +65,7 @@ OPENVINO_FILE = "openvino/openvino_model.xml"
 """Where Optimum Intel and sentence-transformers look for a model; its weights are in a .bin."""
 
 
-def check_target(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
+def output_file(output: Path, artifact: Artifact, model: ir.Model, *, force: bool = False) -> Path:
     """Return the .onnx file to write for ``output``, after checks that nothing is overwritten.
 
     Args:

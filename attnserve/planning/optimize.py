@@ -26,8 +26,8 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
     check_openvino,
     check_output,
-    check_target,
     default_output,
+    output_file,
     write_rewritten,
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -177,7 +177,7 @@ def _output_file(
     path = output or default_output(model, "optimized")
     if output is None:
         check_output(path, force=force)
-    target = check_target(path, artifact, original, force=force)
+    target = output_file(path, artifact, original, force=force)
     if write.openvino:
         check_openvino(target, artifact, original)
     return target

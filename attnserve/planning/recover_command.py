@@ -22,7 +22,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
 from attnserve.models.lineage import BeforeRecovery, LineageEntry
 from attnserve.models.onnx_files import data_file, load_model
-from attnserve.models.outputs import check_openvino, check_output, check_target
+from attnserve.models.outputs import check_openvino, check_output, output_file
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.recorded import present
 from attnserve.models.training_result import TrainingResult
@@ -107,7 +107,7 @@ def recover(
     _require_teacher(artifact, original_artifact)
     rewritten = _model_to_train(artifact, training, run)
     original = load_model(original_artifact)
-    file = check_target(Path(output), artifact, rewritten, force=force)
+    file = output_file(Path(output), artifact, rewritten, force=force)
     if openvino:
         check_openvino(file, artifact, rewritten)
     for path in (original_artifact.model, *external_files(original)):

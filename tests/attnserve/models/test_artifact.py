@@ -14,7 +14,7 @@ from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.lineage import LineageEntry
 from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
-from attnserve.models.outputs import check_target
+from attnserve.models.outputs import output_file
 from attnserve.models.record import Record, write_record
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
@@ -253,7 +253,7 @@ def test_copy_companions_link_out_of_the_folder_is_refused(plain: Path, tmp_path
     with raises(InvalidModel, "artifact.link_outside", "vocab.txt"):
         copy_companions(Artifact(plain), tmp_path / "new")
     with raises(InvalidModel, "artifact.link_outside", "vocab.txt"):
-        check_target(tmp_path / "other", Artifact(plain), load_model(plain))
+        output_file(tmp_path / "other", Artifact(plain), load_model(plain))
     assert not tree(tmp_path / "new")
 
 

@@ -15,7 +15,7 @@ from attnserve.models.library_files import LibraryModel, library_model, write_li
 from attnserve.models.lineage import LineageEntry
 from attnserve.models.model_card import MARK, is_own_card, model_card
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.models.outputs import check_openvino, check_target, write_rewritten
+from attnserve.models.outputs import check_openvino, output_file, write_rewritten
 from attnserve.models.record import Record
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 from tests.errors import raises
@@ -177,14 +177,14 @@ def test_file_of_the_user_is_not_overwritten(tmp_path: Path):
     source = artifact(tmp_path / "old", graph())
     write_json(tmp_path / "new" / MODULES, [])
     with raises(InvalidOutput, "output.exists", MODULES):
-        check_target(tmp_path / "new", source, graph())
+        output_file(tmp_path / "new", source, graph())
 
 
 def test_broken_configuration_is_refused_before_the_work(tmp_path: Path):
     source = artifact(tmp_path / "old", graph())
     (tmp_path / "old" / "config.json").write_text("{")
     with raises(InvalidModel, "artifact.json"):
-        check_target(tmp_path / "new", source, graph())
+        output_file(tmp_path / "new", source, graph())
 
 
 def test_card_of_the_user_is_kept(tmp_path: Path):

@@ -16,7 +16,7 @@ import pytest
 
 from attnserve.models.artifact import copy_companions, open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.outputs import check_output, check_target, staged
+from attnserve.models.outputs import check_output, output_file, staged
 from attnserve.models.record import Record, merged_record, write_record
 from graph_passes.errors import InvalidOutput
 from tests.errors import raises
@@ -28,7 +28,7 @@ def test_output_above_the_folder_onnx_is_refused(hub: Path):
     artifact = open_artifact(hub)
     for output in (hub, hub / "new.onnx"):
         with raises(InvalidOutput, "output.is_input"):
-            check_target(output, artifact, load_model(artifact), force=True)
+            output_file(output, artifact, load_model(artifact), force=True)
 
 
 def test_output_of_a_hub_model_gets_its_tokenizer(hub: Path, tmp_path: Path):
@@ -38,14 +38,14 @@ def test_output_of_a_hub_model_gets_its_tokenizer(hub: Path, tmp_path: Path):
     assert {path.name for path in output.iterdir()} == {"config.json", "tokenizer.json"}
     (output / "tokenizer.json").write_text("{}")
     with raises(InvalidOutput, "output.exists", "tokenizer.json"):
-        check_target(output, artifact, load_model(artifact))
+        output_file(output, artifact, load_model(artifact))
 
 
 def target(output: Path, source: Path, *, force: bool = False) -> Path:
-    return check_target(output, open_artifact(source), load_model(source), force=force)
+    return output_file(output, open_artifact(source), load_model(source), force=force)
 
 
-def test_check_target_folder_is_model_onnx_in_it(plain: Path, tmp_path: Path):
+def test_output_file_folder_is_model_onnx_in_it(plain: Path, tmp_path: Path):
     assert target(tmp_path / "new", plain) == tmp_path / "new" / "model.onnx"
     assert target(tmp_path / "new" / "a.onnx", plain) == tmp_path / "new" / "a.onnx"
     assert not (tmp_path / "new").exists()
@@ -53,7 +53,7 @@ def test_check_target_folder_is_model_onnx_in_it(plain: Path, tmp_path: Path):
     assert target(tmp_path / "new.onnx", plain) == tmp_path / "new.onnx" / "model.onnx"
 
 
-def test_check_target_input_under_any_name_is_refused(plain: Path, external: Path, tmp_path: Path):
+def test_output_file_input_under_any_name_is_refused(plain: Path, external: Path, tmp_path: Path):
     (tmp_path / "soft.onnx").symlink_to(plain)
     (tmp_path / "hard.onnx").hardlink_to(plain)
     (tmp_path / "folder").symlink_to(plain.parent)
@@ -70,7 +70,7 @@ def test_check_target_input_under_any_name_is_refused(plain: Path, external: Pat
 
 
 @pytest.mark.parametrize("name", ["model.onnx", "attnserve.json"])
-def test_check_target_existing_file_needs_force(plain: Path, tmp_path: Path, name: str):
+def test_output_file_existing_file_needs_force(plain: Path, tmp_path: Path, name: str):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / name).write_text("{}")
     with raises(InvalidOutput, "output.exists"):
@@ -78,14 +78,14 @@ def test_check_target_existing_file_needs_force(plain: Path, tmp_path: Path, nam
     assert target(tmp_path / "new", plain, force=True) == tmp_path / "new" / "model.onnx"
 
 
-def test_check_target_record_without_model_needs_force(plain: Path, tmp_path: Path):
+def test_output_file_record_without_model_needs_force(plain: Path, tmp_path: Path):
     (tmp_path / "new").mkdir()
     write_record(tmp_path / "new", Record(pooling="cls"))
     with raises(InvalidOutput, "output.exists", "attnserve.json"):
         target(tmp_path / "new" / "other.onnx", plain)
 
 
-def test_check_target_different_tokenizer_needs_force(plain: Path, tmp_path: Path):
+def test_output_file_different_tokenizer_needs_force(plain: Path, tmp_path: Path):
     (plain.parent / "tokenizer.json").write_text("ours")
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "tokenizer.json").write_text("ours")
