@@ -204,7 +204,7 @@ class JobWithData(Job):
         self,
         model: ir.Model,
         batches: Sequence[Batch],
-        split: Split = "prove",
+        split: Split = "verify",
         *,
         open_new: Callable[[ir.Model], Session] | None = None,
     ) -> Fidelity:

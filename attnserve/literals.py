@@ -43,7 +43,7 @@ Precision = str
 """The name of a row of ``precision.schemes.SCHEMES``."""
 SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
-Split = Literal["choose", "prove", "held out", "data", "random"]
+Split = Literal["choose", "verify", "held out", "data", "random"]
 """What a quality is measured on: the rows to choose, those to verify, both, all rows, or random
 inputs."""
 TaskName = Literal[

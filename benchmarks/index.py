@@ -119,11 +119,11 @@ def optimized(
         # A precision may lose more than is allowed.
         seconds = time.perf_counter() - start
         return {**goal, "seconds": seconds, "verdict": error.what, "proved": None, "unseen": {}}
-    search, proved = report.search, report.fidelity.quality
-    assert search is not None and proved is not None
+    search, verified = report.search, report.fidelity.quality
+    assert search is not None and verified is not None
     return {
         **goal, "seconds": time.perf_counter() - start, "verdict": search.verdict,
-        "proved": proved.to_json(),
+        "proved": verified.to_json(),
         "unseen": {measure: quality(original, output, unseen, measure) for measure in MEASURES},
         "layers": [[d.block, d.kept, d.count, d.operator] for d in search.layers],
     }  # fmt: skip

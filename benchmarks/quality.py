@@ -230,10 +230,10 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         case.model, output, calib=case.calibration, keep=keep, allow=["ffn"], threads=1
     )
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-    search, proved = report.search, report.fidelity.quality
-    assert search is not None and proved is not None
+    search, verified = report.search, report.fidelity.quality
+    assert search is not None and verified is not None
     unseen, *others = (
-        quality_as_searched(case.model, output, file, case.calibration, proved.lengths)
+        quality_as_searched(case.model, output, file, case.calibration, verified.lengths)
         for file in (case.unseen, case.other)
         if file is not None
     )
@@ -242,30 +242,30 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
         "keep": keep, "verdict": search.verdict, "gain": search.gain,
         "seconds": seconds, "cpu_seconds": cpu_seconds,
         "sequences": search.goal.sequences, "speedup": search.speedup,
-        "proofs": [proof.to_json() for proof in search.verifications],
+        "proofs": [verification.to_json() for verification in search.verifications],
         "unseen": {**unseen.to_json(), "loss": unseen.losses.measured},
         "other": other and {**other.to_json(), "loss": other.losses.measured},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
-        "disagree": disagreements(keep, proved, unseen) if search.gain else [],
+        "disagree": disagreements(keep, verified, unseen) if search.gain else [],
         "layers": [[d.block, d.kept, d.count, d.operator] for d in search.decisions],
     }  # fmt: skip
 
 
-def disagreements(keep: float, proved: Quality, unseen: Quality) -> list[str]:
+def disagreements(keep: float, verified: Quality, unseen: Quality) -> list[str]:
     """Return the disagreements between target, verification and unseen rows.
 
     "promise": the value on unseen rows is below ``keep`` by more than its interval.
     "condition": it is not, but another condition (a second measure, the worst rows) is not met.
-    "proof": the values of the proof and of unseen rows differ by more than both intervals.
+    "proof": the values of the verification and of unseen rows differ by more than both intervals.
     """
     found: list[str] = []
     if unseen.ci95 and unseen.ci95[1] < keep:
         found.append("promise")
     elif 1 - unseen.losses.measured < keep <= unseen.value:
         found.append("condition")
-    if proved.ci95 and unseen.ci95:
-        halves = [(high - low) / 2 for low, high in (proved.ci95, unseen.ci95)]
-        if abs(proved.value - unseen.value) > math.hypot(*halves):
+    if verified.ci95 and unseen.ci95:
+        halves = [(high - low) / 2 for low, high in (verified.ci95, unseen.ci95)]
+        if abs(verified.value - unseen.value) > math.hypot(*halves):
             found.append("proof")
     return found
 
@@ -283,10 +283,10 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     headings = ("keep", "verified", "unseen", "other", "task", "speed-up", "CPU s", "disagree")
     table = number_table("target, verified and unseen quality", headings)
     for row in rows:
-        proof = row["proofs"][-1]["quality"] if row["proofs"] else None
+        verification = row["proofs"][-1]["quality"] if row["proofs"] else None
         table.add_row(
             f"{row['model']}, {row['unseen']['measure']}", str(row["keep"]),
-            *(_cell(part) for part in (proof, row["unseen"], row["other"])),
+            *(_cell(part) for part in (verification, row["unseen"], row["other"])),
             "{original:.4f} to {new:.4f}".format(**row["task"]),
             f"{row['speedup']:.2f}x", f"{row['cpu_seconds']:.0f}", ", ".join(row["disagree"]),
         )  # fmt: skip

@@ -382,7 +382,7 @@ def searched(setup: Setup) -> dict[str, Any]:
         "attnserve, searched": searched_model(setup, unsent, "float32"),
         "attnserve, searched in int8": searched_model(setup, unsent, "int8-full"),
     }
-    quality = {name: proved_quality(model) for name, model in models.items()}
+    quality = {name: recorded_quality(model) for name, model in models.items()}
     folder = sentence_transformers_folder(setup)
     details: dict[str, Any] = {}
 
@@ -465,7 +465,7 @@ def searched_model(setup: Setup, texts: Sequence[str], precision: Precision) -> 
     return folder
 
 
-def proved_quality(model: Path) -> Any:
+def recorded_quality(model: Path) -> Any:
     """Return the quality that the record of an artifact states."""
     record = json.loads((model / "attnserve.json").read_text(encoding="utf-8"))
     return record["lineage"][-1]["quality"]

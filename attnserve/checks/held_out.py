@@ -28,10 +28,10 @@ class HeldOut(Enum):
 
     @property
     def split(self) -> Split:
-        """Its name in records."""
+        """The value of ``Quality.split`` for a measurement on it."""
         if self is HeldOut.ALL:
             return "held out"
-        return "choose" if self is HeldOut.CHOOSE else "prove"
+        return "choose" if self is HeldOut.CHOOSE else "verify"
 
     @property
     def is_unused(self) -> bool:

@@ -181,9 +181,9 @@ class Artifact:
 
     @property
     def other_runtimes(self) -> Set[str]:
-        """Runtimes, and pairs of them, in which the last rewrite is proved beside the first one.
+        """Runtimes, and pairs of them, in which the last rewrite is verified beside the first one.
 
-        See ``planning.runtime_proofs``.
+        See ``planning.runtime_verification``.
         """
         return self.lineage[-1].other_runtimes.keys() if self.lineage else frozenset()
 

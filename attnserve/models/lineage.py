@@ -189,7 +189,7 @@ class LineageEntry(Measured, frozen=True):
         rewritten: For a training, the model that was trained.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
-            is kept (``planning.runtime_proofs``).
+            is kept (``planning.runtime_verification``).
         chosen_by: As in ``SearchRecord``.
         scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
             the rewritten model ``before`` and ``after``, on verification rows. Their labels were

@@ -78,7 +78,7 @@ class Quality(Recorded, frozen=True):
         rows: The number of texts.
         documents: The number of documents that the texts search, if the data has a split of queries
             and documents.
-        split: What it is measured on; see ``Split``.
+        split: What it is measured on; see ``Split``. JSON has "prove" for "verify".
         output: The name of the output.
         file: The file of the texts, if there are several.
         lengths: The lengths of the texts, if short and long texts are measured apart.
@@ -97,7 +97,11 @@ class Quality(Recorded, frozen=True):
     p5: float = math.nan
     constant: float = math.nan
     rows: int = 0
-    split: str = ""
+    split: Annotated[
+        str,
+        BeforeValidator(lambda split: "verify" if split == "prove" else split),
+        PlainSerializer(lambda split: "prove" if split == "verify" else split),
+    ] = ""
     output: str = ""
     file: str = ""
     lengths: str = ""

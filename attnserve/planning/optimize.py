@@ -42,7 +42,7 @@ from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.request.rewrites import plan_request
-from attnserve.planning.runtime_proofs import prove_in_other_runtimes
+from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
@@ -312,7 +312,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         fidelity = compare_on(batches, "random inputs", meter=job.meter(split="random"))
     other_runtimes: Mapping[str, Fidelity] = {}
     if isinstance(job, JobWithData) and goal.eval_data is None:
-        other_runtimes = prove_in_other_runtimes(job, converted, fidelity, goal.keep)
+        other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:

@@ -172,7 +172,7 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
             f"the outputs are far from the original's: {quality.measure} {quality.value:.3f} "
             f"({fidelity.data}); {less}"
         )
-    if quality.ci95 is None and quality.split in ("prove", "held out") and quality.rows:
+    if quality.ci95 is None and quality.split in ("verify", "held out") and quality.rows:
         kind = f" of {quality.lengths}" if quality.lengths else ""
         warnings.append(
             f"measured on {quality.rows} held-out rows{kind}, which is too few for an interval: "

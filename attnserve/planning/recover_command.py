@@ -241,7 +241,7 @@ def _recovered(
     scores: dict[str, Any] = {}
     if labels and teacher_score and before.score and after.score:
         scores = {
-            "rows": labels.counts._asdict(),
+            "rows": labels.counts,
             "teacher": teacher_score.to_json(),
             "before": before.score.to_json(),
             "after": after.score.to_json(),

@@ -120,18 +120,18 @@ class ServedTimer:
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        proved: Set[str] = frozenset(),
+        verified: Set[str] = frozenset(),
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If one runtime alone computes the precision, or others are proved, all are timed in the
+        If one runtime alone computes the precision, or others are verified, all are timed in the
         others too: serving selects the faster one for each.
 
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
-            proved: The other runtimes, and pairs of them, that may run it
-                (``planning.runtime_proofs``).
+            verified: The other runtimes, and pairs of them, that may run it
+                (``planning.runtime_verification``).
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
@@ -144,15 +144,15 @@ class ServedTimer:
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
         first = runtime_of(converted, device)
-        runtimes = [first, *(runtime.name for runtime in RUNTIMES if runtime.name in proved)]
+        runtimes = [first, *(runtime.name for runtime in RUNTIMES if runtime.name in verified)]
         default = replace(device, runtime=AUTO).runtime_name
         if SCHEMES[plan.precision].runtime and default not in runtimes:
             runtimes.append(default)
-        of_final = [first, *proved] if rounds_activations(converted) else runtimes
+        final_runtimes = [first, *verified] if rounds_activations(converted) else runtimes
         stages: list[_Stages] = []
 
         def models() -> list[ir.Model]:
-            stages.append(self._stages(rewritten, converted, plan, of_final))
+            stages.append(self._stages(rewritten, converted, plan, final_runtimes))
             return stages[0].distinct
 
         timed = self.time(models, self.job.workloads, runtimes)
@@ -166,7 +166,8 @@ class ServedTimer:
     ) -> _Stages:
         original, is_lossy = self.job.original, bool(plan.lossy_blocks)
         fused = self.served(original)
-        final = precise = []
+        final: list[ir.Model] = []
+        precise: list[ir.Model] = []
         if plan.precision != "float32":
             final = [converted]
             if is_lossy:
@@ -226,7 +227,7 @@ class _Timed:
         choices = [
             times for model in stage for name in runtimes for times in self._choices(model, name)
         ]
-        return min(choices, key=lambda times: sum(np.log(np.median(each)) for each in times))
+        return min(choices, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
 
     def _choices(self, model: ir.Model, name: str) -> Iterator[list[np.ndarray]]:
         """The times of a model in a runtime, or in a pair with each number of short workloads."""
@@ -237,7 +238,10 @@ class _Timed:
         lengths = [workload.length for workload in self.workloads]
         for above in sorted(set(lengths))[:-1]:
             pairs = zip(lengths, short, long, strict=True)
-            yield [of_long if length > above else of_short for length, of_short, of_long in pairs]
+            yield [
+                long_times if length > above else short_times
+                for length, short_times, long_times in pairs
+            ]
 
     def _in_one(self, model: ir.Model, runtime: str) -> list[np.ndarray]:
         index = next(i for i, other in enumerate(self.models) if other is model)

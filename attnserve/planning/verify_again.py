@@ -26,7 +26,7 @@ from attnserve.models.record import RECORD
 from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal, Run, with_keywords
 from attnserve.paths import StrPath, as_path, as_paths
-from attnserve.planning.runtime_proofs import opener_in
+from attnserve.planning.runtime_verification import opener_in
 from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.search.verification import PARTS
 from attnserve.planning.served_graph.variants import compared_runtimes
@@ -117,7 +117,7 @@ class _Rows(NamedTuple):
     def split(self) -> Split:
         if not self.is_recorded:
             return "data"
-        return "prove" if self.part is None else self.part.split
+        return "verify" if self.part is None else self.part.split
 
 
 @with_keywords
@@ -186,7 +186,7 @@ def verify_again(
             not_installed.append(name)
             continue
         found = job.compare_held_out(
-            model, rows.others, "prove" if rows.is_recorded else "data",
+            model, rows.others, "verify" if rows.is_recorded else "data",
             open_new=opener_in(name, device, rows.others),
         )  # fmt: skip
         # The rows of other runtimes are unused, whatever the part of the search.

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -60,14 +59,6 @@ class LabeledBatch:
 
     batch: Batch
     labels: np.ndarray  # N
-
-
-class RowCounts(NamedTuple):
-    """Numbers of labeled rows: to fit, to choose the weights, and to verify the result."""
-
-    fit: int
-    choose: int
-    prove: int
 
 
 def read_labeled(
@@ -159,7 +150,8 @@ class Labels:
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
         self.largest = labels.max()
-        self.counts = RowCounts(*map(len, parts))
+        # The numbers of rows as JSON has them: "prove" are those to verify.
+        self.counts = dict(zip(("fit", "choose", "prove"), map(len, parts), strict=True))
         self.fit, self.choose, self.verify = (
             [
                 _batch([encodings[i] for i in places], labels[places], inputs)

@@ -28,7 +28,7 @@ def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
 
 
 @pytest.mark.parametrize(
-    ("proved", "unseen", "expected"),
+    ("verified", "unseen", "expected"),
     [
         (measured(0.99), measured(0.99), []),
         (measured(0.99), measured(0.986), []),
@@ -42,9 +42,9 @@ def measured(value: float, half: float = 0.005, **changes: Any) -> Quality:
     ],
 )
 def test_disagreements_are_beyond_the_intervals(
-    proved: Quality, unseen: Quality, expected: list[str]
+    verified: Quality, unseen: Quality, expected: list[str]
 ):
-    assert quality.disagreements(0.99, proved, unseen) == expected
+    assert quality.disagreements(0.99, verified, unseen) == expected
 
 
 def test_merged_replaces_the_row_of_the_same_goal_and_keeps_the_order():

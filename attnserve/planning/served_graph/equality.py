@@ -69,11 +69,11 @@ Runtime (dynamic; static with QDQ; int4) on a CPU, at 15 inputs, that is a least
 float32 by at least three times as much."""
 
 PLAUSIBLE = Tolerance(0.9, 0.5)
-"""Limit of the difference between two runtimes in which the quality of a model is proved.
+"""Limit of the difference between two runtimes in which a model was verified.
 
-A CPU that computes other products than that of the proof is beyond it. For all-MiniLM-L6-v2 in
-int8, as torch exports it, ONNX Runtime and OpenVINO differ by a cosine of 0.96 and an error of
-0.30."""
+A CPU that computes other products than that of the verification is beyond it. For
+all-MiniLM-L6-v2 in int8, as torch exports it, ONNX Runtime and OpenVINO differ by a cosine of 0.96
+and an error of 0.30."""
 
 MARGIN = 2.0
 

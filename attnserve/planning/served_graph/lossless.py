@@ -91,7 +91,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     outside the interval. The written file is what is compared and timed.
 
     With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
-    the runtime that it states (``runtime_of``); a runtime in which its quality is proved has one of
+    the runtime that it states (``runtime_of``); a runtime in which it was verified has one of
     its own (``Artifact.other_runtimes``). The fastest runtime is chosen, or one for short and
     one for long rows. If the default runtime does not give the outputs of the reference, the result
     need not be faster.
@@ -147,38 +147,40 @@ def _fuse_and_check(
         workloads = timed_workloads(source.max_length)
         inputs = [feed for feed, _ in runnable(model, workloads, reference.session)]
         equal, refused = _open_equal(variants, references, inputs, stated)
-        unfused = [each for each in equal if each.is_file_in(device.runtime_name)]
-        original, times = _time(unfused[0].session if unfused else reference.session, equal, inputs)
-        candidates = [
-            _Candidate(each, found, None) for each, found in zip(equal, times, strict=True)
+        unfused = [variant for variant in equal if variant.is_file_in(device.runtime_name)]
+        original = unfused[0].session if unfused else reference.session
+        original_times, variant_times = _time(original, equal, inputs)
+        choices = [
+            _Served(variant, times, None)
+            for variant, times in zip(equal, variant_times, strict=True)
         ]
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
-            candidates += _splits(candidates, inputs, source.other_runtimes)
-        chosen = candidates[fastest(original, [each.times for each in candidates])]
+            choices += _splits(choices, inputs, source.other_runtimes)
+        served = choices[fastest(original_times, [choice.times for choice in choices])]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
-        if may_refuse and (slow := too_slow(original, chosen.times)) is not None:
-            raise CannotRewrite(slow, "use the model as it is", code="fusion.slow")
-        variant = chosen.equal.variant
+        if may_refuse and (reason := too_slow(original_times, served.times)) is not None:
+            raise CannotRewrite(reason, "use the model as it is", code="fusion.slow")
+        variant = served.equal.variant
         if variant.file != path:  # not renamed: it names the file of its external data
             replace(variant, file=path).write(model)
     finally:
-        for file, other in files.items():
+        for file, file_variant in files.items():
             if file != path:
-                other.remove()
+                file_variant.remove()
     fused = fused_operators(variant.passes)
-    gelu = [one for one in variant.passes if isinstance(one, FuseGelu)]
-    speedups = by_shape(original, chosen.times)
+    gelu_passes = [rewrite for rewrite in variant.passes if isinstance(rewrite, FuseGelu)]
+    speedups = by_shape(original_times, served.times)
     return FusionReport(
         attention=len(fused),
-        gelu=sum(len(one.targets) for one in gelu),
-        min_cosine=chosen.equal.min_cosine,
-        max_error=chosen.equal.max_error,
-        speedup=speedup(original, chosen.times).value,
-        speedups={shape: found.value for shape, found in speedups.items()},
+        gelu=sum(len(gelu_pass.targets) for gelu_pass in gelu_passes),
+        min_cosine=served.equal.min_cosine,
+        max_error=served.equal.max_error,
+        speedup=speedup(original_times, served.times).value,
+        speedups={shape: ratio.value for shape, ratio in speedups.items()},
         kept=sorted(fused_operators(passes).keys() - fused.keys()),
         runtime=variant.runtime,
-        long_rows=chosen.long_rows,
+        long_rows=served.long_rows,
         refused=refused,
     )
 
@@ -202,13 +204,13 @@ def _time(
     original: Session, equal: Sequence[_EqualVariant], inputs: Sequence[Batch]
 ) -> tuple[Times, list[Times]]:
     """``time_variants``, with the original among the variants timed once."""
-    others = [each.session for each in equal if each.session is not original]
-    times, of_others = time_variants(original, others, inputs)
-    found = {id(session): each for session, each in zip(others, of_others, strict=True)}
-    return times, [found.get(id(each.session), times) for each in equal]
+    sessions = [variant.session for variant in equal if variant.session is not original]
+    original_times, session_times = time_variants(original, sessions, inputs)
+    times = dict(zip(map(id, sessions), session_times, strict=True))
+    return original_times, [times.get(id(variant.session), original_times) for variant in equal]
 
 
-class _Candidate(NamedTuple):
+class _Served(NamedTuple):
     """What may be served: a variant, and its runtime for long rows if that is another one."""
 
     equal: _EqualVariant
@@ -217,34 +219,35 @@ class _Candidate(NamedTuple):
 
 
 def _splits(
-    singles: Sequence[_Candidate], inputs: Sequence[Batch], proved: Collection[str]
-) -> list[_Candidate]:
-    """The candidates that run one file in two runtimes, one for short and one for long rows.
+    singles: Sequence[_Served], inputs: Sequence[Batch], verified: Collection[str]
+) -> list[_Served]:
+    """One file in two runtimes each, one for short and one for long rows.
 
     Args:
-        proved: The pairs of runtimes whose outputs may differ.
+        singles: The files in one runtime.
+        verified: The pairs of runtimes whose outputs may differ.
     """
-    found: list[_Candidate] = []
+    pairs: list[_Served] = []
     for short, long in itertools.permutations(singles, 2):
         variants = short.equal.variant, long.equal.variant
         is_equal = short.equal.reference is long.equal.reference
-        may_differ = by_length(*(variant.runtime for variant in variants)) in proved
+        may_differ = by_length(*(variant.runtime for variant in variants)) in verified
         if variants[0].file == variants[1].file and (is_equal or may_differ):
-            both = replace(
+            equal = replace(
                 short.equal,
                 min_cosine=min(short.equal.min_cosine, long.equal.min_cosine),
                 max_error=max(short.equal.max_error, long.equal.max_error),
             )
             for above, times in splits(short.times, long.times, inputs).items():
                 rows = LongRows(above, long.equal.variant.runtime)
-                found.append(_Candidate(both, times, rows))
-    return found
+                pairs.append(_Served(equal, times, rows))
+    return pairs
 
 
 def _references(
     source: Artifact, model: ir.Model, runtimes: Sequence[str], device: Device
 ) -> dict[str, Reference]:
-    """The original in the first runtime, and in each other one in which its quality is proved.
+    """The original in the first runtime, and in each other one in which it was verified.
 
     There the outputs may differ from those in the first one by more than rounding. A runtime in
     which they differ by far, as on another CPU, has no reference of its own.
@@ -253,9 +256,9 @@ def _references(
     references = {first: Reference.of(source.model, model, replace(device, runtime=first))}
     for runtime in source.other_runtimes & set(others):
         with suppress(AttnserveError):  # ``_open_equal`` says why it does not run
-            own = Reference.of(source.model, model, replace(device, runtime=runtime))
-            replace(references[first], accepted=PLAUSIBLE).compare(own.session)
-            references[runtime] = own
+            other = Reference.of(source.model, model, replace(device, runtime=runtime))
+            replace(references[first], accepted=PLAUSIBLE).compare(other.session)
+            references[runtime] = other
     return references
 
 
@@ -265,7 +268,7 @@ def _open_equal(
     inputs: Sequence[Batch],
     stated: Device,
 ) -> tuple[list[_EqualVariant], dict[str, str]]:
-    """Open, run and compare all variants: those that are equal, and why a runtime runs not all.
+    """Open, run and compare all variants: those that are equal, and why others are refused.
 
     Args:
         references: What a variant in a runtime must equal; see ``_references``.

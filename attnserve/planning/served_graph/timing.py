@@ -113,7 +113,7 @@ def fastest(original: Times, variants: Sequence[Times]) -> int:
 
 def _seems_slow(original: Times, times: Times) -> bool:
     """Whether a variant is below a limit, inside or outside of its interval."""
-    least = min(found.value for found in by_shape(original, times).values())
+    least = min(ratio.value for ratio in by_shape(original, times).values())
     return speedup(original, times).value < MIN_LOSSLESS_GAIN or least < MIN_SPEEDUP
 
 
@@ -122,10 +122,10 @@ def too_slow(original: Times, times: Times) -> str | None:
     mean = speedup(original, times).value
     if mean < MIN_LOSSLESS_GAIN:
         return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
-    for shape, found in by_shape(original, times).items():
-        if found.high < MIN_SPEEDUP:
+    for shape, ratio in by_shape(original, times).items():
+        if ratio.high < MIN_SPEEDUP:
             return (
-                f"the fused model runs {found.value:.2f}x as fast at {shape}, expected at least "
+                f"the fused model runs {ratio.value:.2f}x as fast at {shape}, expected at least "
                 f"{MIN_SPEEDUP}x"
             )
     return None

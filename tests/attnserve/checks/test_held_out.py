@@ -27,7 +27,7 @@ def test_batches_and_records_of_each_part() -> None:
         HeldOut.VERIFY_AGAIN: [SECOND],
         HeldOut.ALL: [CHOOSE, FIRST, SECOND],
     }
-    assert [part.split for part in HeldOut] == ["choose", "prove", "prove", "held out"]
+    assert [part.split for part in HeldOut] == ["choose", "verify", "verify", "held out"]
     assert [part for part in HeldOut if part.is_unused] == [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
 
 

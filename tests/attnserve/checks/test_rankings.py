@@ -254,7 +254,7 @@ def lists_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_search_proves_the_order_and_states_it_in_record_and_card(
+def test_search_verifies_the_order_and_states_it_in_record_and_card(
     cross_encoder: Path, lists_file: Path, tmp_path: Path, counted: None
 ) -> None:
     output = tmp_path / "new"

@@ -90,9 +90,9 @@ def test_option_names_cover_parameters_of_the_python_function(name: str):
 def test_print_qualities_names_outputs_if_there_are_several(capsys: pytest.CaptureFixture[str]):
     one, two = (quality_of("r2", 0.9, rows=5, output=name) for name in ("x", "y"))
     print_qualities("quality", fidelity_of(one, data="rows.txt"))
-    print_qualities("proof", fidelity_of(one, two, data="rows.txt"))
+    print_qualities("verified", fidelity_of(one, two, data="rows.txt"))
     starts = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert starts == ["quality (rows.txt)", "proof of x (rows.txt)", "proof of y (rows.txt)"]
+    assert starts == ["quality (rows.txt)", "verified of x (rows.txt)", "verified of y (rows.txt)"]
 
 
 def test_names_of_files_do_not_control_the_terminal(capsys: pytest.CaptureFixture[str]):

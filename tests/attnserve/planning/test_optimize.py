@@ -609,7 +609,7 @@ def test_optimize_low_quality_is_warned_of(
     assert any("0.899 (held out of text.txt)" in each for each in report.record.warnings) is warned
 
 
-@pytest.mark.parametrize("split", ["prove", "held out"])
+@pytest.mark.parametrize("split", ["verify", "held out"])
 def test_optimize_few_held_out_texts_are_warned_of(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
 ):

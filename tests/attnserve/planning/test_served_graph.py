@@ -321,10 +321,10 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
 
 
 @pytest.mark.parametrize(
-    ("fault", "proved", "gains", "runtimes"),
+    ("fault", "verified", "gains", "runtimes"),
     [
         ("rounding", ["other"], (3.0, 3.0), ("other", None)),
-        ("rounding", ["other"], (0.5, 1.9), ("onnxruntime", None)),  # the pair is not proved
+        ("rounding", ["other"], (0.5, 1.9), ("onnxruntime", None)),  # the pair is not verified
         ("rounding", ["other", "onnxruntime+other"], (0.5, 2.0),
          ("onnxruntime", LongRows(32, "other"))),
         ("rounding", ["other", "onnxruntime+other"], (2.0, 0.5), ("onnxruntime", None)),
@@ -332,13 +332,13 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
         ("cosine", ["other"], (3.0, 3.0), ("onnxruntime", None)),  # as if on another CPU
     ],
 )  # fmt: skip
-def test_fuse_lossless_runtime_with_other_outputs_needs_a_proof(
+def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     timed: Callable[..., object],
     fault: str,
-    proved: Sequence[str],
+    verified: Sequence[str],
     gains: tuple[float, float],
     runtimes: tuple[str, LongRows | None],
 ) -> None:
@@ -349,7 +349,7 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_proof(
     by_length = dict(zip((16, 64), gains, strict=True))
     timed(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
     same = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="texts")
-    entry = LineageEntry(rewrite="int8", other_runtimes=dict.fromkeys(proved, same))
+    entry = LineageEntry(rewrite="int8", other_runtimes=dict.fromkeys(verified, same))
     artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
     found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
     assert (found.runtime, found.long_rows) == runtimes

@@ -102,7 +102,7 @@ def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
 
 
-def test_served_timer_takes_the_faster_of_two_proved_runtimes_for_each_length(
+def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
@@ -116,8 +116,8 @@ def test_served_timer_takes_the_faster_of_two_proved_runtimes_for_each_length(
     monkeypatch.setattr(served_speed, "time_models", times)
     timer, plan = ServedTimer(job_of(original, target=AT)), Plan.merged([], "int8", ())
 
-    def served(*proved: str) -> list[Any]:
-        speed = timer.measure(original.clone(), converted, plan, frozenset(proved))
+    def served(*verified: str) -> list[Any]:
+        speed = timer.measure(original.clone(), converted, plan, frozenset(verified))
         assert speed is not None
         return list(speed.served_by_shape)
 

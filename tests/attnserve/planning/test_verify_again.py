@@ -60,7 +60,7 @@ def test_recorded_rows_give_the_recorded_values(pruned: Path, tiny: Path, senten
     assert report.is_recorded and report.holds
     assert check.value == check.kept == pytest.approx(check.recorded, abs=1e-6)
     assert report.fidelity.quality is not None
-    assert report.fidelity.quality.split == "prove" and report.not_installed == []
+    assert report.fidelity.quality.split == "verify" and report.not_installed == []
 
 
 def test_other_data_is_measured_on_all_rows(pruned: Path, tiny: Path, sentences: Path, other: Path):

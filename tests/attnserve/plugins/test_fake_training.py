@@ -50,7 +50,7 @@ def test_training_of_another_package(
     plan = tmp_path / "plan.json"
     run(CODE, "plan", tiny, *asked, "--allow", "ffn", "--training", "nothing", "-o", plan)
     content = json.loads(plan.read_text())
-    # As good as without training, the result is not proved again: a user adds it by hand.
+    # As good as without training, the result is not verified again: a user adds it by hand.
     content["plan"]["trainings"] = [{"step": "nothing", "minutes": 1.0, "note": "by the plan"}]
     assert content["asked"]["recover"] == 1.0 and content["recovered"]["rounds"][0]["steps"] == 1
     plan.write_text(json.dumps(content))

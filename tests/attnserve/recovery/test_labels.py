@@ -160,7 +160,7 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
     rows = read(pairs)
     graph, data = load(tiny, pairs, rows)
     labels = Labels("sts", rows, data, graph, open_artifact(tiny))
-    fit, choose, prove = (
+    fit, choose, verify = (
         {content for one in part for content in row_contents(one.batch)}
         for part in (labels.fit, labels.choose, labels.verify)
     )
@@ -168,7 +168,7 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
     watched = {content for batch in data.choose for content in row_contents(batch)}
     assert not fit & (unseen | watched)
     assert not choose & unseen
-    assert unseen <= prove
+    assert unseen <= verify
     parts = (labels.fit, labels.choose, labels.verify)
     assert sum(len(one.labels) for part in parts for one in part) == len(rows)
     # Each score is with its own pair.

@@ -129,7 +129,7 @@ def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     assert report.record.gain
     assert dtypes == {half} - {None}
     assert report.before.quality is not None and report.after.quality is not None
-    assert report.after.quality.split == "prove"
+    assert report.after.quality.split == "verify"
     assert report.after.quality.also["r2"] > report.before.quality.also["r2"] + 0.05
     losses = [loss for _, loss, _ in report.training.history]
     assert losses[-1] < 0.9 * losses[0]

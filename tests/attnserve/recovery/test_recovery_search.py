@@ -111,7 +111,7 @@ def test_search_with_training_finds_a_faster_model(
     # The promise of the search, on data to choose and on data that nothing has seen.
     assert found.chosen_by.losses.bounded <= 1 - KEEP
     assert found.verifications[-1].loss <= 1 - KEEP
-    assert found.quality.split == "prove"
+    assert found.quality.split == "verify"
     kept = [one for one in recovered.rounds if one.keeps]
     assert kept and all(one.steps and one.loss < one.built_loss for one in kept)
     assert max(one.built_loss for one in kept) > 1 - KEEP  # too much without training

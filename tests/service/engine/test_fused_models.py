@@ -105,7 +105,7 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
     pytest.importorskip("openvino")
     child(
         "from attnserve.runtime.interface import LongRows\n"
-        "lossless._splits = lambda singles, inputs, proved: [\n"
+        "lossless._splits = lambda singles, inputs, verified: [\n"
         "    singles[0]._replace(long_rows=LongRows(8, 'openvino'))]\n"
         "lossless.fastest = lambda original, times: len(times) - 1"
     )

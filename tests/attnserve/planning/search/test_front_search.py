@@ -180,7 +180,7 @@ class Settling:
     keeps: bool = True
     careful: Speedup | None = None
     """The gain over another unreduced choice, which the verification returns then."""
-    proved: list[Any] = field(default_factory=list[Any])
+    verified: list[Any] = field(default_factory=list[Any])
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
         whole, careful = candidate_of(INT8), candidate_of(FUSED)
@@ -189,15 +189,15 @@ class Settling:
         judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
         front_search = Int8Search(Goal(keep=0.99), front, judge, whole)
 
-        def proved(*_: Any) -> Any:
+        def verify(*_: Any) -> Any:
             found = careful if self.careful else whole
             verified: Any = ["verification of the whole"]
             return Verified(found, verified, meets_goal=self.keeps)
 
-        monkeypatch.setattr(verification, "verify_candidate", proved)
+        monkeypatch.setattr(verification, "verify_candidate", verify)
         first: Any = ["verification"]
         found = verification.prefer_unreduced(front_search, Verified(best, first))
-        self.proved = list(found.verifications)
+        self.verified = list(found.verifications)
         return found.candidate, found.note
 
 
@@ -221,7 +221,7 @@ def test_prefer_unreduced_gain_within_three_percent_is_unreduced(
     found, note = settling.run(monkeypatch)
     assert bool(found.plan.lossy_blocks) == reduced
     assert bool(note) == (not reduced) and (reduced or "1.03x" in note)
-    assert settling.proved == (["verification"] if reduced else ["verification of the whole"])
+    assert settling.verified == (["verification"] if reduced else ["verification of the whole"])
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_prefer_unreduced_compares_with_the_model_that_would_be_written(
 
 
 def test_prefer_unreduced_plan_is_not_compared() -> None:
-    no_judge, plain, proofs = None, candidate_of(FUSED), [Verification(fidelity=FIDELITY, loss=0.0)]
+    no_judge, plain = None, candidate_of(FUSED)
     front_search = search(no_judge, keep=0.99)  # a comparison would need one
-    verified = Verified(plain, proofs)
+    verified = Verified(plain, [Verification(fidelity=FIDELITY, loss=0.0)])
     assert verification.prefer_unreduced(front_search, verified) is verified
 
 
@@ -292,7 +292,7 @@ def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
 
 
 @dataclass
-class ProvingJudge:
+class VerifyingJudge:
     """A judge whose verifications have these losses, one after the other."""
 
     losses: Iterator[float]
@@ -318,7 +318,7 @@ class CarefulSearch(FrontSearch):
 
 
 @pytest.mark.parametrize(
-    ("losses", "kept", "proofs"),
+    ("losses", "kept", "count"),
     [
         ([0.01], 0.03, 1),
         ([0.011, 0.01], 0.02, 2),
@@ -328,16 +328,16 @@ class CarefulSearch(FrontSearch):
     ],
 )
 def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
-    losses: list[float], kept: float, proofs: int
+    losses: list[float], kept: float, count: int
 ):
     steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
     careful = map(candidate_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
     front: Any = FakeFront(choices=steps[-1:])
-    judge: Any = ProvingJudge(iter(losses))
+    judge: Any = VerifyingJudge(iter(losses))
     front_search = CarefulSearch(Goal(keep=0.99), front, judge, careful)
     verified = verification.verify_candidate(front_search, candidate_of(steps[0]))
     found = verified.verifications
     assert verified.meets_goal and verified.candidate.choice.loss == kept
-    assert [each.loss for each in found] == losses and len(found) == proofs
+    assert [each.loss for each in found] == losses and len(found) == count
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
-    assert judge.parts == parts[:proofs]
+    assert judge.parts == parts[:count]

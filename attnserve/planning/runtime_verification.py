@@ -1,4 +1,4 @@
-"""Prove the quality of a converted model in other runtimes than the one it was compared in.
+"""Verify a converted model in other runtimes than the one it was compared in.
 
 A model that rounds activations to integers gives other outputs in each runtime: rounding in
 floating point moves some of them to the next integer. Serving runs such a model only in runtimes,
@@ -25,10 +25,10 @@ from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.session import open_session, runtime_of
 from graph_passes.errors import AttnserveError
 
-__all__ = ["opener_in", "prove_in_other_runtimes"]
+__all__ = ["opener_in", "verify_in_other_runtimes"]
 
 
-def prove_in_other_runtimes(
+def verify_in_other_runtimes(
     job: JobWithData, model: ir.Model, expected: Fidelity, keep: float | None = None
 ) -> Mapping[str, Fidelity]:
     """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
@@ -48,22 +48,22 @@ def prove_in_other_runtimes(
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
     others = [runtime for runtime in installed if runtime != first]
     rows = job.data.held_out
-    proofs: dict[str, Fidelity] = {}
+    comparisons: dict[str, Fidelity] = {}
 
-    def prove(name: str) -> None:
+    def verify(name: str) -> None:
         try:
-            found = job.compare_held_out(model, rows, open_new=opener_in(name, device, rows))
+            fidelity = job.compare_held_out(model, rows, open_new=opener_in(name, device, rows))
         except AttnserveError:  # serving says why: the runtime refuses the model
             return
-        if _is_kept(found, expected, keep):
-            proofs[name] = found
+        if _is_kept(fidelity, expected, keep):
+            comparisons[name] = fidelity
 
     for runtime in others:
-        prove(runtime)
-    proved = [first, *(runtime for runtime in others if runtime in proofs)]
-    for short, long in permutations(proved, 2) if len(set(_lengths(rows))) > 1 else ():
-        prove(by_length(short, long))
-    return proofs
+        verify(runtime)
+    verified = [first, *(runtime for runtime in others if runtime in comparisons)]
+    for short, long in permutations(verified, 2) if len(set(_lengths(rows))) > 1 else ():
+        verify(by_length(short, long))
+    return comparisons
 
 
 def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.Model], Session]:
@@ -89,11 +89,11 @@ def _lengths(rows: Sequence[Batch]) -> list[int]:
     return [length for batch in rows if (length := row_length(batch)) is not None]
 
 
-def _is_kept(found: Fidelity, expected: Fidelity, keep: float | None) -> bool:
+def _is_kept(fidelity: Fidelity, expected: Fidelity, keep: float | None) -> bool:
     lower = {quality.subject: quality.lower for quality in expected.qualities}
-    return bool(found.qualities) and all(
+    return bool(fidelity.qualities) and all(
         quality.subject in lower
         and quality.value >= lower[quality.subject]
         and (keep is None or quality.losses.measured <= allowed_loss(keep))
-        for quality in found.qualities
+        for quality in fidelity.qualities
     )

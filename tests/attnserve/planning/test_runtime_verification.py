@@ -1,4 +1,4 @@
-"""Proofs of the quality of converted models in other runtimes."""
+"""Verification of converted models in other runtimes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
-from attnserve.planning.runtime_proofs import prove_in_other_runtimes
+from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.served_graph import variants
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
@@ -22,7 +22,7 @@ from attnserve.runtime.onnx_runtime import OnnxRuntime
 from graph_passes.errors import InvalidModel
 from graph_passes.registry import Registry
 
-PROVED = {"other", "onnxruntime+other", "other+onnxruntime"}
+ALL_OTHERS = {"other", "onnxruntime+other", "other+onnxruntime"}
 
 
 class OtherRuntime(OnnxRuntime):
@@ -60,26 +60,29 @@ def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lower", "keep", "proved"),
+    ("lower", "keep", "verified"),
     [
-        (0.5, None, PROVED),
+        (0.5, None, ALL_OTHERS),
         (1.1, None, set()),  # no other runtime reaches the quality of the first one
-        (0.5, 0.9, PROVED),
+        (0.5, 0.9, ALL_OTHERS),
     ],
 )
-def test_a_runtime_is_proved_if_it_keeps_the_quality(
+def test_a_runtime_is_verified_if_it_keeps_the_quality(
     job: JobWithData, monkeypatch: pytest.MonkeyPatch,
-    lower: float, keep: float | None, proved: set[str],
+    lower: float, keep: float | None, verified: set[str],
 ) -> None:  # fmt: skip
     use(OtherRuntime(job.original), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
     found = job.compare_held_out(model, job.data.held_out)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
     expected = found.model_copy(update={"qualities": qualities})
-    proofs = prove_in_other_runtimes(job, model, expected, keep)
-    assert proofs.keys() == proved
+    comparisons = verify_in_other_runtimes(job, model, expected, keep)
+    assert comparisons.keys() == verified
     # Alone, the other runtime computes the original, and as one of two a part of the texts.
-    values = {name: min(q.value for q in proof.qualities) for name, proof in proofs.items()}
+    values = {
+        name: min(quality.value for quality in fidelity.qualities)
+        for name, fidelity in comparisons.items()
+    }
     assert all(values["other"] >= value for value in values.values())
 
 
@@ -91,27 +94,27 @@ def test_a_goal_must_be_met_in_the_other_runtime(
     found = job.compare_held_out(model, job.data.held_out)
     loss = max(quality.losses.measured for quality in found.qualities)
     assert loss > 0
-    assert prove_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == PROVED
-    assert prove_in_other_runtimes(job, model, found, 1 - loss / 2) == {}
+    assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == ALL_OTHERS
+    assert verify_in_other_runtimes(job, model, found, 1 - loss / 2) == {}
 
 
-def test_a_runtime_that_refuses_the_model_is_not_proved(
+def test_a_runtime_that_refuses_the_model_is_not_verified(
     job: JobWithData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(None), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
-    assert prove_in_other_runtimes(job, model, nothing()) == {}
+    assert verify_in_other_runtimes(job, model, nothing()) == {}
 
 
-def test_float_models_and_one_runtime_need_no_proof(
+def test_float_models_and_one_runtime_need_no_verification(
     job: JobWithData, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
-    assert prove_in_other_runtimes(job, job.original, nothing()) == {}
+    assert verify_in_other_runtimes(job, job.original, nothing()) == {}
     for module in (variants, session):
         monkeypatch.setattr(module, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
     model = convert(job.original, "int8", job.calibration)
-    assert prove_in_other_runtimes(job, model, nothing()) == {}
+    assert verify_in_other_runtimes(job, model, nothing()) == {}
 
 
 def nothing() -> Fidelity:
