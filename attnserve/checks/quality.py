@@ -69,31 +69,33 @@ COARSE = frozenset({"index", "top1"})
 def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
     """The largest loss of the outputs, files and lengths of a comparison; see ``Losses``."""
     return max(
-        (each.losses.bounded if bounded else each.losses.measured for each in qualities),
+        (quality.losses.bounded if bounded else quality.losses.measured for quality in qualities),
         default=0.0,
     )
 
 
 def limited_losses(scores: Scores) -> Losses:
-    """The losses that a goal limits: the largest of the measure's, a second one and the tail's.
+    """The losses that a goal limits.
 
-    The second one is 1 - R^2 of the vectors for "similarity", because neighborhoods change before
-    ranks of all pairs do, the share of queries with another best document for "tau", and 1 - kl for
-    "top1", because one frequent token is easily predicted. It is 1 - R^2 of the vectors of queries
-    for "index". The tail is the 5th percentile of the measure: for "top1" and "index" that of the
-    second one, because the agreement of a short text or of ten neighbors is coarse.
+    The largest of three losses: of the measure, of its second condition, and of the worst texts.
+    The second condition is R^2 of the vectors for "similarity", because neighborhoods change before
+    ranks of all pairs do; the share of queries with the same best document for "tau"; kl for
+    "top1", because one frequent token is easily predicted; and R^2 of the vectors of queries for
+    "index". The loss of the worst texts is that of the 5th percentile of the measure: for "top1"
+    and "index" of the second condition, because the agreement of a short text or of ten neighbors
+    is coarse.
     """
     second = scores.second
-    each = [scores] if second is None else [scores, second]
+    conditions = [scores] if second is None else [scores, second]
     tail = (1 - (second if second and scores.measure in COARSE else scores).p5) / TAIL
     return Losses(
-        _largest(tail, *(1 - one.value for one in each)),
-        _largest(tail, *(1 - one.bound(SELECTION_CONFIDENCE) for one in each)),
+        _largest(tail, *(1 - condition.value for condition in conditions)),
+        _largest(tail, *(1 - condition.bound(SELECTION_CONFIDENCE) for condition in conditions)),
     )
 
 
 def _largest(*losses: float) -> float:
-    """The largest loss, at least 0; infinite if one is not a number."""
+    """The largest loss, at least 0; infinite if any is not a number."""
     return math.inf if any(map(math.isnan, losses)) else max(0.0, *losses)
 
 
@@ -171,43 +173,61 @@ class QualityMeter:
         self._same = same_outputs(model)
         self._rows = 0
         # Rows with NaN in the original, and those that are not finite in the new model alone.
-        self._bad: dict[Subject, tuple[list[int], list[int]]] = {}
+        self._not_finite: dict[Subject, tuple[list[int], list[int]]] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
         """Add the outputs of the original and of the new model for one batch."""
         texts = row_count(batch) if batch else max(map(len, before), default=0)
-        lists = None if self.data is None else self.data.lists_of(batch)
-        for index, (a, b) in enumerate(zip(before, after, strict=True)):
-            if is_cache_name(self.outputs[index]) or not (a.ndim and a.size) or a.dtype.kind != "f":
+        for index, (original, new) in enumerate(zip(before, after, strict=True)):
+            if not self._is_measured(index, original):
                 continue
-            if index in self._same:
-                continue  # its quality is that of the other output
             if index in self._resized:
-                a, b = a[..., None], b[..., None]
-            faults = not_finite_rows(a, b, batch)
-            of_text = max(len(a) // max(texts, 1), 1)  # if tokens are flattened
-            for file, lengths, rows in self._kinds(batch, len(a)):
+                original, new = original[..., None], new[..., None]
+            not_finite = not_finite_rows(original, new, batch)
+            rows_per_text = max(len(original) // max(texts, 1), 1)  # if tokens are flattened
+            for file, lengths, rows in self._kinds(batch, len(original)):
                 subject = Subject(self.outputs[index], file, lengths)
-                bad_rows = self._bad.setdefault(subject, ([], []))
-                for numbers, bad in zip(bad_rows, faults, strict=True):
-                    of_kind = np.unique(bad[np.isin(bad, rows)] // of_text)
-                    numbers += (self._rows + of_kind).tolist()
-                if of_text == 1:  # else NaN counts as 0
-                    rows = np.setdiff1d(rows, faults[0])
-                if not len(rows):
-                    continue
-                if subject not in self._meters:
-                    self._meters[subject] = self._meter(index, a, has_lists=lists is not None)
-                part = {n: x[rows] if x.shape[:1] == a.shape[:1] else x for n, x in batch.items()}
-                meter, pair = self._meters[subject], (a[rows], b[rows])
-                of_rows = None if lists is None else Lists(*(column[rows] for column in lists))
-                if index in self._probabilities and isinstance(meter, LogitsMeter):
-                    pair = log_of(a[rows]), log_of(b[rows])
-                if isinstance(meter, IndexMeter) and self.data is not None:
-                    meter.add_role(*pair, part, self.data.role_of(batch))
-                else:
-                    meter.add(*pair, part, of_rows)
+                numbers = self._not_finite.setdefault(subject, ([], []))
+                for row_numbers, faulty in zip(numbers, not_finite, strict=True):
+                    numbers_in_batch = np.unique(faulty[np.isin(faulty, rows)] // rows_per_text)
+                    row_numbers += (self._rows + numbers_in_batch).tolist()
+                if rows_per_text == 1:  # else NaN counts as 0
+                    rows = np.setdiff1d(rows, not_finite[0])
+                if len(rows):
+                    self._measure(index, subject, rows, (original, new), batch)
         self._rows += texts
+
+    def _is_measured(self, index: int, array: np.ndarray) -> bool:
+        """Whether an output is measured: floats, no cache, and not the same as another output."""
+        if is_cache_name(self.outputs[index]) or index in self._same:
+            return False
+        return array.ndim > 0 and array.size > 0 and array.dtype.kind == "f"
+
+    def _measure(
+        self,
+        index: int,
+        subject: Subject,
+        rows: np.ndarray,
+        arrays: tuple[np.ndarray, np.ndarray],
+        batch: Batch,
+    ) -> None:
+        """Add some rows of an output of the original and of the new model."""
+        original, new = arrays
+        lists = None if self.data is None else self.data.lists_of(batch)
+        if subject not in self._meters:
+            self._meters[subject] = self._meter(index, original, has_lists=lists is not None)
+        meter, pair = self._meters[subject], (original[rows], new[rows])
+        if index in self._probabilities and isinstance(meter, LogitsMeter):
+            pair = log_of(pair[0]), log_of(pair[1])
+        inputs = {
+            name: array[rows] if array.shape[:1] == original.shape[:1] else array
+            for name, array in batch.items()
+        }
+        if isinstance(meter, IndexMeter) and self.data is not None:
+            meter.add_role(*pair, inputs, self.data.role_of(batch))
+        else:
+            lists = None if lists is None else Lists(*(column[rows] for column in lists))
+            meter.add(*pair, inputs, lists)
 
     def additive_loss(self) -> float:
         """The loss that predicts: it nearly adds up over changes of different blocks.
@@ -233,7 +253,7 @@ class QualityMeter:
                 code="quality.no_embedding",
             )
         qualities: list[Quality] = []
-        for subject, (excluded, wrong) in self._bad.items():
+        for subject, (excluded, wrong) in self._not_finite.items():
             if (meter := self._meters.get(subject)) is None:
                 raise InvalidData(
                     f"the original gives NaN for output {subject.output!r} in every row",
@@ -241,14 +261,14 @@ class QualityMeter:
                     code="quality.not_finite",
                 )
             index = self.outputs.index(subject.output)
-            given = present(
+            details = present(
                 file=subject.file,
                 lengths=subject.lengths,
                 same_outputs=[self.outputs[i] for i, first in self._same.items() if first == index],
                 not_finite_rows=wrong,
                 excluded_rows=excluded,
             )
-            qualities.append(_quality(meter, self.split, subject.output, given))
+            qualities.append(_quality(meter, self.split, subject.output, details))
         return sorted(qualities, key=lambda quality: -quality.losses.bounded)
 
     def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
@@ -297,14 +317,14 @@ class QualityMeter:
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
 
 
-def _quality(meter: Meter, split: Split, output: str, given: dict[str, Any]) -> Quality:
+def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -> Quality:
     """The quality that a meter measured.
 
     Args:
-        given: Fields that are recorded only with a value.
+        details: Fields that are recorded only with a value.
     """
     scores = meter.scores()
-    further: dict[str, Any] = {**given, **present(documents=scores.documents), **scores.also}
+    further: dict[str, Any] = {**details, **present(documents=scores.documents), **scores.also}
     return Quality(
         measure=scores.measure,
         value=scores.value,
