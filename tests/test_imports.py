@@ -66,7 +66,7 @@ def test_package_without_torch_names_the_extra(package: str):
 
 
 def test_modules_import_each_other_in_one_direction():
-    """No circles of modules, of imports for types alone neither."""
+    """No modules import each other in a circle. Imports for types count too."""
     grimp = pytest.importorskip("grimp")
     graph = grimp.build_graph("graph_passes", "attnserve", "service")
     modules = sorted(graph.modules)

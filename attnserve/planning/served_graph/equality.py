@@ -121,13 +121,13 @@ class Reference:
             CannotRewrite: They differ.
         """
         for side in ("get_inputs", "get_outputs"):
-            expected, found = (
-                [(value.name, value.type, value.shape) for value in getattr(each, side)()]
-                for each in (self.session, session)
+            expected, actual = (
+                [(value.name, value.type, value.shape) for value in getattr(opened, side)()]
+                for opened in (self.session, session)
             )
-            if expected != found:
+            if expected != actual:
                 raise CannotRewrite(
-                    f"the fused model has {found}, expected {expected}",
+                    f"the fused model has {actual}, expected {expected}",
                     DEFECT,
                     code="fusion.interface",
                 )
@@ -159,13 +159,13 @@ def _widened(
             the sessions is added.
         plain, optimized: The original without and with the graph optimization of ONNX Runtime.
     """
-    found = [
+    distances = [
         distance(before, after)
         for feed in feeds
         for before, after in zip(plain.run(None, feed), optimized.run(None, feed), strict=True)
     ]
-    cosine = accepted.cosine - MARGIN * (1 - min(cosine for cosine, _ in found))
-    error = accepted.error + MARGIN * max(error for _, error in found)
+    cosine = accepted.cosine - MARGIN * (1 - min(cosine for cosine, _ in distances))
+    error = accepted.error + MARGIN * max(error for _, error in distances)
     return Tolerance(max(cosine, LEAST_EXACT.cosine), min(error, LEAST_EXACT.error))
 
 

@@ -93,12 +93,12 @@ def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
     first = runtime_of(model, device)
     if device.runtime != AUTO or device.provider != "cpu":
         return [first]
-    others: list[str] = []
+    installed: list[str] = []
     for runtime in RUNTIMES:
         with suppress(MissingExtra):
             if runtime.name != first and runtime.version():
-                others.append(runtime.name)
-    return [first, *others]
+                installed.append(runtime.name)
+    return [first, *installed]
 
 
 def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
@@ -114,15 +114,15 @@ def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Re
         if block.name in operators:
             sizes = (block.num_heads, block.head_size, block.v_head_size, block.input_size)
             kinds.setdefault((operators[block.name], block.kind, *sizes), []).append(block.name)
-    others = [one for one in passes if not isinstance(one, FuseAttention)]
+    other_passes = [fusion for fusion in passes if not isinstance(fusion, FuseAttention)]
     fusions: list[Sequence[RewritePass]] = [passes]
     for names in kinds.values():
         rest = {name: operator for name, operator in operators.items() if name not in names}
-        fusions.append([FuseAttention(rest), *others] if rest else others)
+        fusions.append([FuseAttention(rest), *other_passes] if rest else other_passes)
     return fusions[:MAX_VARIANTS]
 
 
 def fused_operators(passes: Sequence[RewritePass]) -> dict[str, FusedOperator]:
     """The operator of each fused attention block."""
-    fused = (one.targets for one in passes if isinstance(one, FuseAttention))
+    fused = (fusion.targets for fusion in passes if isinstance(fusion, FuseAttention))
     return {name: operator for targets in fused for name, operator in targets.items()}
