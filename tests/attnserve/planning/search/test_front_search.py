@@ -102,17 +102,22 @@ def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
 
 
 def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
-    found: list[int] = []
+    measured: list[int] = []
 
     def run(most: int = 9, close: int = -1, near: int = -1) -> tuple[int, int]:
-        found.clear()
+        measured.clear()
+
+        def probe(index: int) -> BisectStep:
+            measured.append(index)
+            return BisectStep(False, index == close)
+
         return bisect(
             0, 10, most,
             aim=lambda low, high: 99, is_near=lambda low, index, high: index == near,
-            probe=lambda index: BisectStep(found.append(index) or False, index == close),
+            probe=probe,
         )  # fmt: skip
 
-    assert run() == (0, 1) and found == [9, 8, 7, 6, 5, 4, 3, 2, 1]
+    assert run() == (0, 1) and measured == [9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert run(most=2) == (0, 8)
     assert run(close=7) == (0, 7)
     assert run(near=7) == (0, 8)
