@@ -53,7 +53,7 @@ SENTENCES, PARAGRAPHS = (500, 500), (150, 400)
 """The numbers of texts for calibration and for the measurement."""
 
 WORDS = 60, 200
-"""Shorter lines are no paragraphs, longer ones are cut: 200 words have about 256 tokens."""
+"""Shorter lines are not paragraphs, longer ones are cut: 200 words have about 256 tokens."""
 
 LENGTHS = (128, 256, 512)
 

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
-"""The order of the axes of projected heads; "inside" for heads that are no value of the graph."""
+"""The order of the axes of projected heads; "inside" for heads that no value holds."""
 
 BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
 """How a block computes its probabilities; "skip" stands for a removed attention layer."""

@@ -146,7 +146,7 @@ class Authorize:
     def _is_own(self, origin: str) -> bool:
         if origin in self._settings.cors_origins:
             return True
-        with suppress(ValueError):  # it is no URL
+        with suppress(ValueError):  # it is not a URL
             return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
         return False
 

@@ -575,7 +575,7 @@ def thinned(batches: Sequence[Batch], tokens: int) -> list[Batch]:
 
 
 def _token_count(batch: Batch) -> int:
-    """The number of real tokens; rows that are no sequences of ids count as an image's patches."""
+    """The number of real tokens; rows that are not sequences of ids count as an image's patches."""
     ids = next((x for x in batch.values() if x.ndim == 2 and x.dtype.kind in "iu"), None)
     if ids is not None:
         return int(token_mask(batch, ids.shape).sum())

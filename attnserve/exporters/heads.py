@@ -274,7 +274,7 @@ def _weights(module: Module) -> Mapping[str, Any]:
         )
     try:
         return load_file(module.weights)
-    except Exception as error:  # SafetensorError is no OSError
+    except Exception as error:  # SafetensorError is not an OSError
         raise _not_weights(module, error) from error
 
 

@@ -104,7 +104,7 @@ SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 """The task "rerank" of a language model whose score is the logit of one token after the pair."""
 
 NO_EMBEDDING = EmbeddingSettings(pooling="none")
-"""The settings of a graph whose outputs are no embeddings, or are pooled in the graph."""
+"""The settings of a graph whose outputs are not embeddings, or are pooled in the graph."""
 
 EXAMPLE = (2, 7)
 """Batch and sequence of the inputs that trace the model."""

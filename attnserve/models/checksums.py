@@ -60,7 +60,7 @@ def sha256(path: Path) -> str:
     """The SHA-256 checksum of a file in hexadecimal.
 
     Raises:
-        InvalidModel: It cannot be read, or is no regular file: a device may have no end.
+        InvalidModel: It cannot be read, or is not a regular file: a device may have no end.
     """
     why: str | None = "it is not a regular file"
     try:

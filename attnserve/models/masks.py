@@ -74,7 +74,7 @@ def is_sequence(batch: Mapping[str, np.ndarray]) -> bool:
 
 
 def text_mask(batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "B T"] | None:
-    """The real tokens of texts; None if the rows are no texts that can be padded."""
+    """The real tokens of texts; None if the rows are not texts that can be padded."""
     if not is_sequence(batch):
         return None
     return next((read_mask(n, a) for n, a in batch.items() if is_mask(n)), None)

@@ -39,7 +39,7 @@ classes: by its name, by a softmax, or by the names of as many classes."""
 def resized_outputs(model: ir.Model) -> set[int]:
     """Indices of the outputs whose last axis depends on the lengths of the inputs.
 
-    Its elements are no features. Examples are the logits of the positions of an answer, and of
+    Its elements are not features. Examples are the logits of the positions of an answer, and of
     texts by images. The result is kept, because a search makes many meters.
     """
     if model not in _RESIZED:

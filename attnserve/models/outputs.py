@@ -116,7 +116,7 @@ def check_openvino(target: Path, artifact: Artifact, model: ir.Model) -> None:
     """Check that an OpenVINO file can be written beside a model.
 
     Raises:
-        InvalidArgument: The output is no folder of its own, or sentence-transformers cannot load
+        InvalidArgument: The output is not a folder of its own, or sentence-transformers cannot load
             the model.
         MissingExtra: OpenVINO is not installed.
     """
@@ -176,7 +176,7 @@ def check_output(path: Path, *, source: Path | None = None, force: bool = False)
 
 
 def check_folder(output: Path) -> None:
-    """Check that an output is no file.
+    """Check that an output is not a file.
 
     Raises:
         InvalidOutput: It is one.

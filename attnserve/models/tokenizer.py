@@ -494,7 +494,7 @@ def model_inputs(session: Session) -> dict[str, TextInput]:
     """The inputs of a model that takes texts, by name.
 
     Raises:
-        InvalidData: An input is no cache, and not int64 or int32.
+        InvalidData: An input is not a cache, and not int64 or int32.
     """
     inputs_by_name: dict[str, TextInput] = {}
     for value in session.get_inputs():

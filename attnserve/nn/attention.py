@@ -588,7 +588,7 @@ def value_size(embed_dim: int, num_heads: int, given: int | None) -> int:
     """V: the size that was given, or else D/H.
 
     Raises:
-        InvalidArgument: D/H is no integer.
+        InvalidArgument: D/H is not an integer.
     """
     if given is None and embed_dim % num_heads:
         raise InvalidArgument(

@@ -239,7 +239,7 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
     layers = _grouped(model)
     if unknown := sorted(votes.keys() - {name for name, _ in layers}):
         raise InvalidArgument(
-            f"`votes` has `{unknown[0]}`, which is no grouped layer of `model`",
+            f"`votes` has `{unknown[0]}`, which is not a grouped layer of `model`",
             "pass the module that voted, not a compiled or wrapped one around it",
             code="nn.votes",
         )

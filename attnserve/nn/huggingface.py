@@ -234,7 +234,7 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
     """The weights of an attention module.
 
     Raises:
-        InvalidArgument: A projection is no ``torch.nn.Linear``.
+        InvalidArgument: A projection is not a ``torch.nn.Linear``.
     """
     module, names = _named(model, name)
     linears = _linears(model, name)

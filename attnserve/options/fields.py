@@ -104,7 +104,7 @@ def read_paths(value: Any) -> Any:
     """A tuple of no, one or several paths.
 
     Raises:
-        ValueError: The value, or one of its items, is no path.
+        ValueError: The value, or one of its items, is not a path.
     """
     try:
         return tuple(as_paths(value))

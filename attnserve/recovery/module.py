@@ -273,7 +273,7 @@ def trainable_weights(model: ir.Model) -> list[str]:
     These are float constants that an operator such as MatMul, Add or LayerNormalization combines
     with an activation, directly or behind operators on constants. An activation is computed from
     float inputs, or from rows that are gathered from a table. The tables themselves (embeddings)
-    are no weights, unless they are multiplied with activations too (the tied table of a decoder).
+    are not weights, unless they are multiplied with activations too (the tied table of a decoder).
     """
     sources: dict[ir.Value, frozenset[str]] = {
         value: frozenset([name]) if _may_be_weight(value) else frozenset()

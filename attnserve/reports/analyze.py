@@ -207,7 +207,7 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
     if similar and not alike:
         yield Finding(
             f"{text} Attention is nearly uniform, as in a model that is not trained: the similarity"
-            " is no reason to reuse another layer's attention."
+            " is not a reason to reuse another layer's attention."
         )
         return
     if not alike:

@@ -89,7 +89,7 @@ def fields(data: mmap.mmap | bytes, position: int = 0, end: int | None = None) -
     """Yield the fields of the message from ``position`` to ``end`` (default: the end of the data).
 
     Raises:
-        ValueError: The data is no message, or truncated.
+        ValueError: The data is not a message, or truncated.
     """
     end = len(data) if end is None else end
     while position < end:

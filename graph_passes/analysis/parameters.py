@@ -45,7 +45,7 @@ FLOATS: Mapping[str, tuple[int, ...]] = {
     "QMoE": (4, 7, 10),
     "QuantizeLinear": (0,),
 }
-"""Floating-point inputs of operators on quantized values that are no scales, such as biases."""
+"""Floating-point inputs of operators on quantized values that are not scales, such as biases."""
 
 MOVES = frozenset(
     {

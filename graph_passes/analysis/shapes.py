@@ -62,7 +62,7 @@ class TensorInfo:
     constant: np.ndarray | None = None
 
     def shape_only(self) -> TensorInfo:
-        """The same information without elements."""
+        """Return the type and shape without elements."""
         return TensorInfo(self.dtype, self.shape)
 
     def key(self) -> Hashable:
@@ -395,7 +395,7 @@ def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Seque
         return (dim.value,)
     try:
         return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
-    except Exception:  # onnx_ir and sympy raise various types for a name that is no expression
+    except Exception:  # onnx_ir and sympy raise various types for a name that is not an expression
         return (dim.value,)
 
 
@@ -412,7 +412,7 @@ def _length(
         length = dim.evaluate({name: axes[name] for name in names})
     except Exception:  # sympy raises various types, for example for a division by zero
         return -1
-    # n / 2 of an odd n is no integer
+    # n / 2 of an odd n is not an integer
     return length if isinstance(length, int) and length < 1 << 31 else -1
 
 

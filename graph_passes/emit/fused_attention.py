@@ -156,7 +156,7 @@ def _uniform_element(value: ir.Value | None) -> float | None:
 
 
 def _hiding_step(step: LogitStep) -> LogitStep:
-    """The same mask with the fill -inf, so that masks that differ only in their fill are equal."""
+    """Return a mask with the fill -inf, so that masks that differ only in their fill are equal."""
     return replace(step, fill=-np.inf) if isinstance(step, Mask | KeyLengths) else step
 
 

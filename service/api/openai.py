@@ -137,7 +137,7 @@ router = APIRouter(
 
 
 unversioned = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=router.responses)
-"""The same interface without /v1, as text-embeddings-inference has it."""
+"""The routes of this interface without /v1, as text-embeddings-inference has it."""
 
 
 def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:

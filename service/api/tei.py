@@ -549,7 +549,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ping", response_class=Response)
 async def ping(request: Request) -> Response:
-    """The same as /health."""
+    """Answer as /health does."""
     return await health(request)
 
 

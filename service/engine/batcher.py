@@ -575,7 +575,7 @@ def _check_not_empty(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _as_exception(error: BaseException) -> Exception:
-    """``error``, or a ``ModelFailed`` for a panic of a Rust extension, which is no Exception."""
+    """``error``; for a panic of a Rust extension, which is not an Exception, ``ModelFailed``."""
     if isinstance(error, Exception):
         return error
     failed = ModelFailed(f"the model failed: {type(error).__name__}: {error}", "try again")

@@ -110,7 +110,7 @@ class Shadow:
 
     def close(self) -> None:
         """End the child and drop pending rows and texts."""
-        self._can_compare = False  # a comparison that ends here is no failure to log
+        self._can_compare = False  # a comparison that ends here is not a failure to log
         for task in self._pending:
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)

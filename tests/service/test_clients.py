@@ -217,7 +217,7 @@ def test_triton_configuration_matches_its_schema(client: Any) -> None:
     ]
     assert config.HasField("dynamic_batching")
     assert config.dynamic_batching.default_queue_policy.allow_timeout_override
-    # Rows of the echo are no batch: one of its inputs has no axes at all.
+    # Rows of the echo are not a batch: one of its inputs has no axes at all.
     config = json_format.Parse(
         json.dumps(client.get_model_config("echo")), model_config_pb2.ModelConfig()
     )

@@ -384,7 +384,7 @@ METHODS = ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "TRACE", 
 
 
 def mutated(call: Call, random: Random) -> Call | bytes:
-    """``call`` with one to three changes; bytes if it may be no HTTP any more."""
+    """``call`` with one to three changes; bytes if it may not be HTTP any more."""
     method, path, body, headers = call.method, call.path, copy.deepcopy(call.body), call.headers
     for _ in range(random.randint(1, 3)):
         match random.choice(["json", "json", "json", "bytes", "path", "header", "method"]):

@@ -274,7 +274,7 @@ def test_loo_ignores_caches_and_probabilities(inner: str):
 
 
 def test_loo_output_of_text_length_is_not_masked():
-    """(batch, D) is no (batch, sequence), even where D tokens come."""
+    """(batch, D) is not (batch, sequence), even where D tokens come."""
     body = "".join(PARTS.values()) + "\n        pooled = ReduceMax <axes = [1], keepdims = 0> (out)"
     inputs = f"float[batch, sequence, {D}] x, float[batch, 1, 1, sequence] mask"
     inputs += ", int64[batch, sequence] attention_mask"

@@ -19,7 +19,7 @@ def plain(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def external(plain: Path, tmp_path: Path) -> Path:
-    """The same model with its weights in model.onnx.data."""
+    """The model ``plain`` with its weights in model.onnx.data."""
     path = tmp_path / "external" / "model.onnx"
     path.parent.mkdir()
     save_model(load_model(plain), path, external=True)

@@ -433,7 +433,7 @@ def test_encode_pair_fills_the_template(tokenizer: Tokenizer) -> None:
     # The template states the special tokens of a pair; other texts have those of the tokenizer.
     assert ids(found) == [[5, 7, 6, 5, 7], [CLS, 7, 7, SEP], [5, 6, 6, 7]]
     assert encoder.special_tokens == 3
-    # Braces in the texts are no places of the template.
+    # Braces in the texts are not places of the template.
     assert ids(encoder.encode([("{document}", "a")])) == [[5, 1, 1, 1, 6, 5, 7]]
     reverse = TextEncoder(tokenizer, pad_id=PAD, template="{document} c {query}")
     assert ids(reverse.encode([("a", "b b")])) == [[6, 6, 7, 5]]

@@ -967,7 +967,7 @@ OUTPUTS = {
     "sequence": "(float[b, 16] x) => (float[b, 16] y, seq(float[b, 16]) z)"
     " { y = MatMul(x, w) z = SequenceConstruct(y) }",
 }
-"""Graphs with an output that no node computes, or that is no tensor."""
+"""Graphs with an output that no node computes, or that is not a tensor."""
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "int4"])
@@ -1064,7 +1064,7 @@ def test_int8_weight_bits_of_products_that_cannot_saturate_are_none(body: str, d
         "(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }",  # no product
         "(float[16, 16] x) => (float[16, 16] y) { z = Mul(x, w) y = MatMul(z, x) }",  # no weight
         "(int64[b] x) => (float[b, 16] y) { y = Gather(w, x) }",  # a table alone
-        "(float[b, 16] x) => (float[b] y) { y = MatMul(x, v) }",  # a vector is no matrix
+        "(float[b, 16] x) => (float[b] y) { y = MatMul(x, v) }",  # a vector is not a matrix
     ],
 )
 def test_int8_without_a_product_to_quantize_is_refused(text: str):

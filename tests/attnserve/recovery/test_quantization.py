@@ -31,9 +31,9 @@ from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes import FuseAttention, find_attention  # noqa: E402
 
 TOLERANCE = 1e-5
-"""The median relative error of a token. It is no maximum: where an activation is in the middle of
-two bytes, float32 sums that differ in the last bit are rounded to different bytes. Measured: 2e-7
-at most, and 7e-4 at least without fake quantization."""
+"""The median relative error of a token. It is not a maximum: where an activation is in the middle
+of two bytes, float32 sums that differ in the last bit are rounded to different bytes. Measured:
+2e-7 at most, and 7e-4 at least without fake quantization."""
 
 
 def quantized(

@@ -126,7 +126,7 @@ def test_fold_biases_keeps_shared_constants():
     ],
     ids=["something else reads the norm", "no bias to correct", "the product is read twice",
          "no bias", "the norm is added elsewhere", "what is made is read twice",
-         "the residual is no norm", "nothing shifts the residual"],
+         "the residual is not a norm", "nothing shifts the residual"],
 )  # fmt: skip
 def test_fold_biases_unsupported_graph_is_unchanged(old: str, new: str):
     model = build(LAYER.replace(old, new))

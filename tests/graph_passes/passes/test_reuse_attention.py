@@ -695,7 +695,7 @@ NOT_READ = {
         f"\n order9 = Cast <to = 7> (fed)\n taken = Gather <axis = 1> (p, order9)"
         f"{SECOND_VALUES}{SECOND_CONTEXT}"
     ),
-    "joined with what is no softmax": (
+    "joined with what is not a softmax": (
         f"\n two = Gather <axis = 1> (p, pair)\n one_of = Gather <axis = 1> (s, a1)"
         f"\n taken = Concat <axis = 1> (two, one_of){SECOND_VALUES}{SECOND_CONTEXT}"
     ),

@@ -323,7 +323,7 @@ def test_tokenizer_panic_is_refused_and_others_are_served(
         assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
 
 
-# -- outputs that are no embeddings ---------------------------------------------------------------
+# -- outputs that are not embeddings --------------------------------------------------------------
 
 # One number per token, like the start logits of a question-answering model.
 PER_TOKEN = """
@@ -472,7 +472,7 @@ def test_embed_sentence_embedding_precedes_hidden_states_and_these_other_outputs
 
 
 def test_model_with_pooler_output_in_place_of_hidden_states_is_refused(tmp_path: Path) -> None:
-    """BERT's pooler is no pooling of sentence-transformers."""
+    """BERT's pooler is not a pooling of sentence-transformers."""
     graph = SCORES.format(axes="8", name="pooler_output", source="texts")
     write_model(tmp_path / "model.onnx", graph, tokenizer=True)
     record = tmp_path / "attnserve.json"

@@ -48,7 +48,7 @@ def write_scale(folder: Path, factor: float) -> Path:
 
 
 def write_broken(folder: Path) -> Path:
-    """A folder whose model.onnx is no model."""
+    """A folder whose model.onnx is not a model."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.onnx").write_bytes(b"no model")
     return folder

@@ -341,7 +341,7 @@ def test_eliminate_neurons_uneven_steps_remove_all():
 
 @pytest.fixture
 def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's heads have 8 dimensions: half of them is no multiple of 8."""
+    """The tiny model's heads have 8 dimensions: half of them is not a multiple of 8."""
     monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
 
 
@@ -398,7 +398,7 @@ def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
-    """Half of 8 dimensions is no multiple of 8."""
+    """Half of 8 dimensions is not a multiple of 8."""
     for group in filter(cut_attention, groups):
         assert not any(isinstance(config, Truncated) for config in configs_of(group.blocks[0]))
 

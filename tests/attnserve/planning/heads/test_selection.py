@@ -547,7 +547,7 @@ EDGES: dict[str, tuple[Any, str, str]] = {
     "huge head": ({"1": {"9" * 50: ["0", 0]}}, "edges.invalid", "head 999"),
     "endless head": ({"1": {"9" * 5000: ["0", 0]}}, "edges.format", "count heads from 0"),
     "negative head": ({"1": {"-1": ["0", 0]}}, "edges.format", '{"-1": '),
-    "head that is no number": ({"1": {"a": ["0", 0]}}, "edges.format", '{"a": '),
+    "head that is not a number": ({"1": {"a": ["0", 0]}}, "edges.format", '{"a": '),
     "unknown layer": ({"x": {"0": ["0", 0]}}, "request.unknown_layer", "'x'"),
     "unknown source": ({"1": {"0": ["x", 0]}}, "request.unknown_layer", "'x'"),
     "negative source": ({"1": {"0": [-1, 0]}}, "request.unknown_layer", "'-1'"),

@@ -229,7 +229,7 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     share = report.record.fidelity.share
     assert share is not None and share.value >= 0.6
     assert share.losses.bounded >= share.losses.measured == 1 - share.value
-    assert report.fidelity.quality is not None, "also reported if it is no condition"
+    assert report.fidelity.quality is not None, "also reported if it is not a condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
     assert both.record.speedup <= report.record.speedup
     assert both.record.verifications[-1].loss <= 0.4
