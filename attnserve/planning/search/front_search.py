@@ -5,7 +5,8 @@ and a comparison, so that each one is aimed at the limit by the measurements bef
 
 Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice loses 0.
 
-1. A choice with a predicted loss of 0.01 is built (its ratio in ``FIRST_GUESS`` is 1). It loses 0.005.
+1. A choice with a predicted loss of 0.01 is built (for a ratio of 1, see ``FIRST_GUESS``). It loses
+   0.005.
 2. The limit is twice as far: the next one has ``EXTRAPOLATE * 2 * 0.01`` = 0.0196. It loses 0.02.
 3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196;
    the next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
