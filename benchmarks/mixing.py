@@ -78,7 +78,9 @@ def error(
     if calib is not None:
         outputs = attnserve.verify(original, path, data=calib).outputs
         return max(output.relative_error for output in outputs)
-    return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in report.steps])))
+    return float(
+        np.sqrt(np.mean([(change.relative_error or 0.0) ** 2 for change in report.changes]))
+    )
 
 
 def speeds(

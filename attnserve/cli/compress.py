@@ -97,26 +97,29 @@ def optimize(
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     record = report.record
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
-    steps = [step for step in record.steps if step.rewrite in lossy]
-    names, legend = shorten_names([step.block for step in steps], width=out.width - 66)
+    changes = [change for change in record.changes if change.rewrite in lossy]
+    names, legend = shorten_names([change.block for change in changes], width=out.width - 66)
     table = make_table(
         f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
         ("block", "rewrite", ">size", ">R", ">error", ">refitted", ">MMACs"),
     )
-    for step, name in zip(steps, names, strict=True):
-        rank = "" if step.rank is None else str(step.rank)
-        rank += "" if step.head_size is None else f" ({step.head_size} per head)"
-        size = "" if step.heads is None else f"{step.heads} heads"
-        size = size if step.neurons is None else f"{step.neurons} neurons"
+    for change, name in zip(changes, names, strict=True):
+        rank = "" if change.rank is None else str(change.rank)
+        rank += "" if change.head_size is None else f" ({change.head_size} per head)"
+        size = "" if change.heads is None else f"{change.heads} heads"
+        size = size if change.neurons is None else f"{change.neurons} neurons"
         table.add_row(
             name,
-            step.rewrite,
+            change.rewrite,
             size,
             rank,
-            *("-" if e is None else f"{e:.4f}" for e in (step.relative_error, step.fitted_error)),
-            "-" if step.macs_after is None else f"{step.macs_after / 1e6:.1f}",
+            *(
+                "-" if e is None else f"{e:.4f}"
+                for e in (change.relative_error, change.fitted_error)
+            ),
+            "-" if change.macs_after is None else f"{change.macs_after / 1e6:.1f}",
         )
-    if steps:
+    if changes:
         out.print(table)
     if legend:
         print_line(legend)
@@ -148,7 +151,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
         # Otherwise the verdict states the speed.
         if report.search is None or report.search.speedups is None:
             print_line(f"speed: {speed.describe(report.plan.precision)}")
-        if steps or report.plan.precision != "float32":
+        if changes or report.plan.precision != "float32":
             gains = speed.served.value >= MIN_GAIN
             print_line(
                 f"{'' if gains else 'no gain: '}served, this model runs at "

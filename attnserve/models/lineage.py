@@ -21,12 +21,12 @@ __all__ = [
     "SIZES",
     "BeforeRecovery",
     "Calibration",
+    "Change",
     "LineageEntry",
     "MixingChoice",
     "MixingReport",
     "ModelCost",
     "Source",
-    "StepRecord",
     "TokenIds",
     "TrainingRecord",
 ]
@@ -95,11 +95,11 @@ class Calibration(Recorded, frozen=True):
 
 
 SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
-"""The fields of a step that are sizes, in the order of tables."""
+"""The fields of a change that are sizes, in the order of tables."""
 
 
-class StepRecord(Whole, frozen=True):
-    """One rewrite of one block.
+class Change(Whole, frozen=True):
+    """One rewrite of one block, in JSON a step.
 
     Attributes:
         rewrite: The name of the pass.
@@ -129,7 +129,7 @@ class StepRecord(Whole, frozen=True):
 
     @property
     def changed_sizes(self) -> list[str]:
-        """The names of the sizes that the step changed."""
+        """The names of the sizes that changed."""
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
@@ -204,7 +204,7 @@ class LineageEntry(Measured, frozen=True):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    steps: tuple[StepRecord, ...] = ()
+    changes: Annotated[tuple[Change, ...], Field(alias="steps")] = ()
     fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None

@@ -36,7 +36,7 @@ __all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
 
 
 class MixedModel(Protocol):
-    """A model rewritten with one mixing, and its steps."""
+    """A model rewritten with one mixing, and its changes."""
 
     @property
     def model(self) -> ir.Model: ...
@@ -71,8 +71,12 @@ class MixingComparison:
     def error(self, rewritten: MixedModel) -> float:
         """The largest relative error of an output on data; of the weights without data."""
         if self.job.data is None:
-            steps = [step for step in rewritten.applied.steps if step.rewrite == Collaborate.name]
-            return float(np.sqrt(np.mean([(step.relative_error or 0.0) ** 2 for step in steps])))
+            errors = [
+                change.relative_error or 0.0
+                for change in rewritten.applied.changes
+                if change.rewrite == Collaborate.name
+            ]
+            return float(np.sqrt(np.mean(np.square(errors))))
         rows = self.job.data.choose or self.job.data.fit
         outputs = compare(
             self.job.original, rewritten.model, rows, "form", context=self.job.context

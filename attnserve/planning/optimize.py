@@ -20,7 +20,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import LineageEntry, ModelCost, StepRecord
+from attnserve.models.lineage import Change, LineageEntry, ModelCost
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -82,9 +82,9 @@ class OptimizeReport:
     search: PlanRecord | None = None
 
     @property
-    def steps(self) -> tuple[StepRecord, ...]:
+    def changes(self) -> tuple[Change, ...]:
         """The applied rewrites, one per block."""
-        return self.record.steps
+        return self.record.changes
 
     @property
     def break_even_sequence(self) -> int | None:
@@ -217,7 +217,7 @@ class _Outcome:
     @property
     def names(self) -> str:
         """The names of the passes, of the training and of the precision, joined by "+"."""
-        names = [step.rewrite for step in self.applied.steps]
+        names = [change.rewrite for change in self.applied.changes]
         if self.search is not None and self.search.recovered and self.search.recovered.gain:
             names.append("recover")
         if self.plan.precision != "float32":
@@ -271,7 +271,7 @@ def _convert(job: Job, rewritten: _Outcome) -> _Outcome:
     fusion = fuse_for(state.model, precision, job.context.device.provider)
     macs = count_macs(state.model, job.counted)
     fused = [
-        StepRecord(rewrite=graph_pass.name, block=name, macs_after=macs)
+        Change(rewrite=graph_pass.name, block=name, macs_after=macs)
         for graph_pass in fusion
         for name in graph_pass.targets
     ]
@@ -342,7 +342,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         rewrite=rewritten.names,
         before=before,
         after=after,
-        steps=rewritten.applied.steps,
+        changes=rewritten.applied.changes,
         fidelity=fidelity.cosines,
         qualities=fidelity.qualities,
         break_even_sequence=break_even_length,

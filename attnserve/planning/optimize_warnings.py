@@ -11,7 +11,7 @@ from attnserve.checks.relations import MIN_DOCUMENTS, NEIGHBORS
 from attnserve.data.datasets import HELD_OUT, JOINED
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
-from attnserve.models.lineage import ModelCost, StepRecord
+from attnserve.models.lineage import Change, ModelCost
 from attnserve.models.measured import Fidelity
 from attnserve.models.search_record import SearchRecord
 from attnserve.planning.plans.plan import Plan
@@ -53,7 +53,7 @@ def warnings_of(
         *_size_warnings(*costs),
         *_cost_warnings(break_even, job.counted.length, job.artifact.max_length),
         *_data_warnings(job, plan, applied),
-        *_cache_warnings(job.matches.blocks, applied.steps),
+        *_cache_warnings(job.matches.blocks, applied.changes),
         *_fidelity_warnings(fidelities[0], plan),
         *(warning for fidelity in fidelities for warning in fidelity.warnings()),
         *((GPU_ONLY,) if plan.precision == "bfloat16" else ()),
@@ -137,10 +137,14 @@ def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
     return warnings
 
 
-def _cache_warnings(blocks: Sequence[AttentionBlock], steps: Sequence[StepRecord]) -> list[str]:
+def _cache_warnings(blocks: Sequence[AttentionBlock], changes: Sequence[Change]) -> list[str]:
     """Warnings about caches, which the original cannot share and which may even grow."""
     widths = {block.name: block.num_heads * block.head_size for block in blocks}
-    sizes = [(widths[s.block], s.cache_width) for s in steps if s.cache_width is not None]
+    sizes = [
+        (widths[change.block], change.cache_width)
+        for change in changes
+        if change.cache_width is not None
+    ]
     if not sizes:
         return []
     before, after = (sum(column) for column in zip(*sizes, strict=True))

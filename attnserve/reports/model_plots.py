@@ -1,4 +1,4 @@
-"""The plots of a model's report: steps of a rewrite, latencies of a search, losses of training."""
+"""The plots of a model's report: changes, latencies of a search, losses of training."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ __all__ = ["figures"]
 
 def figures(rewrite: LineageEntry) -> list[Figure]:
     """The plots that the recorded values of one rewrite allow."""
-    plots = (_steps(rewrite), _latency(rewrite), _recovery(rewrite))
+    plots = (_changes(rewrite), _latency(rewrite), _recovery(rewrite))
     return [figure for figure in plots if figure is not None]
 
 
-def _steps(rewrite: LineageEntry) -> Figure | None:
-    """Error of each step and the cost after it."""
-    steps = [step for step in rewrite.steps if step.relative_error is not None]
-    if len(steps) < 2:
+def _changes(rewrite: LineageEntry) -> Figure | None:
+    """Error of each change, and the cost after it."""
+    changes = [change for change in rewrite.changes if change.relative_error is not None]
+    if len(changes) < 2:
         return None
     macs_before = rewrite.before and rewrite.before.macs
-    cost = [step.macs_after for step in steps]
+    cost = [change.macs_after for change in changes]
     costs = [count for count in cost if count is not None] if macs_before else []
-    has_cost = macs_before is not None and len(costs) == len(steps)
+    has_cost = macs_before is not None and len(costs) == len(changes)
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(2 if has_cost else 1, 1, sharex=True, squeeze=False)[:, 0]
-        places = np.arange(len(steps))
-        panels[0].bar(places, [step.relative_error for step in steps], color=FIRST, width=0.7)
+        places = np.arange(len(changes))
+        panels[0].bar(places, [change.relative_error for change in changes], color=FIRST, width=0.7)
         panels[0].set_ylabel("relative error")
         if has_cost:
             assert macs_before is not None
             panels[1].bar(places, 100 * np.array(costs) / macs_before, color=SECOND, width=0.7)
             panels[1].axhline(100, color=MUTED, linewidth=0.8, linestyle="--")
             panels[1].set_ylabel("MACs, % of before")
-        starts, names = _groups([step.rewrite for step in steps])
+        starts, names = _groups([change.rewrite for change in changes])
         for axes in panels:
             axes.grid(axis="y", color=GRID)
-            axes.set_xlim(-0.5, len(steps) - 0.5)
+            axes.set_xlim(-0.5, len(changes) - 0.5)
             axes.tick_params(axis="x", length=0)
             for start in starts[1:-1]:
                 axes.axvline(start - 0.5, color=MUTED, linewidth=0.6, linestyle=":")
@@ -51,10 +51,10 @@ def _steps(rewrite: LineageEntry) -> Figure | None:
         panels[-1].set_xticks(middles, names)
 
     return Figure(
-        "steps",
-        "Error and cost of the steps",
-        "One bar per rewritten block, in the order of the table: the relative error of the step."
-        + (" Below: the MACs of the whole model after each step." if has_cost else ""),
+        "changes",
+        "Error and cost of the changes",
+        "One bar per rewritten block, in the order of the table: the relative error of the change."
+        + (" Below: the MACs of the whole model after each change." if has_cost else ""),
         svg(draw, (9.6, 3.6 if has_cost else 2.2)),
         960,
     )

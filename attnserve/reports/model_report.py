@@ -1,7 +1,7 @@
 """Write one HTML page per artifact: its rewrites, cost, quality, latency and attention.
 
 The page shows the attention blocks of the graph, and from attnserve.json every rewrite with its
-cost, quality, latency and steps. It needs neither the original nor data: the values were measured
+cost, quality, latency and changes. It needs neither the original nor data: the values were measured
 when the model was written. Only the attention blocks are matched and certified now.
 """
 

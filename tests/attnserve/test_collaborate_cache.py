@@ -97,7 +97,7 @@ def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: 
     for R in (2, 10, 20):
         report = optimized(gpt2, tmp_path, R)
         assert cache_shape(report.output) == ["batch", "1", "past", str(R + H)]
-        assert [step.cache_width for step in report.steps] == [R + H] * LAYERS
+        assert [change.cache_width for change in report.changes] == [R + H] * LAYERS
         warnings = report.record.warnings
         assert any(f"from 48 to {2 * (R + H)} numbers" in warning for warning in warnings)
         assert not any("shrinks only" in warning for warning in warnings)
@@ -109,7 +109,7 @@ def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: 
 def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, 10)
     (entry,) = open_artifact(report.output).lineage
-    assert [step.cache_width for step in entry.steps] == [10 + H] * LAYERS
+    assert [change.cache_width for change in entry.changes] == [10 + H] * LAYERS
     assert entry.fidelity.data == "random inputs, empty caches"
     matches = inspect(report.output).matches
     assert [block.form for block in matches.blocks] == ["collaborative"] * LAYERS

@@ -36,7 +36,7 @@ def test_optimize_fuses_operators_before_a_conversion(
     kinds = Counter(node.op_type for node in load_model(tmp_path / "new" / "model.onnx").graph)
     assert (kinds["Attention"], kinds["Gelu"], kinds["Softmax"], kinds["Erf"]) == (2, 2, 0, 0)
     assert len(report.plan.targets(FuseAttention)) == 2
-    assert {step.rewrite for step in report.steps} == {"fuse_attention", "fuse_gelu"}
+    assert {change.rewrite for change in report.changes} == {"fuse_attention", "fuse_gelu"}
     assert report.record.after.macs == report.record.before.macs
     assert report.fidelity.mean_cosine > cosine - 1e-4
 

@@ -109,25 +109,25 @@ Cases = Callable[..., Optimized]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_optimize_steps_follow_the_plan_and_add_up(optimized: Cases, case: str):
+def test_optimize_changes_follow_the_plan_and_add_up(optimized: Cases, case: str):
     report = optimized(case).report
-    kinds = list(dict.fromkeys(step.rewrite for step in report.steps))
+    kinds = list(dict.fromkeys(change.rewrite for change in report.changes))
     assert kinds == [kind for kind in ORDER if kind in kinds]
     last = {
-        step.block: step for step in report.steps
-    }  # the last step of a layer holds its fitted error
-    assert any(step.fitted_error is not None for step in last.values())
-    assert report.steps[-1].macs_after == report.record.after.macs
-    macs = [report.record.before.macs, *(step.macs_after for step in report.steps)]
+        change.block: change for change in report.changes
+    }  # the last change of a layer holds its fitted error
+    assert any(change.fitted_error is not None for change in last.values())
+    assert report.changes[-1].macs_after == report.record.after.macs
+    macs = [report.record.before.macs, *(change.macs_after for change in report.changes)]
     assert None not in macs
     if case != "all":  # sharing alone may add MACs
         assert macs == sorted(macs, reverse=True)  # pyright: ignore
-    assert {step.block for step in report.steps} == set(report.plan.lossy_blocks)
+    assert {change.block for change in report.changes} == set(report.plan.lossy_blocks)
 
 
 def test_optimize_all_rewrites_are_one_plan_in_one_file(optimized: Cases):
     folder, report = optimized("all")
-    kinds = [step.rewrite for step in report.steps]
+    kinds = [change.rewrite for change in report.changes]
     runs = [kind for i, kind in enumerate(kinds) if i == 0 or kinds[i - 1] != kind]
     assert runs == ORDER
     plan = report.plan
@@ -195,12 +195,12 @@ def test_optimize_refit_improves_unseen_text(optimized: Cases, bert: Path, unsee
     assert plans[0] == plans[1]
 
 
-def test_optimize_steps_have_errors_before_and_after_the_refit(optimized: Cases):
-    assert all(step.fitted_error is None for step in optimized("prune", False).report.steps)
+def test_optimize_changes_have_errors_before_and_after_the_refit(optimized: Cases):
+    assert all(change.fitted_error is None for change in optimized("prune", False).report.changes)
     for case in ("prune", "reuse"):
-        for step in optimized(case).report.steps:
-            assert step.relative_error is not None and step.fitted_error is not None
-            assert step.fitted_error < step.relative_error
+        for change in optimized(case).report.changes:
+            assert change.relative_error is not None and change.fitted_error is not None
+            assert change.fitted_error < change.relative_error
 
 
 def test_optimize_without_refit_keeps_remaining_weights(optimized: Cases, bert: Path):
@@ -249,7 +249,7 @@ def test_optimize_fused_export_gives_the_same_plan(
     export(str(source), tmp_path / "fused", attention="sdpa", exporter="dynamo", opset=23)
     new = tmp_path / "new"
     report = optimize(tmp_path / "fused", new, calib=calibration, **CASES["all"])
-    assert report.steps[-1].macs_after == report.record.after.macs
+    assert report.changes[-1].macs_after == report.record.after.macs
     other = optimized("all").report
     masks = [list(r.plan.targets(PruneHeads).values()) for r in (report, other)]
     assert masks[0] == masks[1]
@@ -281,13 +281,13 @@ def forms(path: Path) -> list[str]:
 
 def test_optimize_mask_or_index_needs_no_data(small: Path, tmp_path: Path):
     report = optimize(small, tmp_path / "index.onnx", reuse="alternate", align="index")
-    assert [step.heads for step in report.steps] == [0]
+    assert [change.heads for change in report.changes] == [0]
     assert forms(tmp_path / "index.onnx") == ["standard", "reuse", "standard"]
     report = optimize(small, tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1], "2": [0, 0, 0]})
-    steps = [(step.rewrite, step.heads) for step in report.steps]
-    assert steps == [("prune_heads", 2), ("prune_heads", 0)]
-    assert all(step.relative_error is not None for step in report.steps), "on random inputs"
-    assert report.steps[-1].macs_after == report.record.after.macs
+    changes = [(change.rewrite, change.heads) for change in report.changes]
+    assert changes == [("prune_heads", 2), ("prune_heads", 0)]
+    assert all(change.relative_error is not None for change in report.changes), "on random inputs"
+    assert report.changes[-1].macs_after == report.record.after.macs
     assert report.fidelity.data == "random inputs"
     assert any("not calibrated" in warning for warning in report.record.warnings)
     assert [block.num_heads for block in inspect(tmp_path / "new.onnx").matches.blocks] == [3, 2]
@@ -305,7 +305,7 @@ def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: P
         tmp_path / "silent.onnx", tmp_path / "new.onnx", prune_heads={"1": [1, 0, 1]},
         min_cosine=1 - 1e-6,
     )  # fmt: skip
-    assert report.steps[0].relative_error == pytest.approx(0, abs=1e-5)
+    assert report.changes[0].relative_error == pytest.approx(0, abs=1e-5)
     new = verify(tmp_path / "silent.onnx", tmp_path / "new.onnx")
     assert new.outputs[0].relative_error <= 1e-5
 
@@ -389,7 +389,7 @@ def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, t
     for number, request in enumerate(requests):
         new = tmp_path / str(number) / "model.onnx"
         report = optimize(path, new, calib=arrays, **request)
-        assert report.steps[-1].macs_after == report.record.after.macs, request
+        assert report.changes[-1].macs_after == report.record.after.macs, request
         assert not inspect(new).matches.unmatched, request
         path = new
     assert forms(path) == ["sparse", "reuse"]

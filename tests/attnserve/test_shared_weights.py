@@ -118,7 +118,7 @@ def test_optimize_dense_factors_stay_shared(
     report = optimize(
         albert, tmp_path / "new.onnx", collab_dk=rank, mixing="dense", calib=calibration
     )
-    factored = [step for step in report.steps if step.rewrite == "collaborate"]
+    factored = [change for change in report.changes if change.rewrite == "collaborate"]
     assert len(factored) == LAYERS
     assert len({step.relative_error for step in factored}) == 1, "factored once"
     kept = weights(tmp_path / "new.onnx")
@@ -206,10 +206,10 @@ def test_optimize_reuse_leaves_a_shared_output_projection(
 ):
     edges = {"1": {str(head): ["0", head] for head in range(H)}}
     report = optimize(albert, tmp_path / "new.onnx", reuse=edges, calib=calibration)
-    (step,) = report.steps
-    assert step.fitted_error is None
+    (change,) = report.changes
+    assert change.fitted_error is None
     assert report.record.after.parameters <= report.record.before.parameters
-    assert any(step.block in each and "not refitted" in each for each in report.record.warnings)
+    assert any(change.block in each and "not refitted" in each for each in report.record.warnings)
 
 
 @pytest.mark.parametrize("wanted", [{"collab_dk": 6, "mixing": "dense"}, {"head_dk": 3}])
@@ -221,7 +221,7 @@ def test_optimize_packed_weights_of_merged_heads_leave_the_graph(
     data = tmp_path / "x.npz"
     np.savez(data, x=rng.standard_normal((40, 9, D)).astype(np.float32))
     report = optimize(folded, tmp_path / "new.onnx", calib=data, **wanted)
-    assert len(report.steps) == LAYERS
+    assert len(report.changes) == LAYERS
     assert report.record.after.parameters < report.record.before.parameters + LAYERS * (H + 1) * D
     kept = load_model(tmp_path / "new.onnx").graph.initializers
     assert (D, 3 * H * K) not in {tuple(value.shape or ()) for value in kept.values()}

@@ -16,7 +16,7 @@ from attnserve.fusion import DEFECT
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import StepRecord
+from attnserve.models.lineage import Change
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -32,21 +32,21 @@ __all__ = ["ApplyReport", "PassRunner"]
 
 @dataclass(frozen=True, eq=False)
 class ApplyReport:
-    """The steps of an applied plan.
+    """The changes of an applied plan.
 
     Attributes:
-        is_exact: Whether all steps are exact.
+        is_exact: Whether all changes are exact.
         shared: Rewritten blocks that were not refitted, because other blocks share their weights.
     """
 
-    steps: tuple[StepRecord, ...] = ()
+    changes: tuple[Change, ...] = ()
     is_exact: bool = True
     shared: tuple[str, ...] = ()
 
     def then(self, later: ApplyReport) -> ApplyReport:
-        """The report of these steps and later ones."""
+        """The report of these changes and later ones."""
         return ApplyReport(
-            (*self.steps, *later.steps),
+            (*self.changes, *later.changes),
             is_exact=self.is_exact and later.is_exact,
             shared=(*self.shared, *later.shared),
         )
@@ -59,13 +59,13 @@ class BlockChange:
     Attributes:
         rewrite, block: The names of the pass and of the block.
         macs: MACs of the whole model afterwards; None if they cannot be counted.
-        sizes: Sizes of the block afterwards, by their names in ``StepRecord``.
+        sizes: Sizes of the block afterwards, by their names in ``Change``.
         is_exact: Whether the pass changes the block's output by rounding only.
         is_measured: Whether the output was compared with the original's (and refitted) afterwards;
             true if that is not needed.
         is_certified: Whether the block was certified afterwards; true if that is not needed.
-        error: ``StepRecord.relative_error``; None while it is unknown.
-        fitted_error: ``StepRecord.fitted_error``; None while it is unknown.
+        error: ``Change.relative_error``; None while it is unknown.
+        fitted_error: ``Change.fitted_error``; None while it is unknown.
         is_shared: Whether the block was not refitted, because other blocks share its weights.
     """
 
@@ -80,9 +80,9 @@ class BlockChange:
     fitted_error: float | None = None
     is_shared: bool = False
 
-    def record(self) -> StepRecord:
-        """The step as attnserve.json records it."""
-        return StepRecord(
+    def record(self) -> Change:
+        """The change as attnserve.json records it."""
+        return Change(
             rewrite=self.rewrite,
             block=self.block,
             relative_error=self.error,
@@ -102,13 +102,13 @@ class PassRunner:
 
     Attributes:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
-        steps: The steps so far.
+        changes: The changes so far.
     """
 
     job: Job
     analyses: Analyses
     fit: bool
-    steps: list[BlockChange] = field(default_factory=list[BlockChange])
+    changes: list[BlockChange] = field(default_factory=list[BlockChange])
 
     @property
     def model(self) -> ir.Model:
@@ -125,19 +125,19 @@ class PassRunner:
         if isinstance(graph_pass, FittedPass) and graph_pass.targets:
             graph_pass = self._fitted(graph_pass)
         if graph_pass.lossy and isinstance(graph_pass, BlockPass):
-            self.steps += self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
+            self.changes += self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
         else:
             self._refit()
-            self.steps += self._run_exact(graph_pass)
+            self.changes += self._run_exact(graph_pass)
 
     def finish(self) -> ApplyReport:
-        """Refit and certify what the passes changed, and return their steps."""
+        """Refit and certify what the passes changed, and return the changes."""
         self._refit()
         self._certify()
         return ApplyReport(
-            tuple(step.record() for step in self.steps),
-            is_exact=all(step.is_exact for step in self.steps),
-            shared=tuple(sorted({step.block for step in self.steps if step.is_shared})),
+            tuple(change.record() for change in self.changes),
+            is_exact=all(change.is_exact for change in self.changes),
+            shared=tuple(sorted({change.block for change in self.changes if change.is_shared})),
         )
 
     # ---- passes ----------------------------------------------------------------------------------
@@ -165,13 +165,13 @@ class PassRunner:
         graph_pass(self.model)
         after = self._macs_by_block()
         blocks = self._blocks()
-        steps: list[BlockChange] = []
+        changes: list[BlockChange] = []
         for name in graph_pass.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
             error = (
                 graph_pass.approximation_error(name) if isinstance(graph_pass, FittedPass) else None
             )
-            steps.append(
+            changes.append(
                 BlockChange(
                     rewrite=graph_pass.name,
                     block=name,
@@ -183,8 +183,8 @@ class PassRunner:
                     error=error,
                 )
             )
-        steps[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
-        return steps
+        changes[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
+        return changes
 
     def _run_exact(self, graph_pass: RewritePass) -> list[BlockChange]:
         """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
@@ -208,9 +208,11 @@ class PassRunner:
 
         Without ``fit``, only their distance to the original is measured.
         """
-        if all(step.is_measured for step in self.steps):
+        if all(change.is_measured for change in self.changes):
             return
-        changed = list(dict.fromkeys(step.block for step in self.steps if not step.is_exact))
+        changed = list(
+            dict.fromkeys(change.block for change in self.changes if not change.is_exact)
+        )
         empty = empty_axes(self.job.original, self.model)
         if self.job.data is not None:
             blocks = self._blocks()
@@ -223,13 +225,13 @@ class PassRunner:
             feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
         self.analyses.invalidate()
-        for step in self.steps:
-            result = refits.get(step.block)
-            step.is_measured = True
-            step.is_shared = self.fit and result is not None and result.is_shared
-            if step.error is None and result is not None:
-                step.error = result.relative_error_before
-        latest = {step.block: step for step in self.steps}
+        for change in self.changes:
+            result = refits.get(change.block)
+            change.is_measured = True
+            change.is_shared = self.fit and result is not None and result.is_shared
+            if change.error is None and result is not None:
+                change.error = result.relative_error_before
+        latest = {change.block: change for change in self.changes}
         for name, result in refits.items():
             if result.ridge is not None:
                 latest[name].fitted_error = result.relative_error
@@ -241,7 +243,7 @@ class PassRunner:
         Raises:
             InvalidModel: A block is not matched any more, or does not compute what was matched.
         """
-        rewritten = {step.block for step in self.steps if not step.is_certified}
+        rewritten = {change.block for change in self.changes if not change.is_certified}
         if not rewritten:
             return
         feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
@@ -255,8 +257,8 @@ class PassRunner:
                 DEFECT,
                 code="internal.certificate",
             )
-        for step in self.steps:
-            step.is_certified = True
+        for change in self.changes:
+            change.is_certified = True
 
     # ---- the model -------------------------------------------------------------------------------
 

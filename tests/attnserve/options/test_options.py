@@ -150,7 +150,7 @@ def test_group_and_keywords_are_the_same_call(tiny: Path, tmp_path: Path):
     first = attnserve.optimize(tiny, tmp_path / "a", collab_dk=16, mixing="dense", batch=2)
     groups = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "target": Target(batch=2)}
     second = attnserve.optimize(tiny, tmp_path / "b", **groups)
-    assert first.steps == second.steps and first.record.batch == second.record.batch == 2
+    assert first.changes == second.changes and first.record.batch == second.record.batch == 2
     assert first.output.read_bytes() == second.output.read_bytes()
 
 

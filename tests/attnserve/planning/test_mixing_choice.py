@@ -218,8 +218,8 @@ def test_optimize_auto_mixing_of_full_rank_is_dense(tiny: Path, tmp_path: Path):
 
 def test_optimize_steps_report_rank_and_head_size(tiny: Path, sentences: Path, tmp_path: Path):
     report = optimize(tiny, tmp_path / "new", collab_dk=12, head_dk=6, calib=sentences)
-    assert [(step.rank, step.head_size) for step in report.steps] == [(12, 6)] * 2
-    assert all(0 < (step.relative_error or 0) < 1 for step in report.steps)
+    assert [(change.rank, change.head_size) for change in report.changes] == [(12, 6)] * 2
+    assert all(0 < (change.relative_error or 0) < 1 for change in report.changes)
     shared = report.plan.targets(Collaborate).values()
     assert [params.head_size for params in shared] == [6, 6]
 
@@ -258,7 +258,7 @@ def test_optimize_head_dk_counts_remaining_heads(tiny: Path, sentences: Path, tm
     report = optimize(
         tiny, tmp_path / "new", prune_heads={"0": [1, 0, 1, 1]}, head_dk=4, calib=sentences
     )
-    ranks = [step.rank for step in report.steps if step.rewrite == "collaborate"]
+    ranks = [change.rank for change in report.changes if change.rewrite == "collaborate"]
     assert ranks == [12, 16]
     blocks = inspect(tmp_path / "new").matches.blocks
     assert [(b.num_heads, b.head_size) for b in blocks] == [(3, 5), (4, 5)]

@@ -63,7 +63,7 @@ def test_optimize_full_rank_is_exact_on_every_export(
 ):
     original = tiny_export(*export) / "model.onnx"
     report = optimize(original, tmp_path / "new.onnx", collab_dk=EXACT, mixing="dense")
-    assert [step.relative_error for step in report.steps] == [0, 0]
+    assert [change.relative_error for change in report.changes] == [0, 0]
     fidelity = verify(original, tmp_path / "new.onnx")
     assert max(output.max_abs_error for output in fidelity.outputs) <= 1e-4
     assert fidelity.min_cosine >= 1 - 1e-7
@@ -83,8 +83,8 @@ def test_optimize_error_falls_as_rank_grows(tiny: Path, sentences: Path, tmp_pat
         )
         for R in (1, 24, EXACT)
     ]
-    assert [report.steps[0].rank for report in reports] == [1, 24, EXACT]
-    errors = [report.steps[0].relative_error for report in reports]
+    assert [report.changes[0].rank for report in reports] == [1, 24, EXACT]
+    errors = [report.changes[0].relative_error for report in reports]
     assert errors == sorted(errors, reverse=True) and errors[-1] == 0
     cosines = [report.fidelity.mean_cosine for report in reports]
     assert cosines == sorted(cosines) and cosines[-1] >= 1 - 1e-7
@@ -210,14 +210,16 @@ def forms(path: Path) -> list[tuple[str, int]]:
 )
 def test_optimize_rank_per_layer(tiny: Path, tmp_path: Path, ranks: Any, expected: Any):
     report = optimize(tiny, tmp_path / "new", collab_dk=ranks, mixing="dense")
-    assert [step.rank for step in report.steps] == [K for form, K in expected if form != "standard"]
+    assert [change.rank for change in report.changes] == [
+        K for form, K in expected if form != "standard"
+    ]
     assert forms(tmp_path / "new") == expected
 
 
 def test_optimize_layers_by_index_or_name(tiny: Path, tmp_path: Path):
     name = inspect(tiny).matches.blocks[1].name
     report = optimize(tiny, tmp_path / "new", collab_dk=16, layers=["1", name], mixing="dense")
-    assert [step.block for step in report.steps] == [name]
+    assert [change.block for change in report.changes] == [name]
     assert forms(tmp_path / "new") == [("standard", 8), ("collaborative", 16)]
 
 
@@ -240,7 +242,7 @@ def test_optimize_writes_complete_artifact(tiny: Path, fitted: OptimizeReport):
     (entry,) = new.lineage
     assert entry.rewrite == "collaborate" and entry.seed == 5
     assert entry.calibration is not None and entry.calibration.file == "sentences.txt"
-    assert entry.steps == fitted.steps
+    assert entry.changes == fitted.changes
     assert {"numpy", "onnxruntime", "python"} <= entry.versions.keys()
 
 
@@ -370,7 +372,7 @@ def test_optimize_collaborative_layer_is_left_or_refused_if_requested(tiny: Path
             optimize(tmp_path / "one", tmp_path / "two", **options)
     assert tree(tmp_path) == before
     report = optimize(tmp_path / "one", tmp_path / "two", collab_dk=16, mixing="dense")
-    assert len(report.steps) == 1
+    assert len(report.changes) == 1
     assert "is left as it is: its heads are collaborative already" in warnings(report)
     with raises(CannotRewrite, "request.nothing", "2 attention blocks"):
         optimize(tmp_path / "two", tmp_path / "three", collab_dk=16, mixing="dense")
@@ -433,7 +435,9 @@ def test_optimize_calibration_arrays_equal_their_text(
         tiny, tmp_path / "new", collab_dk=16, mixing="dense", calib=tmp_path / "arrays"
     )
     assert report.fidelity.data == "held out of arrays"
-    for ours, theirs in zip(report.steps, fitted.steps, strict=True):  # another tenth is held out
+    for ours, theirs in zip(
+        report.changes, fitted.changes, strict=True
+    ):  # another tenth is held out
         assert ours.relative_error == pytest.approx(theirs.relative_error, rel=0.2)
 
 

@@ -49,7 +49,7 @@ def test_optimize_keep_writes_report_and_lineage(
     report = optimized(keep=0.95, allow=["ffn"], sequence=(8, 32))
     assert report.fidelity.mean_cosine >= 0.95
     assert report.record.after.parameters < report.record.before.parameters
-    assert report.steps[-1].macs_after == report.record.after.macs
+    assert report.changes[-1].macs_after == report.record.after.macs
     record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
     entry = record["lineage"][-1]
     assert entry["search"]["verdict"] == report.search.verdict

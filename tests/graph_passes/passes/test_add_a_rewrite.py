@@ -129,7 +129,7 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     plan = Plan((remove_constant_bias(["attention_0", "attention_1"]),))
     report = apply_plan(plan, job_of(original), model).applied
     assert report.is_exact
-    assert [(step.rewrite, step.block) for step in report.steps] == [
+    assert [(change.rewrite, change.block) for change in report.changes] == [
         (NAME, "attention_0"), (NAME, "attention_1"),
     ]  # fmt: skip
     assert "per_head" not in model.graph.initializers

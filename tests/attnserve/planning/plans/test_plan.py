@@ -319,24 +319,26 @@ def test_apply_plan_passes_refer_to_blocks_as_their_predecessors_leave_them():
         entry("reuse_attention", _2={"0": ["attention_1", 1]}),
         entry("collaborate", _3={"rank": 6, "head_size": 2}),
     ])  # fmt: skip
-    assert [(step.rewrite, step.block) for step in report.steps] == [
+    assert [(change.rewrite, change.block) for change in report.changes] == [
         ("skip_attention", NAMES[0]), ("prune_heads", NAMES[1]), ("reuse_attention", NAMES[2]),
         ("collaborate", NAMES[3]),
     ]  # fmt: skip
-    assert [step.heads for step in report.steps] == [0, 2, 2, 3]
-    assert not report.is_exact and all(step.relative_error is not None for step in report.steps)
+    assert [change.heads for change in report.changes] == [0, 2, 2, 3]
+    assert not report.is_exact and all(
+        change.relative_error is not None for change in report.changes
+    )
 
 
 def test_apply_plan_full_rank_sharing_is_exact():
     report = applied([entry("collaborate", _1={"rank": H * K})])
-    assert report.is_exact and report.steps[0].relative_error == 0
+    assert report.is_exact and report.changes[0].relative_error == 0
 
 
 def test_apply_plan_empty_plan_changes_nothing():
     model = layers(2)
     before = ir.to_proto(model).SerializeToString()
     report = apply_plan(Plan(), job_of(layers(2)), model).applied
-    assert report.is_exact and report.steps == ()
+    assert report.is_exact and report.changes == ()
     assert ir.to_proto(model).SerializeToString() == before
 
 

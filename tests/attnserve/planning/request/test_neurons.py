@@ -285,7 +285,7 @@ def test_optimize_ffn_removes_neurons_and_their_cost(
     report = optimize(tiny, tmp_path / "new", ffn=0.5, calib=sentences, threads=1)
     model = load_model(tmp_path / "new" / "model.onnx")
     left = {block.name: block.num_neurons for block in find_feed_forward(model)}
-    assert [(step.rewrite, step.block, step.neurons) for step in report.steps] == [
+    assert [(change.rewrite, change.block, change.neurons) for change in report.changes] == [
         ("prune_neurons", block.name, left[block.name]) for block in blocks
     ]
     removed = sum(F - size for size in left.values())
@@ -299,7 +299,7 @@ def test_optimize_ffn_removes_neurons_and_their_cost(
     before, after = report.record.before.macs, report.record.after.macs
     assert before is not None and after is not None
     assert before - after == removed * 2 * 32 * report.record.sequence
-    assert report.steps[-1].macs_after == after
+    assert report.changes[-1].macs_after == after
     assert len(inspect(tmp_path / "new").matches.blocks) == 2
 
 
@@ -308,7 +308,7 @@ def test_optimize_ffn_refit_improves_the_cosine(tiny: Path, sentences: Path, tmp
     for fit in (False, True):
         report = optimize(tiny, tmp_path / str(fit), ffn=0.5, calib=sentences, refit=fit)
         cosines.append(verify(tiny, tmp_path / str(fit), data=sentences).mean_cosine)
-        errors = [(step.relative_error, step.fitted_error) for step in report.steps]
+        errors = [(change.relative_error, change.fitted_error) for change in report.changes]
         assert all(before is not None and 0 < before < 1 for before, _ in errors)
         assert all((after is not None) == fit for _, after in errors)
     assert cosines[0] < cosines[1]
@@ -330,12 +330,12 @@ def test_optimize_ffn_combines_with_other_rewrites(
         calib=sentences,
         threads=1,
     )
-    rewrites = {step.rewrite for step in report.steps}
+    rewrites = {change.rewrite for change in report.changes}
     assert rewrites == {"prune_heads", "prune_neurons", "collaborate"}
     assert report.fidelity.mean_cosine > 0.9
     again = optimize(tmp_path / "new", tmp_path / "two", ffn=0.25, calib=sentences, threads=1)
-    assert {step.block for step in again.steps} <= {
-        step.block for step in report.steps if step.rewrite == "prune_neurons"
+    assert {change.block for change in again.changes} <= {
+        change.block for change in report.changes if change.rewrite == "prune_neurons"
     }
 
 
