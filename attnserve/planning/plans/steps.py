@@ -30,7 +30,7 @@ __all__ = ["TRAININGS", "Cast", "Distill", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
-    """A step of a plan.
+    """A step of a plan: a rewrite, a training, or the conversion to a precision.
 
     Attributes:
         needs_data: Whether it cannot be applied without calibration data.
