@@ -105,7 +105,7 @@ class Dataset:
         source: File name, rows, tokens and checksum, for records.
         files: The data of each file if there are several; they share the batches.
         lists: The lists of documents of a query that rows of a batch belong to, by the id of the
-            batch; empty if the rows are no lists.
+            batch; empty if the rows are not lists.
         query_lengths: The lengths of queries, if rows have roles.
         documents: Identities of the batches that hold documents, if rows have roles: each batch
             then has rows of one role.
@@ -145,7 +145,7 @@ class Dataset:
         return self._files.get(id(batch), self)
 
     def lists_of(self, batch: Batch) -> Lists | None:
-        """The lists that the rows of a batch belong to; None if they are no lists."""
+        """The lists that the rows of a batch belong to; None if they are not lists."""
         return self.file_of(batch).lists.get(id(batch))
 
     @cached_property

@@ -193,7 +193,7 @@ def read_pairs(path: Path, *, labeled: bool = True) -> list[QueryDocument]:
         labeled: Require their relevance.
 
     Raises:
-        InvalidData: See ``read_table``; or a relevance is no finite number.
+        InvalidData: See ``read_table``; or a relevance is not a finite number.
     """
     columns = (QUERY, DOCUMENT)
     if labeled or any(name in RELEVANCE for name in _header(read_text(path).split("\n"))):

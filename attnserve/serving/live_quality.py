@@ -66,7 +66,7 @@ class Guarantee:
         value: The guaranteed quality; None without a guarantee.
         output: The name of the measured output; empty if the record has none.
         window: The number of last rows that are measured. The overlap of an index falls with the
-            number of its documents, so that it is that of the proof, at most ``WINDOW``.
+            number of its documents, so that it is that of the verification, at most ``WINDOW``.
     """
 
     measure: Measure = "auto"

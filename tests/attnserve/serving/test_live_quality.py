@@ -120,7 +120,7 @@ def test_every_measure_is_one_for_equal_outputs_and_holds_a_window(measure: Any)
 
 @pytest.mark.timing(seconds=7)
 def test_index_alarms_follow_the_guarantee():
-    """The rows of the window search each other, as the rows of the proof did."""
+    """The rows of the window search each other, as those of the verification did."""
     random = np.random.default_rng(6)
 
     def broken(rows: int, noise: float, guarantee: float) -> bool:
