@@ -151,7 +151,8 @@ def _task(library: Any, name: str, data: Path | None) -> Any:
         task = library.get_task(name)
     except KeyError as error:
         raise InvalidArgument(
-            f"`mteb` is {name!r}, which is no task of mteb {library.__version__}: {error.args[0]}",
+            f"`mteb` is {name!r}, which is not a task of mteb {library.__version__}:"
+            f" {error.args[0]}",
             "choose one of https://docs.mteb.org/overview/available_tasks",
             code="mteb.unknown_task",
         ) from error
@@ -242,7 +243,7 @@ def _earlier(library: Any, folder: Path) -> dict[str, TaskScore]:
     """The scores of a folder of results by task.
 
     Raises:
-        InvalidData: A file is no result of a known task.
+        InvalidData: A file is not a result of a known task.
     """
     scores: dict[str, TaskScore] = {}
     for path in sorted(folder.glob("*.json")):
