@@ -88,7 +88,7 @@ def tasks_of(
     if not reranks:
         refusals["rerank"] = Refusal(
             "no_reranker",
-            f"{name} is no reranker: no output 'logits' of shape [batch, 1]",
+            f"{name} is not a reranker: it has no output 'logits' of shape [batch, 1]",
             "export a reranker with the task rerank",
         )
     if instead is not None or len(axes["tokens"]) != 3:
@@ -98,7 +98,7 @@ def tasks_of(
     if not is_sparse:
         refusals["sparse"] = Refusal(
             "no_sparse",
-            f"{name} is no SPLADE model: no masked language model with logits of tokens",
+            f"{name} is not a SPLADE model: no output has the logits of a masked language model",
             "use /embed, or export a SPLADE model with the task fill-mask",
         )
     return refusals

@@ -196,7 +196,7 @@ def test_rerank_invalid_body_is_refused(
 def test_rerank_of_an_encoder_is_not_found(client: TestClient) -> None:
     answer = client.post("/rerank", json={"query": "a", "texts": ["a"]})
     assert answer.status_code == 424
-    assert answer.json()["error"].startswith("tiny is no reranker")
+    assert answer.json()["error"].startswith("tiny is not a reranker")
 
 
 # -- prompts and dimensions -----------------------------------------------------------------------
