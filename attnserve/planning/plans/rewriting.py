@@ -61,9 +61,9 @@ class BlockChange:
         macs: MACs of the whole model afterwards; None if they cannot be counted.
         sizes: Sizes of the block afterwards, by their names in ``StepRecord``.
         is_exact: Whether the pass changes the block's output by rounding only.
-        is_measured: Whether the output was compared with the original's (and refitted) afterwards;
-            true if that is not needed.
-        is_certified: Whether the block was certified afterwards; true if that is not needed.
+        needs_measuring: Whether the output must still be compared with the original's (and
+            refitted).
+        needs_certificate: Whether the block must still be certified.
         error: ``StepRecord.relative_error``; None while it is unknown.
         fitted_error: ``StepRecord.fitted_error``; None while it is unknown.
         is_shared: Whether the block was not refitted, because other blocks share its weights.
@@ -74,8 +74,8 @@ class BlockChange:
     macs: int | None
     sizes: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     is_exact: bool = True
-    is_measured: bool = True
-    is_certified: bool = True
+    needs_measuring: bool = False
+    needs_certificate: bool = False
     error: float | None = None
     fitted_error: float | None = None
     is_shared: bool = False
@@ -178,8 +178,8 @@ class PassRunner:
                     macs=macs,
                     sizes=graph_pass.sizes(name, blocks.get(name)),
                     is_exact=error == 0,
-                    is_measured=error == 0 or (error is not None and not self.fit),
-                    is_certified=False,
+                    needs_measuring=error is None or (error != 0 and self.fit),
+                    needs_certificate=True,
                     error=error,
                 )
             )
@@ -196,7 +196,7 @@ class PassRunner:
         attention = {block.name for block in self.analyses.get(find_attention).blocks}
         return [
             BlockChange(
-                rewrite=graph_pass.name, block=name, macs=macs, is_certified=name not in attention
+                rewrite=graph_pass.name, block=name, macs=macs, needs_certificate=name in attention
             )
             for name in targets
         ]
@@ -208,7 +208,7 @@ class PassRunner:
 
         Without ``fit``, only their distance to the original is measured.
         """
-        if all(step.is_measured for step in self.steps):
+        if not any(step.needs_measuring for step in self.steps):
             return
         changed = list(dict.fromkeys(step.block for step in self.steps if not step.is_exact))
         empty = empty_axes(self.job.original, self.model)
@@ -225,7 +225,7 @@ class PassRunner:
         self.analyses.invalidate()
         for step in self.steps:
             result = refits.get(step.block)
-            step.is_measured = True
+            step.needs_measuring = False
             step.is_shared = self.fit and result is not None and result.is_shared
             if step.error is None and result is not None:
                 step.error = result.relative_error_before
@@ -241,7 +241,7 @@ class PassRunner:
         Raises:
             InvalidModel: A block is not matched any more, or does not compute what was matched.
         """
-        rewritten = {step.block for step in self.steps if not step.is_certified}
+        rewritten = {step.block for step in self.steps if step.needs_certificate}
         if not rewritten:
             return
         feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
@@ -256,7 +256,7 @@ class PassRunner:
                 code="internal.certificate",
             )
         for step in self.steps:
-            step.is_certified = True
+            step.needs_certificate = False
 
     # ---- the model -------------------------------------------------------------------------------
 
