@@ -249,9 +249,12 @@ class PassRunner:
         report = self.analyses.get(read_attention, seed=self.job.context.seed)
         certified = {block.name for block in report.blocks}
         if lost := sorted(rewritten - removed - certified):
-            reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
+            found = {block.name: block for block in self.analyses.get(find_attention).blocks}
+            block = found.get(lost[0])
+            reason = None if block is None else report.failure(block)
             raise InvalidModel(
-                f"{lost[0]} is not certified after its rewrite: {reason}",
+                f"{lost[0]} is not certified after its rewrite: "
+                f"{reason or 'it is not found any more'}",
                 DEFECT,
                 code="internal.certificate",
             )
