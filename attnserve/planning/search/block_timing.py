@@ -15,16 +15,16 @@ from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
-    Block,
     BlockConfig,
     BlockOperator,
     Kept,
+    ReusePair,
     apply_config,
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, ReusePair
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.measurements import BlockLatency
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch
@@ -250,7 +250,7 @@ class BlockTimer:
         fused_ms = sum(self.mean(block.configs[Kept(source.count)]) for block in latencies)
         saved_ms = fused_ms - self.mean(times[source.count])
         if saved_ms > 0:
-            fewer = [c.kept for c in latencies[0].configs if isinstance(c, Kept)]
+            fewer = [config.kept for config in latencies[0].configs if config == Kept(config.kept)]
             times |= timed([kept for kept in fewer if kept < source.count])
         return times, saved_ms
 

@@ -9,9 +9,15 @@ from itertools import product
 import numpy as np
 
 from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
-from attnserve.planning.blocks.configurations import Block, BlockConfig, Kept, Reusing
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
+from attnserve.planning.blocks.configurations import (
+    BlockConfig,
+    Kept,
+    LossCurve,
+    ReusePair,
+    Reusing,
+)
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.measurements import BlockLatency
 
 __all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_groups"]
 
@@ -31,6 +37,11 @@ class UnitConfig:
     loss: float
     ms: float
     in_float: frozenset[int] = frozenset()
+
+    @property
+    def sources(self) -> set[str]:
+        """The attention blocks whose probabilities others of the unit reuse."""
+        return {config.reuses for config in self.blocks if config.reuses is not None}
 
     def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
@@ -138,9 +149,7 @@ class Estimates:
         for kept, ms in pair.times.items():
             if (MIN_SPEEDUP * np.array(ms) > original).any():
                 continue
-            num_removed = pair.source.count - kept
-            loss = curve.at(num_removed) + other.at(num_removed)
-            loss += pair.loss * kept / pair.source.count
+            loss = pair.loss_at(kept, curve, other)
             blocks = Kept(kept), Reusing(kept, pair.source.names[0])
             configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
         return _rising(configs)
@@ -174,7 +183,7 @@ class Estimates:
             elif curve is None or (MIN_SPEEDUP * ms > original).any():
                 continue
             else:
-                loss = curve.loss_of(config)
+                loss = config.loss(curve)
             if loss is not None:
                 configs.append(UnitConfig((config,), loss, self._mean(ms)))
         return configs

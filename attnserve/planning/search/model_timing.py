@@ -11,9 +11,9 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.configurations import Block
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, ReusePair
+from attnserve.planning.blocks.configurations import ReusePair
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.measurements import BlockLatency
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert

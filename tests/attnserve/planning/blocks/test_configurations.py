@@ -21,18 +21,19 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.blocks.configurations import (
-    Block,
     BlockConfig,
     Kept,
+    LossCurve,
     Replaced,
+    ReusePair,
     Reusing,
     Shared,
     Truncated,
     configs_of,
 )
-from attnserve.planning.blocks.groups import TiedBlocks, group_blocks
+from attnserve.planning.blocks.groups import Block, TiedBlocks, group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
-from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
+from attnserve.planning.blocks.measurements import BlockLatency
 from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
@@ -380,21 +381,21 @@ def test_loss_curves_of_other_changes(
         assert tuple(losses) == configs
         assert 0 < losses[Truncated(4, 4)] < losses[Shared(4, 4, 8)] < 0.5  # sharing costs more
         assert 0 < losses[Replaced()] < 1.5
-        assert curve.loss_of(Truncated(4, 4)) == losses[Truncated(4, 4)]
-        assert curve.loss_of(Truncated(2, 4)) == pytest.approx(
+        assert Truncated(4, 4).loss(curve) == losses[Truncated(4, 4)]
+        assert Truncated(2, 4).loss(curve) == pytest.approx(
             curve.at(2) + losses[Truncated(4, 4)] / 2
         )
-        assert curve.loss_of(Shared(4, 4, 8).with_heads(2)) == pytest.approx(
+        assert Shared(4, 4, 8).with_heads(2).loss(curve) == pytest.approx(
             curve.at(2) + losses[Shared(4, 4, 8)] / 2
         )
-        assert curve.loss_of(Kept(2)) == curve.at(2)
-        assert curve.loss_of(Replaced()) == losses[Replaced()]
+        assert Kept(2).loss(curve) == curve.at(2)
+        assert Replaced().loss(curve) == losses[Replaced()]
 
 
-def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
+def test_config_unmeasured_loss_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
-        assert curve.loss_of(Truncated(2, 4)) is None and curve.loss_of(Replaced()) is None
+        assert Truncated(2, 4).loss(curve) is None and Replaced().loss(curve) is None
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
@@ -482,12 +483,12 @@ def test_time_pairs_and_configs_of_reuse(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_reuse_pair_masks_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
+def test_reuse_pair_mask_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
-    ours, theirs = pair.masks(curve, 2)
-    assert ours == [0, 1, 1, 0]
+    assert curve.mask(2) == [0, 1, 1, 0]
+    theirs = pair.mask(curve, 2)
     assert theirs == [1, 0, 0, 1]  # those that take heads 2 and 1
     assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
