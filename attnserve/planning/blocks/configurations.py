@@ -63,7 +63,8 @@ SHARED_FRACTION = 2 / 3
 class BlockConfig(ABC):
     """A block after a rewrite; of each block, a search chooses one of several configurations.
 
-    A new kind of rewrite adds a subclass, and the subclass to ``AnyConfig``.
+    A new kind of rewrite adds a subclass, and the subclass to ``AnyConfig``. Other modules ask the
+    configuration, and do not depend on its kind.
 
     Attributes:
         kept: The number of remaining heads or neurons.

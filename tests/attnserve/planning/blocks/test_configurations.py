@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+import attnserve
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
 from attnserve.checks.quality import QualityMeter
@@ -21,6 +23,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.blocks.configurations import (
+    AnyConfig,
     BlockConfig,
     Kept,
     LossCurve,
@@ -559,3 +562,46 @@ def test_configuration_names_its_operators_and_its_change(
 ) -> None:
     assert (config.plain_operators, config.change) == (operators, change)
     assert config.is_fitted == bool(change)
+
+
+def test_config_of_pair_asks_its_source_for_the_mask_and_the_pair_for_the_rest(
+    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    source, reader = filter(cut_attention, groups)
+    pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
+    curve = curves[reader.key]
+    changed = {**curves, source.key: replace(curves[source.key], order=(3, 0, 1, 2))}
+    config = Reusing(2, source.names[0])
+    mask = config.mask(reader, changed, pair)
+    assert mask == [1, 0, 0, 1]
+    assert config.edges(reader.blocks[0], mask, pair) == {reader.names[0]: pair.edges(mask)}
+    assert config.loss(curve, pair) == curve.at(2) + 0.1 * 2 / 4
+    assert len(config.reasons(reader, curve, pair)) == 2
+    assert config.reuses == source.names[0]
+    kept = Kept(2)
+    assert kept.mask(reader, changed, pair) == curve.mask(2)
+    assert kept.edges(reader.blocks[0], mask, pair) == {} and kept.reuses is None
+
+
+def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
+    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    group = next(filter(cut_attention, groups))
+    curve = replace(curves[group.key], changed=((Replaced(), 0.25),))
+    assert Replaced().mask(group, curves, None) == [1] * 4
+    assert Replaced().with_heads(2) == Replaced()
+    (reason,) = Replaced().reasons(group, curve)
+    assert "0.2500" in reason
+
+
+def test_no_other_module_decides_by_the_kind_of_a_configuration():
+    """Others ask the configuration, so that a new kind of rewrite changes one module."""
+    kinds = {kind.__name__ for kind in get_args(AnyConfig)}
+    package = Path(attnserve.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.name == "configurations.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                assert not named & kinds, f"{path}:{node.lineno}"
