@@ -12,6 +12,7 @@ import onnx_ir as ir
 from pydantic import ConfigDict, PositiveInt
 
 from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
@@ -416,7 +417,7 @@ class ReusePair:
     """Two attention blocks, of which the second may reuse the probabilities of the first.
 
     Attributes:
-        times: Milliseconds of both together at each shape, by the number of kept heads.
+        times: Latencies of both together, by the number of kept heads.
         saved_ms: Time that reuse saves over both blocks with their fastest operators and all
             heads, mean over the target shapes; negative if reuse is slower.
         heads: The source head of each head of the reader.
@@ -425,7 +426,7 @@ class ReusePair:
 
     source: TiedBlocks
     reader: TiedBlocks
-    times: Mapping[int, tuple[float, ...]]
+    times: Mapping[int, Latencies]
     saved_ms: float
     heads: tuple[int, ...] = ()
     loss: float = float("inf")

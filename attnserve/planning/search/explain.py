@@ -60,11 +60,11 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
             for block in group.blocks:
                 if unit.pair is not None and chosen.sources:
                     # half of the time of both blocks
-                    ms_after = timing.mean(unit.pair.times[config.kept]) / 2
+                    ms_after = unit.pair.times[config.kept].mean / 2
                     operator = config.plain_operators or AS_EXPORTED
                 else:
                     latency = timing.latency(block, in_float=in_float)
-                    ms_after = timing.mean(latency.configs[config])
+                    ms_after = latency.configs[config].mean
                     operator = config.plain_operators or latency.operator
                 decisions.append(
                     Decision(
@@ -73,7 +73,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         count=group.count,
                         **asdict(config),
                         operator=operator,
-                        ms_before=timing.mean(timing.blocks[block].original),
+                        ms_before=timing.blocks[block].original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,
                         in_float=in_float,

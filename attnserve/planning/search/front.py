@@ -47,7 +47,6 @@ class Front:
         estimates = Estimates(
             timing.blocks,
             losses.curves,
-            timing.num_requested,
             timing.float_latencies,
             losses.conversion,
         )

@@ -35,10 +35,10 @@ from attnserve.planning.blocks.configurations import (
     configs_of,
 )
 from attnserve.planning.blocks.groups import Block, TiedBlocks, group_blocks
+from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
-from attnserve.planning.blocks.measurements import BlockLatency
 from attnserve.planning.plans.plan_file import Decision
-from attnserve.planning.search.block_timing import BlockTimer
+from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
 from attnserve.runtime.interface import Batch
@@ -120,7 +120,8 @@ def timed(
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    return BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1).time_blocks(groups)
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    return timer.time_blocks(groups)
 
 
 def test_time_blocks_times_every_configuration(
@@ -133,7 +134,7 @@ def test_time_blocks_times_every_configuration(
         assert set(configs) == {*skipped, *(Kept(kept) for kept in wanted)}
         for shorter, longer in configs.values():
             assert shorter < longer
-        first = [configs[config][0] for config in sorted(configs, key=lambda config: config.kept)]
+        first = [configs[config].mean for config in sorted(configs, key=lambda config: config.kept)]
         assert first == sorted(first)
 
 
@@ -144,10 +145,10 @@ def test_time_blocks_selects_fastest_implementation(
         found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.operator == "attention"
-            assert found.configs[Kept(4)][0] < found.original[0]
+            assert found.configs[Kept(4)].mean < found.original.mean
         else:
             assert found.operator == "gelu"
-            assert found.configs[Kept(64)][0] < found.original[0]
+            assert found.configs[Kept(64)].mean < found.original.mean
 
 
 def test_time_blocks_skips_operator_without_kernel(
@@ -163,7 +164,7 @@ def test_time_blocks_skips_operator_without_kernel(
     monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
+    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
@@ -181,12 +182,22 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
 
     monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
+    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator == "as exported"
-        configs = Estimates(found, {}, 1).unit(group).configs
+        configs = Estimates(found, {}).unit(group).configs
         assert [config.blocks for config in configs] == [(Kept(group.count),)]
-        assert configs[0].ms == found[group.blocks[0]].original[0]
+        assert configs[0].ms == found[group.blocks[0]].original.mean
+
+
+def test_latencies_mean_is_over_requested_and_a_speedup_counts_everywhere():
+    original, faster = Latencies((4.0, 2.0), (1.0,)), Latencies((2.0, 1.0), (1.03,))
+    assert (original.mean, faster.mean) == (3.0, 1.5)
+    assert [*Latencies.total([original, faster])] == pytest.approx([6.0, 3.0, 2.03])
+    assert [*faster.saved_over(original)] == pytest.approx([2.0, 1.0, -0.03])
+    assert faster.keeps_up_with(original)
+    assert not replace(faster, extremes=(1.04,)).keeps_up_with(original)
+    assert not original.keeps_up_with(faster)
 
 
 # Losses
@@ -265,7 +276,7 @@ def test_configs_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
-        configs = Estimates(timed, curves, 1).unit(group).configs
+        configs = Estimates(timed, curves).unit(group).configs
         assert configs[0].blocks == (Kept(group.count),) and configs[0].loss == 0
         assert len(configs) > 1
         for a, b in pairwise(configs):
@@ -279,19 +290,19 @@ def test_configs_lossy_conversion_keeps_block_in_float(
     slower = {
         block: replace(
             each,
-            original=tuple(4 * ms for ms in each.original),
-            configs={config: tuple(4 * t for t in ms) for config, ms in each.configs.items()},
+            original=Latencies.total([each.original] * 4),
+            configs={config: Latencies.total([ms] * 4) for config, ms in each.configs.items()},
         )
         for block, each in timed.items()
     }
-    lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).unit(group).configs
+    lossless = Estimates(timed, curves, slower, {group.key: 0.0}).unit(group).configs
     # In float32 it is slower, and nothing is gained; the last one is kept as it is unreduced.
     assert not any(config.in_float for config in lossless[:-1])
     assert lossless[-1].is_unreduced((group,)) and lossless[-1].in_float
-    lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).unit(group).configs
+    lossy = Estimates(timed, curves, slower, {group.key: 0.01}).unit(group).configs
     assert lossy[0].in_float == {0} and lossy[0].loss == 0
     assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
-    faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).unit(group).configs
+    faster = Estimates(slower, curves, timed, {group.key: 0.01}).unit(group).configs
     assert all(config.in_float for config in faster[:-1])  # int8 is slower and lossy
     assert faster[-1].is_unreduced((group,))
 
@@ -301,7 +312,7 @@ def test_configs_of_pair_keep_blocks_in_float(
 ):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
-    found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).unit(pair).configs
+    found = Estimates(timed, curves, timed, {reader.key: 0.01}).unit(pair).configs
     assert found[0].in_float == {1} and found[0].loss == 0
 
 
@@ -361,7 +372,7 @@ def test_time_blocks_times_truncated_heads(
         truncated = {config for config in configs if type(config) is Truncated}
         assert truncated == {Truncated(kept, 4) for kept in range(1, 5)}
         for kept in range(1, 5):
-            assert configs[Truncated(kept, 4)] < configs[Kept(kept)]
+            assert [*configs[Truncated(kept, 4)]] < [*configs[Kept(kept)]]
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -416,16 +427,18 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     group = next(filter(cut_attention, groups))
     own, shared = Truncated(4, 4), Shared(4, 4, 8)
     configs = {
-        Kept(4): (5.0, 5.0),
-        Kept(2): (3.0, 3.0),
-        own: (4.0, 4.0),
-        Truncated(2, 4): (2.0, 2.0),
+        Kept(4): Latencies((5.0,), (5.0,)),
+        Kept(2): Latencies((3.0,), (3.0,)),
+        own: Latencies((4.0,), (4.0,)),
+        Truncated(2, 4): Latencies((2.0,), (2.0,)),
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
-        found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
-        assert changes_to_measure(group, found, num_requested=1) == wanted
-    with_skip = replace(timed[group.blocks[0]], configs={**configs, Replaced(): (1.0, 1.0)})
-    assert changes_to_measure(group, with_skip, num_requested=1) == [own, Replaced()]
+        with_shared = {**configs, shared: Latencies((ms,), (9.0,))}
+        found = replace(timed[group.blocks[0]], configs=with_shared)
+        assert changes_to_measure(group, found) == wanted
+    skip = {Replaced(): Latencies((1.0,), (1.0,))}
+    with_skip = replace(timed[group.blocks[0]], configs={**configs, **skip})
+    assert changes_to_measure(group, with_skip) == [own, Replaced()]
 
 
 def test_block_config_of_fewer_heads_shares_fewer_dimensions():
@@ -457,7 +470,7 @@ def handed_on(
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1)
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 
@@ -469,8 +482,8 @@ def test_time_pairs_and_configs_of_reuse(
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
-    both = sum(timed[group.blocks[0]].configs[Kept(4)][0] for group in attention)
-    assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
+    both = sum(timed[group.blocks[0]].configs[Kept(4)].mean for group in attention)
+    assert pair.times[4].mean == pytest.approx(both - pair.saved_ms)
     found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
@@ -478,7 +491,7 @@ def test_time_pairs_and_configs_of_reuse(
     (chosen, *others) = paired_groups(groups, found.pairs)
     assert chosen is pair_losses
     assert others == [group for group in groups if group.kind == "feed_forward"]
-    configs = Estimates(timed, found.curves, 1).unit(chosen).configs
+    configs = Estimates(timed, found.curves).unit(chosen).configs
     assert configs[0].blocks == (Kept(4), Kept(4)) and configs[0].loss == 0
     reused = [o for o in configs if o.blocks[1] == Reusing(o.blocks[1].kept, pair.source.names[0])]
     assert reused and all(a.kept == b.kept for a, b in (o.blocks for o in reused))
