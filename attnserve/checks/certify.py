@@ -97,6 +97,10 @@ class MatchReport:
     def blocks(self) -> tuple[AttentionBlock, ...]:
         return tuple(certified.block for certified in self.certified)
 
+    def failure(self, block: AttentionBlock) -> str | None:
+        """Why a block that was found is not certified; None if it is."""
+        return next((each.reason for each in self.unmatched if each.node is block.product), None)
+
 
 def require_attention(matches: MatchReport) -> None:
     """Refuse a model without certified attention blocks.

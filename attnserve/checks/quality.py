@@ -75,15 +75,18 @@ def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
 
 
 def limited_losses(scores: Scores) -> Losses:
-    """The losses that a goal limits.
+    """The loss that a goal limits, measured and bounded. It is the largest of up to three losses.
 
-    The largest of three losses: of the measure, of its second condition, and of the worst texts.
-    The second condition is R^2 of the vectors for "similarity", because neighborhoods change before
-    ranks of all pairs do; the share of queries with the same best document for "tau"; kl for
-    "top1", because one frequent token is easily predicted; and R^2 of the vectors of queries for
-    "index". The loss of the worst texts is that of the 5th percentile of the measure: for "top1"
-    and "index" of the second condition, because the agreement of a short text or of ten neighbors
-    is coarse.
+    1. The loss of the measure itself.
+    2. The loss of a second measure, which only these measures have:
+       - "similarity": 1 - R^2 of the vectors, because neighborhoods change before ranks of all
+         pairs do.
+       - "index": 1 - R^2 of the vectors of queries.
+       - "tau": the share of queries with another best document.
+       - "top1": 1 - kl, because one frequent token is easily predicted.
+    3. The loss at the 5th percentile of the texts, divided by ``TAIL``. It is that of the measure,
+       but that of the second one for "top1" and "index", because the agreement of a short text or
+       of ten neighbors is coarse.
     """
     second = scores.second
     conditions = [scores] if second is None else [scores, second]

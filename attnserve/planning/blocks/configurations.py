@@ -1,4 +1,4 @@
-"""Configurations: what a search can make of a block."""
+"""Configurations: what a search can make of a block, and what each loses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Literal
 
+import numpy as np
 import onnx_ir as ir
 from pydantic import ConfigDict, PositiveInt
 
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
@@ -19,18 +22,19 @@ from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
-from graph_passes.passes.reuse_attention import Edges, ReuseAttention
+from graph_passes.passes.reuse_attention import Edges, ReuseAttention, ReusedHeads
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
     "AS_EXPORTED",
     "MAX_CONFIGS",
     "AnyConfig",
-    "Block",
     "BlockConfig",
     "BlockOperator",
     "Kept",
+    "LossCurve",
     "Replaced",
+    "ReusePair",
     "Reusing",
     "Shared",
     "Truncated",
@@ -39,8 +43,6 @@ __all__ = [
     "configs_of",
 ]
 
-Block = AttentionBlock | FeedForwardBlock
-Kind = Literal["attention", "feed_forward"]
 PlainOperators = Literal["skip", "sparse", "reuse"]
 BlockOperator = FusedOperator | Literal["gelu", "as exported"]
 """What computes a block: one fused operator, or the nodes of the export."""
@@ -62,19 +64,22 @@ SHARED_FRACTION = 2 / 3
 class BlockConfig(ABC):
     """A block after a rewrite; of each block, a search chooses one of several configurations.
 
-    A new kind of rewrite adds a subclass, and the subclass to ``AnyConfig``.
+    A new kind of rewrite adds a subclass, and the subclass to ``AnyConfig``. Other modules ask the
+    configuration, and do not depend on its kind.
 
     Attributes:
         kept: The number of remaining heads or neurons.
         plain_operators: The name in plan.json of the plain operators that compute it; None if fused
             ones can.
         is_fitted: Whether one of its passes is fitted to the moments of tokens (``FittedPass``).
+        is_refitted: Whether the block's output is refitted before the loss is measured.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid")  # a union member is chosen by its fields
 
     plain_operators: ClassVar[PlainOperators | None] = None
     is_fitted: ClassVar[bool] = False
+    is_refitted: ClassVar[bool] = False
 
     kept: PositiveInt
 
@@ -110,6 +115,11 @@ class BlockConfig(ABC):
         del wanted
         return []
 
+    @property
+    def reuses(self) -> str | None:
+        """The attention whose probabilities the heads reuse; None if they compute their own."""
+        return None
+
     def with_heads(self, kept: int) -> BlockConfig:
         """The same configuration with fewer heads."""
         return replace(self, kept=kept)
@@ -126,6 +136,64 @@ class BlockConfig(ABC):
             return [PruneNeurons({block.name: mask})]
         return [PruneHeads({block.name: mask})]
 
+    def mask(
+        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+    ) -> list[int]:
+        """1 for each head or neuron of a group that is kept.
+
+        Args:
+            curves: The losses of each group that can be reduced, by its key.
+            pair: The pair of the group, if it has one.
+        """
+        del pair
+        if self.kept == group.count:
+            return [1] * group.count
+        return curves[group.key].mask(self.kept)
+
+    def edges(self, block: Block, mask: Sequence[int], pair: ReusePair | None) -> Edges:
+        """The reuse edges of the kept heads of a block, in head numbers before pruning.
+
+        Args:
+            mask, pair: See ``passes`` and ``mask``.
+        """
+        del block, mask, pair
+        return {}
+
+    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float | None:
+        """The predicted loss at the model's output; None if the change was not measured.
+
+        Losses of removal and of other changes are added; removed heads lose nothing by a change.
+
+        Args:
+            curve: The losses of the block.
+            pair: See ``mask``.
+        """
+        del pair
+        changes = {change.with_heads(self.kept): loss for change, loss in curve.changed}
+        if self not in changes:
+            return None
+        return curve.at(curve.count - self.kept) + self.kept / curve.count * changes[self]
+
+    def reasons(
+        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+    ) -> list[str]:
+        """What a group loses by it, in words: a clause for the removal, and one for the change.
+
+        Args:
+            curve, pair: See ``loss``.
+        """
+        removed = group.count - self.kept
+        reasons: list[str] = []
+        if removed:
+            reasons.append(
+                f"the {removed} removed {group.noun} hold {curve.own_loss[removed]:.1%} of its "
+                "output that the others cannot reproduce"
+            )
+        if self.change:
+            lost = (self.loss(curve, pair) or 0.0) - curve.at(removed)
+            reasons.append(f"{self.change} lose {lost:.4f}")
+        return reasons
+
     def __str__(self) -> str:
         return f"{self.kept}{self.size}"
 
@@ -133,6 +201,9 @@ class BlockConfig(ABC):
 @dataclass(frozen=True)
 class Kept(BlockConfig):
     """Heads or neurons as in the original, all or some of them."""
+
+    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float:
+        return curve.at(curve.count - self.kept)
 
 
 @dataclass(frozen=True)
@@ -231,6 +302,31 @@ class Reusing(BlockConfig):
 
     source: str
 
+    @property
+    def reuses(self) -> str:
+        return self.source
+
+    def mask(
+        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+    ) -> list[int]:
+        assert pair is not None
+        return pair.mask(curves[pair.source.key], self.kept)
+
+    def edges(self, block: Block, mask: Sequence[int], pair: ReusePair | None) -> Edges:
+        assert pair is not None
+        return {block.name: pair.edges(mask)}
+
+    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float:
+        assert pair is not None
+        return pair.loss_at(self.kept, curve)
+
+    def reasons(
+        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+    ) -> list[str]:
+        assert pair is not None
+        reused = f"reusing the probabilities of {self.source} in all heads loses {pair.loss:.4f}"
+        return [*super().reasons(group, curve, pair), reused]
+
     def __str__(self) -> str:
         return f"{self.kept} as {self.source}"
 
@@ -240,11 +336,30 @@ class Replaced(BlockConfig):
     """An affine map in place of an attention."""
 
     plain_operators: ClassVar[PlainOperators | None] = "skip"
+    is_refitted: ClassVar[bool] = True
 
     kept: Literal[0] = 0
 
+    def with_heads(self, kept: int) -> Replaced:
+        """The same: it has no heads."""
+        return self
+
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
         return [SkipAttention({block.name: "affine"})]
+
+    def mask(
+        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+    ) -> list[int]:
+        """All heads: none is removed before the replacement."""
+        return [1] * group.count
+
+    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float | None:
+        return dict(curve.changed).get(self)
+
+    def reasons(
+        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+    ) -> list[str]:
+        return [f"replacing it by an affine map loses {self.loss(curve, pair) or 0:.4f}"]
 
     def __str__(self) -> str:
         return "none"
@@ -252,6 +367,92 @@ class Replaced(BlockConfig):
 
 AnyConfig = Kept | Truncated | Shared | Reusing | Replaced
 """All kinds of configuration, for files."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LossCurve:
+    """The loss at the model's output as parts of one group are removed.
+
+    Attributes:
+        order: Heads or neurons in the order of their removal.
+        own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
+        gone, loss: Measured numbers of removals, and the loss at the model's output for each.
+        changed: Losses of other changes: of all heads, or of the removed attention.
+    """
+
+    order: tuple[int, ...]
+    own_loss: tuple[float, ...]
+    gone: tuple[int, ...]
+    loss: tuple[float, ...]
+    changed: tuple[tuple[AnyConfig, float], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """The number of heads or neurons."""
+        return len(self.order)
+
+    def at(self, num_removed: int) -> float:
+        """The loss after a number of removals, interpolated as a power of the block's own loss."""
+        if num_removed == 0:
+            return 0.0
+        x = np.log(np.maximum([self.own_loss[n] for n in self.gone], 1e-12))
+        y = np.log(np.maximum(self.loss, 1e-12))
+        here = float(np.log(max(self.own_loss[num_removed], 1e-12)))
+        if len(x) == 1 or here <= x[0]:
+            return float(np.exp(y[0] + min(here - x[0], 0.0)))  # proportionally
+        place = min(int(np.searchsorted(x, here)), len(x) - 1)
+        run = max(float(x[place] - x[place - 1]), 1e-9)
+        slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
+        return float(np.exp(y[place - 1] + slope * (here - x[place - 1])))
+
+    def mask(self, kept: int) -> list[int]:
+        """1 for each head or neuron that is kept."""
+        stays = np.ones(len(self.order), int)
+        stays[list(self.order[: len(self.order) - kept])] = 0
+        return stays.tolist()
+
+
+@dataclass(frozen=True, eq=False)
+class ReusePair:
+    """Two attention blocks, of which the second may reuse the probabilities of the first.
+
+    Attributes:
+        times: Latencies of both together, by the number of kept heads.
+        saved_ms: Time that reuse saves over both blocks with their fastest operators and all
+            heads, mean over the target shapes; negative if reuse is slower.
+        heads: The source head of each head of the reader.
+        loss: The loss at the model's output if all heads of the reader reuse probabilities.
+    """
+
+    source: TiedBlocks
+    reader: TiedBlocks
+    times: Mapping[int, Latencies]
+    saved_ms: float
+    heads: tuple[int, ...] = ()
+    loss: float = float("inf")
+
+    def mask(self, curve: LossCurve, kept: int) -> list[int]:
+        """1 for each head of the reader that reuses one of those that the source needs most.
+
+        Args:
+            curve: The losses of the source.
+        """
+        source = curve.mask(kept)
+        return [source[head] for head in self.heads]
+
+    def edges(self, mask: Sequence[int]) -> ReusedHeads:
+        """The edges of the reader's kept heads."""
+        name = self.source.names[0]
+        return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
+
+    def loss_at(self, kept: int, *curves: LossCurve) -> float:
+        """The loss of reuse with this number of heads in both blocks.
+
+        Args:
+            curves: The losses of the blocks whose removed heads count, too.
+        """
+        count = self.reader.count
+        return sum(curve.at(count - kept) for curve in curves) + self.loss * kept / count
 
 
 def configs_of(block: Block) -> list[BlockConfig]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import onnx_ir as ir
 
-from attnserve.planning.blocks.configurations import Block, Kind
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -18,7 +18,10 @@ from graph_passes.passes.base import small_shapes
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import neurons_refusal
 
-__all__ = ["TiedBlocks", "group_blocks"]
+__all__ = ["Block", "TiedBlocks", "group_blocks"]
+
+Block = AttentionBlock | FeedForwardBlock
+Kind = Literal["attention", "feed_forward"]
 
 NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn")
 
@@ -36,6 +39,11 @@ class TiedBlocks:
     blocks: tuple[Block, ...]
     count: int
     refusal: Refusal | None = None
+
+    @property
+    def noun(self) -> str:
+        """What the count counts: "heads" or "neurons"."""
+        return "heads" if self.kind == "attention" else "neurons"
 
     @property
     def names(self) -> list[str]:

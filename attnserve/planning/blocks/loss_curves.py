@@ -32,13 +32,13 @@ from attnserve.planning.blocks.configurations import (
     MAX_CONFIGS,
     MULTIPLE,
     BlockConfig,
-    Replaced,
+    LossCurve,
+    ReusePair,
     apply_config,
     apply_reuse,
 )
 from attnserve.planning.blocks.groups import TiedBlocks
 from attnserve.planning.blocks.loss_estimation import LossEstimator
-from attnserve.planning.blocks.measurements import LossCurve, ReusePair
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
@@ -218,7 +218,7 @@ class _ChangeLosses:
                 new = plain.clone() if config.is_fitted else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
-                    loss = self._loss(new, name, [name] if isinstance(config, Replaced) else [])
+                    loss = self._loss(new, name, [name] if config.is_refitted else [])
                     losses.setdefault(group.key, []).append((config, loss))
             self.context.progress("measure changes", done, len(single))
         return losses

@@ -60,11 +60,11 @@ def _require_certified(plan: Plan, job: Job) -> None:
     named = plan.targets(AttentionPass)
     if not named or named.keys() <= {block.name for block in job.matches.blocks}:
         return
-    reasons = {unmatched.node: unmatched.reason for unmatched in job.matches.unmatched}
     for block in find_attention(job.original).blocks:
-        if block.name in named and block.product in reasons:
+        reason = job.matches.failure(block)
+        if block.name in named and reason is not None:
             raise CannotRewrite(
-                f"the plan names a block that is not certified: {reasons[block.product][:300]}",
+                f"the plan names a block that is not certified: {reason[:300]}",
                 f"remove {block.name} from the plan; `attnserve inspect` lists certified blocks",
                 code="rewrite.not_certified",
             )

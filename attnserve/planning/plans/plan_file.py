@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -76,9 +76,9 @@ class Decision(Whole, frozen=True):
     @property
     def config(self) -> BlockConfig:
         """The configuration of the block."""
-        names = ("kept", "head_size", "rank", "source")
-        fields = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return CONFIG.validate_python(fields)
+        names = {field.name for kind in get_args(AnyConfig) for field in fields(kind)}
+        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return CONFIG.validate_python(values)
 
 
 class Point(Whole, frozen=True):

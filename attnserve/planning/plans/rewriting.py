@@ -61,9 +61,9 @@ class BlockChange:
         macs: MACs of the whole model afterwards; None if they cannot be counted.
         sizes: Sizes of the block afterwards, by their names in ``Change``.
         is_exact: Whether the pass changes the block's output by rounding only.
-        is_measured: Whether the output was compared with the original's (and refitted) afterwards;
-            true if that is not needed.
-        is_certified: Whether the block was certified afterwards; true if that is not needed.
+        needs_measuring: Whether the output must still be compared with the original's (and
+            refitted).
+        needs_certificate: Whether the block must still be certified.
         error: ``Change.relative_error``; None while it is unknown.
         fitted_error: ``Change.fitted_error``; None while it is unknown.
         is_shared: Whether the block was not refitted, because other blocks share its weights.
@@ -74,8 +74,8 @@ class BlockChange:
     macs: int | None
     sizes: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
     is_exact: bool = True
-    is_measured: bool = True
-    is_certified: bool = True
+    needs_measuring: bool = False
+    needs_certificate: bool = False
     error: float | None = None
     fitted_error: float | None = None
     is_shared: bool = False
@@ -178,8 +178,8 @@ class PassRunner:
                     macs=macs,
                     sizes=graph_pass.sizes(name, blocks.get(name)),
                     is_exact=error == 0,
-                    is_measured=error == 0 or (error is not None and not self.fit),
-                    is_certified=False,
+                    needs_measuring=error is None or (error != 0 and self.fit),
+                    needs_certificate=True,
                     error=error,
                 )
             )
@@ -196,7 +196,7 @@ class PassRunner:
         attention = {block.name for block in self.analyses.get(find_attention).blocks}
         return [
             BlockChange(
-                rewrite=graph_pass.name, block=name, macs=macs, is_certified=name not in attention
+                rewrite=graph_pass.name, block=name, macs=macs, needs_certificate=name in attention
             )
             for name in targets
         ]
@@ -208,7 +208,7 @@ class PassRunner:
 
         Without ``fit``, only their distance to the original is measured.
         """
-        if all(change.is_measured for change in self.changes):
+        if not any(change.needs_measuring for change in self.changes):
             return
         changed = list(
             dict.fromkeys(change.block for change in self.changes if not change.is_exact)
@@ -227,7 +227,7 @@ class PassRunner:
         self.analyses.invalidate()
         for change in self.changes:
             result = refits.get(change.block)
-            change.is_measured = True
+            change.needs_measuring = False
             change.is_shared = self.fit and result is not None and result.is_shared
             if change.error is None and result is not None:
                 change.error = result.relative_error_before
@@ -243,7 +243,7 @@ class PassRunner:
         Raises:
             InvalidModel: A block is not matched any more, or does not compute what was matched.
         """
-        rewritten = {change.block for change in self.changes if not change.is_certified}
+        rewritten = {change.block for change in self.changes if change.needs_certificate}
         if not rewritten:
             return
         feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
@@ -251,14 +251,17 @@ class PassRunner:
         report = self.analyses.get(read_attention, seed=self.job.context.seed)
         certified = {block.name for block in report.blocks}
         if lost := sorted(rewritten - removed - certified):
-            reason = report.unmatched[0].reason if report.unmatched else "it is not found any more"
+            found = {block.name: block for block in self.analyses.get(find_attention).blocks}
+            block = found.get(lost[0])
+            reason = None if block is None else report.failure(block)
             raise InvalidModel(
-                f"{lost[0]} is not certified after its rewrite: {reason}",
+                f"{lost[0]} is not certified after its rewrite: "
+                f"{reason or 'it is not found any more'}",
                 DEFECT,
                 code="internal.certificate",
             )
         for change in self.changes:
-            change.is_certified = True
+            change.needs_certificate = False
 
     # ---- the model -------------------------------------------------------------------------------
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnserve.planning.blocks.configurations import MULTIPLE
+from attnserve.planning.blocks.configurations import MULTIPLE, LossCurve
 from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import LossCurve
 from attnserve.planning.blocks.pareto import pareto_front
 from attnserve.planning.heads.files import Masks
 

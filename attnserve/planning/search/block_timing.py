@@ -11,20 +11,20 @@ import onnx_ir as ir
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
-from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
+from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
-    Block,
     BlockConfig,
     BlockOperator,
     Kept,
+    ReusePair,
     apply_config,
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, ReusePair
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.latencies import Latencies
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.interface import Batch
@@ -43,9 +43,26 @@ from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.fuse_residuals import find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
-__all__ = ["BlockTimer", "without_casts"]
+__all__ = ["BlockLatency", "BlockTimer", "without_casts"]
 
 OPERATORS: Sequence[FusedOperator] = get_args(FusedOperator)
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLatency:
+    """Latencies of one block.
+
+    Attributes:
+        original: Its latencies as exported.
+        operator: The fastest operator.
+        configs: The latencies of each configuration with that operator.
+        operators: The latencies of the whole block with each fused operator.
+    """
+
+    original: Latencies
+    operator: BlockOperator
+    configs: Mapping[BlockConfig, Latencies]
+    operators: Mapping[BlockOperator, Latencies]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,17 +70,25 @@ class BlockTimer:
     """Times blocks of a model at several shapes, as exported and rewritten.
 
     Attributes:
-        feeds: Inputs of the model at each shape; the first ``num_requested`` are the target
-            workloads.
+        requested, extremes: Inputs of the model at each workload; see ``Latencies``.
         precision: Precision of the model after all rewrites.
     """
 
     model: ir.Model
-    feeds: Sequence[Batch]
     table: LatencyTable
-    num_requested: int
+    requested: Sequence[Batch]
+    extremes: Sequence[Batch] = ()
     precision: Precision = "float32"
     report: Progress = ignore_progress
+
+    @property
+    def feeds(self) -> tuple[Batch, ...]:
+        """Inputs of the model at all workloads."""
+        return (*self.requested, *self.extremes)
+
+    def time_whole(self, model: ir.Model) -> Latencies:
+        """Time a model with the same inputs."""
+        return self._measure(Part(model, self.feeds), {})[None]
 
     def time_blocks(self, groups: Sequence[TiedBlocks]) -> dict[Block, BlockLatency]:
         """Time each block with every operator, and each configuration with the fastest one.
@@ -104,7 +129,7 @@ class BlockTimer:
         ]
         pairs: list[ReusePair] = []
         timed_pairs: dict[
-            tuple[BlockLatency, BlockLatency], tuple[Mapping[int, tuple[float, ...]], float]
+            tuple[BlockLatency, BlockLatency], tuple[Mapping[int, Latencies], float]
         ] = {}
         for index, reader in enumerate(reusable):
             source = next((s for s in reversed(reusable[:index]) if _can_reuse(s, reader)), None)
@@ -136,27 +161,23 @@ class BlockTimer:
         for residual_pass in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
             graph_pass = residual_pass()
             total = self._saved_by(graph_pass, cuts)
-            if (total > 0).all() and self.mean(total) > best[1]:
-                best = graph_pass, self.mean(total)
+            if min(total) > 0 and total.mean > best[1]:
+                best = graph_pass, total.mean
         return best
 
-    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> np.ndarray:
-        """Milliseconds that a pass saves over all residual additions, by shape."""
-        saved: list[np.ndarray] = []
-        saved_by_part: dict[str, np.ndarray] = {}
+    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> Latencies:
+        """Milliseconds that a pass saves over all residual additions."""
+        saved: list[Latencies] = []
+        saved_by_part: dict[str, Latencies] = {}
         for part in self._cut_out(self.model, cuts):
             key = part.key(0)
             if key not in saved_by_part:
                 new = part.model.clone()
                 graph_pass(new)
                 times = self._measure(self._converted(part), {"new": Part(new, part.feeds)})
-                saved_by_part[key] = np.array(times[None]) - np.array(times["new"])
+                saved_by_part[key] = times["new"].saved_over(times[None])
             saved.append(saved_by_part[key])
-        return np.sum(saved, axis=0)
-
-    def mean(self, times: Sequence[float] | np.ndarray) -> float:
-        """The mean over the target workloads."""
-        return float(np.mean(times[: self.num_requested]))
+        return Latencies.total(saved)
 
     def _time_block(
         self,
@@ -179,15 +200,14 @@ class BlockTimer:
             if new is not None and self._runs(self._converted(new)):
                 fused[operator] = new
         times = self._measure(original, fused)
-        bounds = np.array(times[None]) / MIN_SPEEDUP
         fastest: BlockOperator = AS_EXPORTED
-        least = self.mean(times[None])
+        least = times[None].mean
         for operator in fused:
-            is_steady = (np.array(times[operator]) <= bounds).all()
-            if is_steady and self.mean(times[operator]) < least:
-                fastest, least = operator, self.mean(times[operator])
+            is_steady = times[operator].keeps_up_with(times[None])
+            if is_steady and times[operator].mean < least:
+                fastest, least = operator, times[operator].mean
         start = times[None if fastest == AS_EXPORTED else fastest]
-        fused_ms: dict[BlockOperator, tuple[float, ...]] = {name: times[name] for name in fused}
+        fused_ms: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         if is_frozen:
             return BlockLatency(times[None], fastest, {Kept(count): start}, fused_ms)
@@ -197,7 +217,7 @@ class BlockTimer:
             other = config.less_lossy
             if other is None or other not in configs:
                 continue
-            if MIN_REMOVAL_GAIN * self.mean(configs[config]) < self.mean(configs[other]):
+            if MIN_REMOVAL_GAIN * configs[config].mean < configs[other].mean:
                 more = config.follow_ups(wanted)
                 configs |= self._time_configs(part, more, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, Kept(count): start}, fused_ms)
@@ -208,7 +228,7 @@ class BlockTimer:
         wanted: Sequence[BlockConfig],
         operator: BlockOperator,
         original: Part,
-    ) -> dict[BlockConfig, tuple[float, ...]]:
+    ) -> dict[BlockConfig, Latencies]:
         """The times of the possible configurations, with an operator if it has them."""
         parts: dict[BlockConfig, Part] = {}
         for config in wanted:
@@ -223,7 +243,7 @@ class BlockTimer:
 
     def _time_pair(
         self, source: TiedBlocks, reader: TiedBlocks, latencies: tuple[BlockLatency, BlockLatency]
-    ) -> tuple[dict[int, tuple[float, ...]], float]:
+    ) -> tuple[dict[int, Latencies], float]:
         """Times of both blocks by the number of kept heads, and the time saved with all heads.
 
         There are no times if reuse is impossible.
@@ -231,7 +251,7 @@ class BlockTimer:
         cuts = [_cut(source.blocks[0]), _cut(reader.blocks[0])]
         original = self._converted(self._cut_out(self.model, cuts)[0])
 
-        def timed(numbers: Sequence[int]) -> dict[int, tuple[float, ...]]:
+        def timed(numbers: Sequence[int]) -> dict[int, Latencies]:
             """Time both parts for each number of heads, beside the exported source."""
             parts: dict[tuple[int, int], Part] = {}
             for kept in numbers:
@@ -239,7 +259,7 @@ class BlockTimer:
                     parts[kept, index] = part
             ms = self._measure(original, parts)
             return {
-                kept: tuple(a + b for a, b in zip(ms[kept, 0], ms[kept, 1], strict=True))
+                kept: Latencies.total([ms[kept, 0], ms[kept, 1]])
                 for kept in numbers
                 if (kept, 0) in parts
             }
@@ -247,10 +267,10 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        fused_ms = sum(self.mean(block.configs[Kept(source.count)]) for block in latencies)
-        saved_ms = fused_ms - self.mean(times[source.count])
+        fused_ms = sum(block.configs[Kept(source.count)].mean for block in latencies)
+        saved_ms = fused_ms - times[source.count].mean
         if saved_ms > 0:
-            fewer = [c.kept for c in latencies[0].configs if isinstance(c, Kept)]
+            fewer = [config.kept for config in latencies[0].configs if config == Kept(config.kept)]
             times |= timed([kept for kept in fewer if kept < source.count])
         return times, saved_ms
 
@@ -280,11 +300,12 @@ class BlockTimer:
             return False
         return True
 
-    def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
-        """The times by key; None is the original."""
+    def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, Latencies]:
+        """The latencies by key; None is the original."""
         parts = {None: original, **{key: self._converted(part) for key, part in others.items()}}
         times = self.table.measure({str(key): part for key, part in parts.items()})
-        return {key: times[str(key)] for key in parts}
+        count = len(self.requested)
+        return {key: Latencies(times[str(key)][:count], times[str(key)][count:]) for key in parts}
 
     def _converted(self, part: Part) -> Part:
         if self.precision == "float32":

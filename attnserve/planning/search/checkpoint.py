@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from attnserve.planning.blocks.configurations import LossCurve, ReusePair
 from attnserve.planning.blocks.loss_curves import BlockLosses
-from attnserve.planning.blocks.measurements import LossCurve, ReusePair
 from attnserve.runtime.checkpoint import Checkpoint
 
 __all__ = ["SearchCheckpoint"]

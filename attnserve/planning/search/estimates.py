@@ -8,10 +8,17 @@ from itertools import product
 
 import numpy as np
 
-from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
-from attnserve.planning.blocks.configurations import Block, BlockConfig, Kept, Reusing
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
+from attnserve.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.blocks.configurations import (
+    BlockConfig,
+    Kept,
+    LossCurve,
+    ReusePair,
+    Reusing,
+)
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.latencies import Latencies
+from attnserve.planning.search.block_timing import BlockLatency
 
 __all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_groups"]
 
@@ -31,6 +38,11 @@ class UnitConfig:
     loss: float
     ms: float
     in_float: frozenset[int] = frozenset()
+
+    @property
+    def sources(self) -> set[str]:
+        """The attention blocks whose probabilities others of the unit reuse."""
+        return {config.reuses for config in self.blocks if config.reuses is not None}
 
     def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
@@ -58,15 +70,13 @@ class Unit:
         ]
 
 
-def changes_to_measure(
-    group: TiedBlocks, timed: BlockLatency, *, num_requested: int
-) -> list[BlockConfig]:
+def changes_to_measure(group: TiedBlocks, timed: BlockLatency) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
     A configuration is left out unless it is faster, by ``MIN_REMOVAL_GAIN``, than the one that
     loses less (``BlockConfig.less_lossy``).
     """
-    configs = {config: float(np.mean(ms[:num_requested])) for config, ms in timed.configs.items()}
+    configs = {config: latencies.mean for config, latencies in timed.configs.items()}
     changes: list[BlockConfig] = []
     for config, ms in configs.items():
         other = config.less_lossy
@@ -100,14 +110,12 @@ class Estimates:
     Attributes:
         timed: Latencies in the precision of the goal, by block.
         curves: Losses by the key of a group.
-        num_requested: The number of target workloads.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """
 
     timed: Mapping[Block, BlockLatency]
     curves: Mapping[str, LossCurve]
-    num_requested: int
     float_latencies: Mapping[Block, BlockLatency] = field(
         default_factory=dict["Block", "BlockLatency"]
     )
@@ -132,17 +140,15 @@ class Estimates:
         groups = pair.source, pair.reader
         first, second = (_rising(self._of_group(group)) for group in groups)
         configs = [_joined(both) for both in product(first, second)]
-        original = sum(np.array(self.timed[group.blocks[0]].original) for group in groups)
+        original = Latencies.total([self.timed[group.blocks[0]].original for group in groups])
         curve, other = (self.curves[group.key] for group in groups)
         conversion = sum(self.conversion.get(group.key, 0.0) for group in groups)
         for kept, ms in pair.times.items():
-            if (MIN_SPEEDUP * np.array(ms) > original).any():
+            if not ms.keeps_up_with(original):
                 continue
-            num_removed = pair.source.count - kept
-            loss = curve.at(num_removed) + other.at(num_removed)
-            loss += pair.loss * kept / pair.source.count
+            loss = pair.loss_at(kept, curve, other)
             blocks = Kept(kept), Reusing(kept, pair.source.names[0])
-            configs.append(UnitConfig(blocks, loss + conversion, self._mean(ms)))
+            configs.append(UnitConfig(blocks, loss + conversion, ms.mean))
         return _rising(configs)
 
     def _of_group(self, group: TiedBlocks) -> list[UnitConfig]:
@@ -163,24 +169,21 @@ class Estimates:
     ) -> list[UnitConfig]:
         """The configurations of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]
-        original = np.sum([latency.original for latency in times], axis=0)
+        original = Latencies.total([latency.original for latency in times])
         unreduced = Kept(group.count)
         curve = self.curves.get(group.key)
         configs: list[UnitConfig] = []
         for config in set.intersection(*(set(latency.configs) for latency in times)):
-            ms = np.sum([latency.configs[config] for latency in times], axis=0)
+            ms = Latencies.total([latency.configs[config] for latency in times])
             if config == unreduced:
                 loss = 0.0
-            elif curve is None or (MIN_SPEEDUP * ms > original).any():
+            elif curve is None or not ms.keeps_up_with(original):
                 continue
             else:
-                loss = curve.loss_of(config)
+                loss = config.loss(curve)
             if loss is not None:
-                configs.append(UnitConfig((config,), loss, self._mean(ms)))
+                configs.append(UnitConfig((config,), loss, ms.mean))
         return configs
-
-    def _mean(self, times: Sequence[float] | np.ndarray) -> float:
-        return float(np.mean(times[: self.num_requested]))
 
 
 def _joined(groups: Sequence[UnitConfig]) -> UnitConfig:

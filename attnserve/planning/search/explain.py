@@ -7,15 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from attnserve.planning.blocks.configurations import (
-    AS_EXPORTED,
-    BlockConfig,
-    Kept,
-    Replaced,
-    Reusing,
-)
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import LossCurve, ReusePair
+from attnserve.planning.blocks.configurations import AS_EXPORTED, LossCurve
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
 from attnserve.planning.search.estimates import Unit
@@ -59,21 +51,20 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
         chosen = unit.configs[index]
-        is_reusing = any(isinstance(config, Reusing) for config in chosen.blocks)
         for place, (group, config) in enumerate(zip(unit.groups, chosen.blocks, strict=True)):
             curve, in_float = losses.curves.get(group.key), place in chosen.in_float
-            predicted_loss = _predicted_loss(curve, group, config, unit.pair)
+            predicted_loss = 0.0 if curve is None else config.loss(curve, unit.pair) or 0.0
             if timing.float_latencies and not in_float:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
             for block in group.blocks:
-                if unit.pair is not None and is_reusing:
+                if unit.pair is not None and chosen.sources:
                     # half of the time of both blocks
-                    ms_after = timing.mean(unit.pair.times[config.kept]) / 2
+                    ms_after = unit.pair.times[config.kept].mean / 2
                     operator = config.plain_operators or AS_EXPORTED
                 else:
                     latency = timing.latency(block, in_float=in_float)
-                    ms_after = timing.mean(latency.configs[config])
+                    ms_after = latency.configs[config].mean
                     operator = config.plain_operators or latency.operator
                 decisions.append(
                     Decision(
@@ -82,7 +73,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         count=group.count,
                         **asdict(config),
                         operator=operator,
-                        ms_before=timing.mean(timing.blocks[block].original),
+                        ms_before=timing.blocks[block].original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,
                         in_float=in_float,
@@ -91,17 +82,6 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                 )
     names = [block.name for group in timing.groups for block in group.blocks]
     return sorted(decisions, key=lambda decision: names.index(decision.block))
-
-
-def _predicted_loss(
-    curve: LossCurve | None, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None
-) -> float:
-    if curve is None or config == Kept(group.count):
-        return 0.0
-    if not isinstance(config, Reusing):
-        return curve.loss_of(config) or 0.0
-    assert pair is not None
-    return curve.at(group.count - config.kept) + pair.loss * config.kept / group.count
 
 
 def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
@@ -113,33 +93,17 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
         curve: The losses of the group, if something can be removed.
     """
     group, chosen = unit.groups[place], unit.configs[index]
-    config = chosen.blocks[place]
-    what = "heads" if group.kind == "attention" else "neurons"
     if group.refusal is not None:
         return f"nothing can be removed: {group.refusal}"
     if curve is None:
-        return f"it has too few {what} to remove any"
+        return f"it has too few {group.noun} to remove any"
     if len(unit.configs) == 1:
-        return f"no smaller number of {what} is faster at every length"
+        return f"no smaller number of {group.noun} is faster at every length"
     parts = ["it is not converted"] if place in chosen.in_float else list[str]()
-    removed = group.count - config.kept
-    if isinstance(config, Replaced):
-        parts.append(f"replacing it by an affine map loses {curve.loss_of(config) or 0:.4f}")
-    elif removed:
-        parts.append(
-            f"the {removed} removed {what} hold {curve.own_loss[removed]:.1%} of its output that "
-            "the others cannot reproduce"
-        )
-    if config.change:
-        lost = (curve.loss_of(config) or 0.0) - (curve.loss_of(Kept(config.kept)) or 0.0)
-        parts.append(f"{config.change} lose {lost:.4f}")
-    if isinstance(config, Reusing) and unit.pair is not None:
-        parts.append(
-            f"reusing the probabilities of {config.source} in all heads loses {unit.pair.loss:.4f}"
-        )
+    parts += chosen.blocks[place].reasons(group, curve, unit.pair)
     following = next(iter(unit.configs[index + 1 :]), None)
     if following is not None and following.ms < chosen.ms:
-        smaller = f"{following.blocks[place]} {what}"
+        smaller = f"{following.blocks[place]} {group.noun}"
         if place in chosen.in_float and place not in following.in_float:
             smaller += " without float32"
         pair = " and its pair" if unit.pair is not None else ""

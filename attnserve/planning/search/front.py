@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnserve.literals import Precision
-from attnserve.planning.blocks.configurations import AS_EXPORTED, BlockConfig, Replaced, Reusing
-from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.loss_curves import BlockLosses
-from attnserve.planning.blocks.measurements import ReusePair
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, paired_groups
@@ -18,7 +16,7 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
+from graph_passes.passes.reuse_attention import ReuseAttention, ReusedHeads, renumbered
 
 __all__ = ["Front"]
 
@@ -49,7 +47,6 @@ class Front:
         estimates = Estimates(
             timing.blocks,
             losses.curves,
-            timing.num_requested,
             timing.float_latencies,
             losses.conversion,
         )
@@ -82,23 +79,21 @@ class Front:
         passes: list[RewritePass] = []
         float_blocks: list[str] = []
         masks: dict[str, list[int]] = {}
-        edges: dict[str, dict[int, tuple[str, int]]] = {}
+        edges: dict[str, ReusedHeads] = {}
         for unit, unit_config in self.configs(choice):
-            sources = {c.source for c in unit_config.blocks if isinstance(c, Reusing)}
             for place, (group, config) in enumerate(
                 zip(unit.groups, unit_config.blocks, strict=True)
             ):
-                mask = self._mask(group, config, unit.pair)
+                mask = config.mask(group, self.losses.curves, unit.pair)
                 in_float = place in unit_config.in_float
                 for block in group.blocks:
                     passes += config.passes(block, mask)
                     masks[block.name] = mask
-                    if isinstance(config, Reusing):
-                        assert unit.pair is not None
-                        edges[block.name] = unit.pair.edges(mask)
+                    edges |= config.edges(block, mask, unit.pair)
                     operator = self.timing.latency(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
-                    needs_plain = config.plain_operators is not None or block.name in sources
+                    is_source = block.name in unit_config.sources
+                    needs_plain = config.plain_operators is not None or is_source
                     if operator == "gelu":
                         passes.append(FuseGelu([block.name]))
                     elif operator != AS_EXPORTED and not needs_plain:
@@ -107,16 +102,6 @@ class Front:
         if self.timing.residual_fusion is not None:
             passes += [FoldBiases(), self.timing.residual_fusion]
         return Plan.merged(passes, self.precision, float_blocks)
-
-    def _mask(self, group: TiedBlocks, config: BlockConfig, pair: ReusePair | None) -> list[int]:
-        """1 for each head or neuron of a group that is kept."""
-        curves = self.losses.curves
-        if isinstance(config, Replaced) or config.kept == group.count:
-            return [1] * group.count
-        if not isinstance(config, Reusing):
-            return curves[group.key].mask(config.kept)
-        assert pair is not None
-        return pair.masks(curves[pair.source.key], config.kept)[1]
 
 
 def _front(units: Sequence[Unit], allowed: Sequence[Sequence[int]]) -> list[Choice]:

@@ -7,18 +7,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.configurations import Block
-from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import BlockLatency, ReusePair
-from attnserve.planning.search.block_timing import BlockTimer
+from attnserve.planning.blocks.configurations import ReusePair
+from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
+from attnserve.runtime.part_latency import LatencyTable, default_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.passes.base import RewritePass
 
@@ -31,7 +29,6 @@ class ModelTiming:
 
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
-        num_requested: Number of requested workloads, which come first.
         blocks: The latencies of each block with its operators and in its configurations.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
@@ -42,7 +39,6 @@ class ModelTiming:
 
     groups: Sequence[TiedBlocks]
     workloads: Sequence[Workload]
-    num_requested: int
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
     float_latencies: Mapping[Block, BlockLatency]
@@ -51,10 +47,6 @@ class ModelTiming:
     residual_fusion_ms: float
     other_ms: float
 
-    def mean(self, times: Sequence[float]) -> float:
-        """The mean over the target workloads."""
-        return float(np.mean(times[: self.num_requested]))
-
     def latency(self, block: Block, *, in_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
         return (self.float_latencies if in_float else self.blocks)[block]
@@ -62,7 +54,7 @@ class ModelTiming:
     @property
     def original_ms(self) -> float:
         """Latency of the original model, as the sum of its parts."""
-        blocks = sum(self.mean(latency.original) for latency in self._per_block())
+        blocks = sum(latency.original.mean for latency in self._per_block())
         return self.other_ms + self.residual_fusion_ms + blocks
 
     def _per_block(self) -> list[BlockLatency]:
@@ -113,14 +105,16 @@ def time_model(
     """
     job = search_input.job
     requested = job.requested
-    num_requested = len(requested)
     context = job.context
     precision = job.target.precision
     others = [workload for workload in search_input.checked if workload not in requested]
-    workloads = [*requested, *dict.fromkeys((*others[:1], *others[-1:]))]
-    feeds = [example_inputs(job.original, workload, context.seed) for workload in workloads]
+    extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
+    feeds, extreme_feeds = (
+        [example_inputs(job.original, workload, context.seed) for workload in workloads]
+        for workloads in (requested, extremes)
+    )
     table = LatencyTable(default_cache(), context.device)
-    timer = BlockTimer(model, feeds, table, num_requested, precision, context.progress)
+    timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
     blocks = timer.time_blocks(groups)
     float_latencies: Mapping[Block, BlockLatency] = {}
     if (scheme := SCHEMES[precision]).allows_float_blocks:
@@ -128,16 +122,13 @@ def time_model(
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
     converted = convert(job.original, precision, job.data.fit, to_nearest=True)
-    total = timer.mean(table.measure({"model": Part(converted, tuple(feeds))})["model"])
-    in_blocks = sum(
-        timer.mean(blocks[block].original) for group in groups for block in group.blocks
-    )
+    total = timer.time_whole(converted).mean
+    in_blocks = sum(blocks[block].original.mean for group in groups for block in group.blocks)
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(
         groups=groups,
-        workloads=workloads,
-        num_requested=num_requested,
+        workloads=[*requested, *extremes],
         table=table,
         blocks=blocks,
         float_latencies=float_latencies,

@@ -82,14 +82,16 @@ class RecoverySearch:
             The verified candidate; None if the one without training is better.
         """
         if plain is None:
-            return self._no_gain("even the choice with the least loss misses the goal")
+            self._report_no_gain("even the choice with the least loss misses the goal")
+            return None
         problem = ""
         try:
             self._train_choices(plain)
         except AttnserveError as error:
             problem = error.what
         if not self.found:
-            return self._no_gain(problem or self._shortage())
+            self._report_no_gain(problem or self._shortage())
+            return None
         return self._verify_fastest(plain)
 
     def remove_checkpoints(self) -> None:
@@ -163,7 +165,7 @@ class RecoverySearch:
     def _verify_fastest(self, plain: Candidate) -> Candidate | None:
         """Verify the fastest trained candidate that is faster than ``plain``, or else the next one.
 
-        Without ``keep``, it must lose less than ``plain``.
+        Without ``keep``, it must lose less than ``plain`` on the same data.
         """
         goal, judge = self.front_search.goal, self.front_search.judge
         keep = goal.keep
@@ -180,16 +182,16 @@ class RecoverySearch:
                 continue
             if not unused:
                 break
-            allowed = (
-                judge.verify(plain, HeldOut.VERIFY).loss if keep is None else allowed_loss(keep)
-            )
-            verification = judge.verify(candidate, unused.pop(0))
+            part = unused.pop(0)
+            allowed = judge.verify(plain, part).loss if keep is None else allowed_loss(keep)
+            verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
                 self._report(gain=True, verdict=self._verdict(timed.gain, gain_without))
                 return candidate
             reason = "a trained model missed the goal on held-out data"
-        return self._no_gain(reason)
+        self._report_no_gain(reason)
+        return None
 
     def _verdict(self, gain: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
@@ -204,7 +206,7 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _no_gain(self, reason: str) -> None:
+    def _report_no_gain(self, reason: str) -> None:
         verdict = f"no gain by training: {reason}; the result without training is returned"
         self._report(gain=False, verdict=verdict)
 

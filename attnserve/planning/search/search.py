@@ -125,9 +125,7 @@ def _estimate_losses(
     if stored is not None:
         return stored
     changes = {
-        group.key: changes_to_measure(
-            group, timing.blocks[group.blocks[0]], num_requested=timing.num_requested
-        )
+        group.key: changes_to_measure(group, timing.blocks[group.blocks[0]])
         for group in timing.groups
     }
     job = search_input.job

@@ -14,12 +14,15 @@ from attnserve.planning.search.judge import Candidate
 
 __all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 
-PARTS = (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN)
-"""The data of each verification of a search, if those before failed.
-
-Two parts are unused. The third choice is measured on all held-out data by its bounds: this data was
-used before, but only for choices with more loss. The last choice is the one with the least loss.
-"""
+PARTS = (
+    HeldOut.VERIFY,  # unused
+    HeldOut.VERIFY_AGAIN,  # unused
+    # Used before, but only for choices with more loss; losses are bounds.
+    HeldOut.ALL,
+    # Used before. The choice does not depend on it: it is the one with the least loss.
+    HeldOut.VERIFY_AGAIN,
+)
+"""The data of each verification of a search, if those before failed."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
+import attnserve
 from attnserve.calibration.elimination import eliminate_neurons
 from attnserve.checks.certify import read_attention
 from attnserve.checks.quality import QualityMeter
@@ -21,20 +23,22 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.blocks.configurations import (
-    Block,
+    AnyConfig,
     BlockConfig,
     Kept,
+    LossCurve,
     Replaced,
+    ReusePair,
     Reusing,
     Shared,
     Truncated,
     configs_of,
 )
-from attnserve.planning.blocks.groups import TiedBlocks, group_blocks
+from attnserve.planning.blocks.groups import Block, TiedBlocks, group_blocks
+from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
-from attnserve.planning.blocks.measurements import BlockLatency, LossCurve, ReusePair
 from attnserve.planning.plans.plan_file import Decision
-from attnserve.planning.search.block_timing import BlockTimer
+from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
 from attnserve.runtime.interface import Batch
@@ -116,7 +120,8 @@ def timed(
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    return BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1).time_blocks(groups)
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    return timer.time_blocks(groups)
 
 
 def test_time_blocks_times_every_configuration(
@@ -129,7 +134,7 @@ def test_time_blocks_times_every_configuration(
         assert set(configs) == {*skipped, *(Kept(kept) for kept in wanted)}
         for shorter, longer in configs.values():
             assert shorter < longer
-        first = [configs[config][0] for config in sorted(configs, key=lambda config: config.kept)]
+        first = [configs[config].mean for config in sorted(configs, key=lambda config: config.kept)]
         assert first == sorted(first)
 
 
@@ -140,10 +145,10 @@ def test_time_blocks_selects_fastest_implementation(
         found = timed[group.blocks[0]]
         if group.kind == "attention":
             assert found.operator == "attention"
-            assert found.configs[Kept(4)][0] < found.original[0]
+            assert found.configs[Kept(4)].mean < found.original.mean
         else:
             assert found.operator == "gelu"
-            assert found.configs[Kept(64)][0] < found.original[0]
+            assert found.configs[Kept(64)].mean < found.original.mean
 
 
 def test_time_blocks_skips_operator_without_kernel(
@@ -159,7 +164,7 @@ def test_time_blocks_skips_operator_without_kernel(
     monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
+    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
@@ -177,12 +182,22 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
 
     monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    found = BlockTimer(bert, feeds, LatencyTable(None), 1).time_blocks(groups)
+    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator == "as exported"
-        configs = Estimates(found, {}, 1).unit(group).configs
+        configs = Estimates(found, {}).unit(group).configs
         assert [config.blocks for config in configs] == [(Kept(group.count),)]
-        assert configs[0].ms == found[group.blocks[0]].original[0]
+        assert configs[0].ms == found[group.blocks[0]].original.mean
+
+
+def test_latencies_mean_is_over_requested_and_a_speedup_counts_everywhere():
+    original, faster = Latencies((4.0, 2.0), (1.0,)), Latencies((2.0, 1.0), (1.03,))
+    assert (original.mean, faster.mean) == (3.0, 1.5)
+    assert [*Latencies.total([original, faster])] == pytest.approx([6.0, 3.0, 2.03])
+    assert [*faster.saved_over(original)] == pytest.approx([2.0, 1.0, -0.03])
+    assert faster.keeps_up_with(original)
+    assert not replace(faster, extremes=(1.04,)).keeps_up_with(original)
+    assert not original.keeps_up_with(faster)
 
 
 # Losses
@@ -261,7 +276,7 @@ def test_configs_of_group_are_faster_at_more_loss(
     timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
 ):
     for group in groups:
-        configs = Estimates(timed, curves, 1).unit(group).configs
+        configs = Estimates(timed, curves).unit(group).configs
         assert configs[0].blocks == (Kept(group.count),) and configs[0].loss == 0
         assert len(configs) > 1
         for a, b in pairwise(configs):
@@ -275,19 +290,19 @@ def test_configs_lossy_conversion_keeps_block_in_float(
     slower = {
         block: replace(
             each,
-            original=tuple(4 * ms for ms in each.original),
-            configs={config: tuple(4 * t for t in ms) for config, ms in each.configs.items()},
+            original=Latencies.total([each.original] * 4),
+            configs={config: Latencies.total([ms] * 4) for config, ms in each.configs.items()},
         )
         for block, each in timed.items()
     }
-    lossless = Estimates(timed, curves, 1, slower, {group.key: 0.0}).unit(group).configs
+    lossless = Estimates(timed, curves, slower, {group.key: 0.0}).unit(group).configs
     # In float32 it is slower, and nothing is gained; the last one is kept as it is unreduced.
     assert not any(config.in_float for config in lossless[:-1])
     assert lossless[-1].is_unreduced((group,)) and lossless[-1].in_float
-    lossy = Estimates(timed, curves, 1, slower, {group.key: 0.01}).unit(group).configs
+    lossy = Estimates(timed, curves, slower, {group.key: 0.01}).unit(group).configs
     assert lossy[0].in_float == {0} and lossy[0].loss == 0
     assert not lossy[-1].in_float and lossy[-1].loss >= 0.01
-    faster = Estimates(slower, curves, 1, timed, {group.key: 0.01}).unit(group).configs
+    faster = Estimates(slower, curves, timed, {group.key: 0.01}).unit(group).configs
     assert all(config.in_float for config in faster[:-1])  # int8 is slower and lossy
     assert faster[-1].is_unreduced((group,))
 
@@ -297,7 +312,7 @@ def test_configs_of_pair_keep_blocks_in_float(
 ):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
-    found = Estimates(timed, curves, 1, timed, {reader.key: 0.01}).unit(pair).configs
+    found = Estimates(timed, curves, timed, {reader.key: 0.01}).unit(pair).configs
     assert found[0].in_float == {1} and found[0].loss == 0
 
 
@@ -357,7 +372,7 @@ def test_time_blocks_times_truncated_heads(
         truncated = {config for config in configs if type(config) is Truncated}
         assert truncated == {Truncated(kept, 4) for kept in range(1, 5)}
         for kept in range(1, 5):
-            assert configs[Truncated(kept, 4)] < configs[Kept(kept)]
+            assert [*configs[Truncated(kept, 4)]] < [*configs[Kept(kept)]]
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -380,21 +395,21 @@ def test_loss_curves_of_other_changes(
         assert tuple(losses) == configs
         assert 0 < losses[Truncated(4, 4)] < losses[Shared(4, 4, 8)] < 0.5  # sharing costs more
         assert 0 < losses[Replaced()] < 1.5
-        assert curve.loss_of(Truncated(4, 4)) == losses[Truncated(4, 4)]
-        assert curve.loss_of(Truncated(2, 4)) == pytest.approx(
+        assert Truncated(4, 4).loss(curve) == losses[Truncated(4, 4)]
+        assert Truncated(2, 4).loss(curve) == pytest.approx(
             curve.at(2) + losses[Truncated(4, 4)] / 2
         )
-        assert curve.loss_of(Shared(4, 4, 8).with_heads(2)) == pytest.approx(
+        assert Shared(4, 4, 8).with_heads(2).loss(curve) == pytest.approx(
             curve.at(2) + losses[Shared(4, 4, 8)] / 2
         )
-        assert curve.loss_of(Kept(2)) == curve.at(2)
-        assert curve.loss_of(Replaced()) == losses[Replaced()]
+        assert Kept(2).loss(curve) == curve.at(2)
+        assert Replaced().loss(curve) == losses[Replaced()]
 
 
-def test_loss_curve_unmeasured_change_is_none(curves: dict[str, LossCurve]):
+def test_config_unmeasured_loss_is_none(curves: dict[str, LossCurve]):
     for curve in curves.values():
         assert curve.changed == ()
-        assert curve.loss_of(Truncated(2, 4)) is None and curve.loss_of(Replaced()) is None
+        assert Truncated(2, 4).loss(curve) is None and Replaced().loss(curve) is None
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
@@ -412,16 +427,18 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     group = next(filter(cut_attention, groups))
     own, shared = Truncated(4, 4), Shared(4, 4, 8)
     configs = {
-        Kept(4): (5.0, 5.0),
-        Kept(2): (3.0, 3.0),
-        own: (4.0, 4.0),
-        Truncated(2, 4): (2.0, 2.0),
+        Kept(4): Latencies((5.0,), (5.0,)),
+        Kept(2): Latencies((3.0,), (3.0,)),
+        own: Latencies((4.0,), (4.0,)),
+        Truncated(2, 4): Latencies((2.0,), (2.0,)),
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
-        found = replace(timed[group.blocks[0]], configs={**configs, shared: (ms, 9.0)})
-        assert changes_to_measure(group, found, num_requested=1) == wanted
-    with_skip = replace(timed[group.blocks[0]], configs={**configs, Replaced(): (1.0, 1.0)})
-    assert changes_to_measure(group, with_skip, num_requested=1) == [own, Replaced()]
+        with_shared = {**configs, shared: Latencies((ms,), (9.0,))}
+        found = replace(timed[group.blocks[0]], configs=with_shared)
+        assert changes_to_measure(group, found) == wanted
+    skip = {Replaced(): Latencies((1.0,), (1.0,))}
+    with_skip = replace(timed[group.blocks[0]], configs={**configs, **skip})
+    assert changes_to_measure(group, with_skip) == [own, Replaced()]
 
 
 def test_block_config_of_fewer_heads_shares_fewer_dimensions():
@@ -453,7 +470,7 @@ def handed_on(
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, feeds, LatencyTable(None, ONE_THREAD), 1)
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 
@@ -465,8 +482,8 @@ def test_time_pairs_and_configs_of_reuse(
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
-    both = sum(timed[group.blocks[0]].configs[Kept(4)][0] for group in attention)
-    assert pair.times[4][0] == pytest.approx(both - pair.saved_ms)
+    both = sum(timed[group.blocks[0]].configs[Kept(4)].mean for group in attention)
+    assert pair.times[4].mean == pytest.approx(both - pair.saved_ms)
     found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
@@ -474,7 +491,7 @@ def test_time_pairs_and_configs_of_reuse(
     (chosen, *others) = paired_groups(groups, found.pairs)
     assert chosen is pair_losses
     assert others == [group for group in groups if group.kind == "feed_forward"]
-    configs = Estimates(timed, found.curves, 1).unit(chosen).configs
+    configs = Estimates(timed, found.curves).unit(chosen).configs
     assert configs[0].blocks == (Kept(4), Kept(4)) and configs[0].loss == 0
     reused = [o for o in configs if o.blocks[1] == Reusing(o.blocks[1].kept, pair.source.names[0])]
     assert reused and all(a.kept == b.kept for a, b in (o.blocks for o in reused))
@@ -482,12 +499,12 @@ def test_time_pairs_and_configs_of_reuse(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_reuse_pair_masks_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
+def test_reuse_pair_mask_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
-    ours, theirs = pair.masks(curve, 2)
-    assert ours == [0, 1, 1, 0]
+    assert curve.mask(2) == [0, 1, 1, 0]
+    theirs = pair.mask(curve, 2)
     assert theirs == [1, 0, 0, 1]  # those that take heads 2 and 1
     assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
@@ -558,3 +575,46 @@ def test_configuration_names_its_operators_and_its_change(
 ) -> None:
     assert (config.plain_operators, config.change) == (operators, change)
     assert config.is_fitted == bool(change)
+
+
+def test_config_of_pair_asks_its_source_for_the_mask_and_the_pair_for_the_rest(
+    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    source, reader = filter(cut_attention, groups)
+    pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
+    curve = curves[reader.key]
+    changed = {**curves, source.key: replace(curves[source.key], order=(3, 0, 1, 2))}
+    config = Reusing(2, source.names[0])
+    mask = config.mask(reader, changed, pair)
+    assert mask == [1, 0, 0, 1]
+    assert config.edges(reader.blocks[0], mask, pair) == {reader.names[0]: pair.edges(mask)}
+    assert config.loss(curve, pair) == curve.at(2) + 0.1 * 2 / 4
+    assert len(config.reasons(reader, curve, pair)) == 2
+    assert config.reuses == source.names[0]
+    kept = Kept(2)
+    assert kept.mask(reader, changed, pair) == curve.mask(2)
+    assert kept.edges(reader.blocks[0], mask, pair) == {} and kept.reuses is None
+
+
+def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
+    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+):
+    group = next(filter(cut_attention, groups))
+    curve = replace(curves[group.key], changed=((Replaced(), 0.25),))
+    assert Replaced().mask(group, curves, None) == [1] * 4
+    assert Replaced().with_heads(2) == Replaced()
+    (reason,) = Replaced().reasons(group, curve)
+    assert "0.2500" in reason
+
+
+def test_no_other_module_decides_by_the_kind_of_a_configuration():
+    """Others ask the configuration, so that a new kind of rewrite changes one module."""
+    kinds = {kind.__name__ for kind in get_args(AnyConfig)}
+    package = Path(attnserve.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.name == "configurations.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                named = {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+                assert not named & kinds, f"{path}:{node.lineno}"

@@ -20,7 +20,7 @@ from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.steps import Cast, Distill
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, Unmatched
-from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument
+from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.base import PASSES, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fold_biases import FoldBiases
@@ -307,6 +307,22 @@ def test_apply_plan_of_a_block_that_is_not_certified_is_refused_before_its_rewri
         applied([PRUNE])
     assert "attnserve inspect" in caught.value.fix and "\n" not in str(caught.value.what)
     check_length(caught.value)
+
+
+def test_apply_plan_of_a_block_that_is_not_certified_afterwards_reports_its_own_reason(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def certify(
+        model: ir.Model, block: AttentionBlock, *args: Any, **options: Any
+    ) -> Certified | Unmatched:
+        is_whole = block.num_heads == H
+        if is_whole and block.name != NAMES[0]:  # another block, which the plan does not name
+            return Certified(block, 0.0)
+        return Unmatched(block.product, f"no kernel for {block.name}")
+
+    monkeypatch.setattr("attnserve.checks.certify.certify", certify)
+    with raises(InvalidModel, "internal.certificate", f"no kernel for {NAMES[1]}"):
+        applied([PRUNE])
 
 
 # Plans that are applied

@@ -20,8 +20,8 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
+from attnserve.planning.blocks.configurations import LossCurve
 from attnserve.planning.blocks.groups import TiedBlocks
-from attnserve.planning.blocks.measurements import LossCurve
 from attnserve.planning.optimize import optimize
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request

@@ -112,7 +112,7 @@ def test_block_timer_forms_and_configs_use_precision(
     model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
     groups = group_blocks(model, find_attention(model).blocks, ffn=True)
     feeds = [example_inputs(model, Workload.of(1, 8))]
-    BlockTimer(model, feeds, LatencyTable(None), 1, precision).time_blocks(groups)
+    BlockTimer(model, LatencyTable(None), feeds, precision=precision).time_blocks(groups)
     assert len(seen) > 8
     expected = np.float16 if precision == "float16" else np.float32
     for each in seen:
@@ -127,5 +127,5 @@ def test_block_timer_part_that_cannot_be_converted_is_unchanged():
         " { y = Tanh(x) }"
     )
     given = Part(model, ({"x": np.ones((1, 4), np.float32)},))
-    timer = BlockTimer(model, given.feeds, LatencyTable(None), 1, "float16")
+    timer = BlockTimer(model, LatencyTable(None), given.feeds, precision="float16")
     assert timer._converted(given) is given

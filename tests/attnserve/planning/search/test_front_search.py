@@ -23,7 +23,8 @@ from attnserve.planning.search.front_search import (
     FrontSearch,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate
+from attnserve.planning.search.judge import Candidate, SpeedCheck
+from attnserve.planning.search.recovery_search import RecoverySearch
 from attnserve.planning.search.verification import Verified
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
@@ -311,6 +312,9 @@ class VerifyingJudge:
         self.parts.append(part)
         return Verification(fidelity=FIDELITY, loss=next(self.losses))
 
+    def time(self, candidate: Candidate) -> SpeedCheck:
+        return SpeedCheck((), 2.0, "")
+
 
 @dataclass(frozen=True, eq=False)
 class CarefulSearch(FrontSearch):
@@ -346,3 +350,14 @@ def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
     assert [each.loss for each in found] == losses and len(found) == count
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
     assert judge.parts == parts[:count]
+
+
+def test_recovery_search_without_keep_compares_losses_on_the_same_data():
+    judge: Any = ProvingJudge(iter([0.01, 0.02, 0.03, 0.02]))
+    front: Any = FakeFront()
+    plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
+    front_search = FrontSearch(Goal(target_speedup=1.5), front, judge)
+    recovery = RecoverySearch(front_search, "key", 60.0, found=trained)
+    assert recovery._verify_fastest(plain) is trained[1]
+    first, second = HeldOut.VERIFY, HeldOut.VERIFY_AGAIN
+    assert judge.parts == [first, first, second, second]
