@@ -159,7 +159,7 @@ def verify(
             "--again",
             metavar="",
             help="Repeat the verification that attnserve.json of NEW records, on the calibration"
-            " data or on new data. Exit with code 1 if a promise does not hold.",
+            " data or on new data. Exit with code 1 if a guarantee does not hold.",
         ),
     ] = False,
     eval_data: Annotated[
@@ -177,7 +177,7 @@ def verify(
 ) -> None:
     """Compare the outputs of a rewritten model with those of its original.
 
-    With --again, compare them as the record of the rewritten model says, and test its promises.
+    With --again, compare them as the record of the rewritten model says, and test its guarantees.
     """
     from graph_passes.errors import CheckFailed, InvalidArgument
 
@@ -193,22 +193,22 @@ def verify(
             "give ORIGINAL and NEW, or `again`",
             code="verify.usage",
         )
-    promises: VerifyAgainReport | None = None
+    guarantees: VerifyAgainReport | None = None
     with progress_bars(show) as progress:
         if again:
             before, after = (None, original) if new is None else (original, new)
-            promises = attnserve.verify_again(
+            guarantees = attnserve.verify_again(
                 after, before, data=data or (), eval_data=eval_data, measure=measure,
                 tokenizer=tokenizer, run=run, progress=progress,
             )  # fmt: skip
-            report = promises.fidelity
+            report = guarantees.fidelity
         else:
             report = attnserve.verify(
                 original, new or "", data=data, measure=measure, tokenizer=tokenizer, run=run,
                 progress=progress,
             )  # fmt: skip
     if show.json_:
-        print_json((promises or report).to_json())
+        print_json((guarantees or report).to_json())
     else:
         table = make_table(
             f"{new or original} compared with {original if new else 'its original'} on"
@@ -226,8 +226,8 @@ def verify(
             )
         out.print(table)
         print_qualities("quality", report)
-        if promises is not None:
-            out.print(_promise_table(promises))
+        if guarantees is not None:
+            out.print(_guarantee_table(guarantees))
     warnings = report.warnings()
     if any(output.not_finite_rows for output in report.outputs):
         raise CheckFailed(
@@ -246,39 +246,39 @@ def verify(
             " like the data",
             code="verify.min_cosine",
         )
-    if promises is not None:
-        _require_promises(promises, show)
+    if guarantees is not None:
+        _require_guarantees(guarantees, show)
 
 
-def _promise_table(report: VerifyAgainReport) -> Table:
+def _guarantee_table(report: VerifyAgainReport) -> Table:
     rows = "recorded rows" if report.is_recorded else "new rows"
     table = make_table(
-        f"promises of the record, on {rows}",
-        ("measure", "of", ">recorded", ">now", ">kept", ">promise", "holds"),
+        f"guarantees of the record, on {rows}",
+        ("measure", "of", ">recorded", ">now", ">kept", ">guarantee", "holds"),
     )
-    for check in report.promises:
+    for check in report.guarantees:
         of = ", ".join(filter(None, (check.output, check.file, check.lengths, check.runtime)))
         recorded = "-" if check.recorded is None else f"{check.recorded:.4f}"
-        values = (f"{value:.4f}" for value in (check.value, check.kept, check.promise))
+        values = (f"{value:.4f}" for value in (check.value, check.kept, check.guarantee))
         holds = "yes" if check.holds else "no"
         table.add_row(check.measure, escape(of), recorded, *values, holds)
     return table
 
 
-def _require_promises(report: VerifyAgainReport, show: opt.Show) -> None:
-    """Name the runtimes that were not measured, and fail if a promise does not hold."""
+def _require_guarantees(report: VerifyAgainReport, show: opt.Show) -> None:
+    """Name the runtimes that were not measured, and fail if a guarantee does not hold."""
     from graph_passes.errors import CheckFailed
 
     if report.not_installed and not show.quiet:
         print_message(f"warning: not installed, so not verified: {', '.join(report.not_installed)}")
-    broken = [check for check in report.promises if not check.holds]
+    broken = [check for check in report.guarantees if not check.holds]
     if broken:
-        check = min(broken, key=lambda check: check.kept - check.promise)
+        check = min(broken, key=lambda check: check.kept - check.guarantee)
         raise CheckFailed(
             f"{check.measure} keeps {check.kept:.4f} in {check.runtime} on {report.fidelity.data},"
-            f" and the record promises {check.promise:.4f}",
+            f" and the record guarantees {check.guarantee:.4f}",
             "calibrate on data like this, or optimize with a lower goal",
-            code="verify.promise",
+            code="verify.guarantee",
         )
 
 

@@ -35,7 +35,7 @@ INDEX = (
     "documents that the original embedded: an existing index can stay. Its other measures hold if "
     "this model embeds the documents too."
 )
-"""What the measure of an index promises."""
+"""What the measure of an index guarantees."""
 
 SCORES = "## MTEB\n"
 """The heading of the scores."""

@@ -79,7 +79,7 @@ class MixingComparison:
             return float(np.sqrt(np.mean(np.square(errors))))
         rows = self.job.data.choose or self.job.data.fit
         outputs = compare(
-            self.job.original, rewritten.model, rows, "form", context=self.job.context
+            self.job.original, rewritten.model, rows, "calibration data", context=self.job.context
         ).outputs
         if any(output.not_finite_rows for output in outputs):
             return math.inf

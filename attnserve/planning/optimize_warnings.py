@@ -39,7 +39,7 @@ def warnings_of(
     """The warnings about a rewritten model, the most important first.
 
     Args:
-        applied: The steps of the plan.
+        applied: What the plan changed.
         search: The record of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         break_even: The length from which the rewritten model needs more MACs; None if there is

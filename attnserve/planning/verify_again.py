@@ -35,23 +35,23 @@ from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import runtime_of
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
-__all__ = ["PromiseCheck", "VerifyAgainReport", "verify_again"]
+__all__ = ["GuaranteeCheck", "VerifyAgainReport", "verify_again"]
 
 COUNTS = ("rows", "distinct_rows", "tokens", "fit_rows", "held_out_rows", "lengths")
 """Fields of ``Calibration`` that depend on the tokenizer and on the split."""
 
 
 @dataclass(frozen=True)
-class PromiseCheck:
+class GuaranteeCheck:
     """A recorded quality, or the recorded share of a task's score, that was measured again.
 
     Attributes:
         runtime: The runtime, or two of them (``by_length``).
         measure: The measure of a quality, or "score".
         recorded: On new rows, the lowest recorded value of the output.
-        kept: What the promise limits: 1 minus the loss of a goal, else the value.
-        promise: The goal of the search, else the lower end of the recorded interval.
-        holds: Whether what is kept is not lower than the promise by more than rounding.
+        kept: What the guarantee limits: 1 minus the loss of a goal, else the value.
+        guarantee: The goal of the search, else the lower end of the recorded interval.
+        holds: Whether what is kept is not lower than the guarantee by more than rounding.
     """
 
     runtime: str
@@ -62,7 +62,7 @@ class PromiseCheck:
     recorded: float | None
     value: float
     kept: float
-    promise: float
+    guarantee: float
     holds: bool
 
 
@@ -73,26 +73,26 @@ class VerifyAgainReport:
     Attributes:
         fidelity: The comparison in the first runtime.
         is_recorded: Whether the rows are those of the record; else all rows of other data.
-        promises: One for each quality and runtime, and one for a score that the goal keeps.
+        guarantees: One for each quality and runtime, and one for a score that the goal keeps.
         not_installed: Recorded runtimes that were not measured.
     """
 
     fidelity: Fidelity
     is_recorded: bool
-    promises: Sequence[PromiseCheck]
+    guarantees: Sequence[GuaranteeCheck]
     not_installed: Sequence[str]
 
     @property
     def holds(self) -> bool:
-        """Whether all promises hold."""
-        return all(check.holds for check in self.promises)
+        """Whether all guarantees hold."""
+        return all(check.holds for check in self.guarantees)
 
     def to_json(self) -> dict[str, Any]:
         return {
             **self.fidelity.to_json(),
             "holds": self.holds,
             "rows": "recorded" if self.is_recorded else "new",
-            "promises": [asdict(check) for check in self.promises],
+            "guarantees": [asdict(check) for check in self.guarantees],
             "not_installed": list(self.not_installed),
         }
 
@@ -101,7 +101,8 @@ class _Rows(NamedTuple):
     """The rows to compare.
 
     Attributes:
-        first, others: Those of the first runtime, and of other runtimes.
+        first: The rows to compare in the first runtime.
+        others: The rows to compare in other runtimes.
         part: The part of a search that ``first`` is; None without a search, or for new rows.
         names: The recorded names of files that were given by other ones.
     """
@@ -132,12 +133,12 @@ def verify_again(
     run: Run = Run(),
     progress: Progress = ignore_progress,
 ) -> VerifyAgainReport:
-    """Repeat the verification of a model's last rewrite, and test what its record promises.
+    """Repeat the verification of a model's last rewrite, and test what its record guarantees.
 
     With the calibration data of the record, the models are compared on the same held-out rows as
-    then; with other data, on all its rows. The promise is the goal of a search, else the lower end
-    of the recorded interval of each quality. It holds if no value is lower by more than rounding,
-    in any recorded runtime that is installed.
+    then; with other data, on all its rows. The guarantee is the goal of a search, else the lower
+    end of the recorded interval of each quality. It holds if no value is lower by more than
+    rounding, in any recorded runtime that is installed.
 
     Args:
         new: The rewritten model.
@@ -214,9 +215,9 @@ def _verified_entry(artifact: Artifact) -> LineageEntry:
         )
     if entry.calibration is None or not entry.qualities or entry.source.sha256 is None:
         raise InvalidModel(
-            f"{artifact.model}: its last rewrite was not verified on data, so it promises nothing",
+            f"{artifact.model}: its last rewrite was not verified on data: nothing is guaranteed",
             "optimize the original again, with calibration data",
-            code="verify.no_promise",
+            code="verify.no_guarantee",
         )
     check_checksums(artifact)
     return entry
@@ -260,7 +261,7 @@ def _part(entry: LineageEntry) -> HeldOut | None:
 
 
 def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
-    """The goal that keeps a score, with the given file; None if no score is promised.
+    """The goal that keeps a score, with the given file; None if no score is guaranteed.
 
     Raises:
         InvalidArgument: The file is missing, or there is no such goal.
@@ -270,14 +271,14 @@ def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
     if asked.task is None or asked.keep is None:
         if eval_data is not None:
             raise InvalidArgument(
-                f"`eval_data` is {eval_data}, and the record promises no score of a task",
+                f"`eval_data` is {eval_data}, and the record guarantees no score of a task",
                 "leave it out",
                 code="verify.eval_data",
             )
         return None
     if eval_data is None:
         raise InvalidArgument(
-            f"the record promises {asked.keep:g} of the {asked.task} score on {asked.eval_data}:"
+            f"the record guarantees {asked.keep:g} of the {asked.task} score on {asked.eval_data}:"
             " expected `eval_data`",
             "give this file, or other labeled data in its format",
             code="verify.eval_data",
@@ -387,8 +388,8 @@ def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
 
 def _checks(
     runtime: str, entry: LineageEntry, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
-) -> list[PromiseCheck]:
-    """Compare the qualities of one runtime with the promises.
+) -> list[GuaranteeCheck]:
+    """Compare the qualities of one runtime with the guarantees.
 
     Raises:
         InvalidData: The record states qualities of other outputs, files or measures.
@@ -402,7 +403,7 @@ def _checks(
     # By output, the lowest one counts.
     lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
     is_bounded = rows.part is not None and not rows.part.is_unused
-    checks: list[PromiseCheck] = []
+    checks: list[GuaranteeCheck] = []
     for quality in found.qualities:
         then = lowest.get(key(quality))
         if then is None or then.measure != quality.measure:
@@ -414,12 +415,12 @@ def _checks(
         losses = quality.losses
         loss = losses.bounded if is_bounded else losses.measured
         goal = entry.kept_goal
-        kept, promise = (quality.value, then.guaranteed) if goal is None else (1 - loss, goal)
-        holds = quality.is_finite and kept >= promise - ROUNDING
+        kept, guarantee = (quality.value, then.guaranteed) if goal is None else (1 - loss, goal)
+        holds = quality.is_finite and kept >= guarantee - ROUNDING
         checks.append(
-            PromiseCheck(
+            GuaranteeCheck(
                 runtime, *quality.subject, quality.measure, then.value, quality.value, kept,
-                promise, holds,
+                guarantee, holds,
             )
         )  # fmt: skip
     if missing := lowest.keys() - {key(quality) for quality in found.qualities}:
@@ -433,7 +434,7 @@ def _checks(
 
 def _score_check(
     job: JobWithData, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
-) -> PromiseCheck:
+) -> GuaranteeCheck:
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
     task = ScoredTask.of(goal, job)
     assert task is not None and goal.keep is not None and entry.search is not None
@@ -443,7 +444,7 @@ def _score_check(
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
     then = entry.search.verifications[-1].share if entry.search.verifications else None
-    return PromiseCheck(
+    return GuaranteeCheck(
         runtime_of(model, job.context.device), "", task.data.name, "", "score",
         then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,
     )  # fmt: skip

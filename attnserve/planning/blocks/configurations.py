@@ -341,7 +341,7 @@ class Replaced(BlockConfig):
     kept: Literal[0] = 0
 
     def with_heads(self, kept: int) -> Replaced:
-        """The same: it has no heads."""
+        """This configuration, which has no heads."""
         return self
 
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:

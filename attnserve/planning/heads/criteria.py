@@ -115,9 +115,9 @@ def observable_blocks(
 
 def by_voting(given: PruningInput) -> Masks:
     """Keep one head for each group of similar heads (Voting-to-Stay, arXiv 2305.14380)."""
-    decomposed, plain = observable_blocks(given.model, [block.name for block in given.blocks])
-    groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in plain}
-    votes = voting_to_stay(decomposed, plain, given.batches, groups=groups, context=given.context)
+    decomposed, blocks = observable_blocks(given.model, [block.name for block in given.blocks])
+    groups = {b.name: max(1, b.num_heads - round(given.share * b.num_heads)) for b in blocks}
+    votes = voting_to_stay(decomposed, blocks, given.batches, groups=groups, context=given.context)
     masks: Masks = {}
     for group in given.groups:
         group_votes = [votes[block.name] for block in group if block.name in votes]

@@ -1,4 +1,4 @@
-"""Run passes on a model, refit and certify what they change, and record their steps."""
+"""Run passes on a model, refit and certify what they change, and record the changes."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ class PassRunner:
         return changes
 
     def _run_exact(self, graph_pass: RewritePass) -> list[BlockChange]:
-        """Run an exact pass; one of the whole graph edits no attention, and has no steps."""
+        """Run an exact pass; one of the whole graph edits no attention, and has no changes."""
         graph_pass(self.model)
         targets = graph_pass.targets
         if not targets:

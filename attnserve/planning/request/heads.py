@@ -192,11 +192,11 @@ def _configured_edges(
         "`reuse` aligns heads by the measured similarity of their attention",
         "give `align` index, the alignment of the paper",
     )
-    decomposed, plain = request.observable
-    observed = {block.name for block in plain}
+    decomposed, observable = request.observable
+    observed = {block.name for block in observable}
     names = [name for name in names if name in observed]
     blocks = [block for block in blocks if block.name in observed]
-    similarity = measure_similarity(decomposed, plain, batches, context=request.job.context)
+    similarity = measure_similarity(decomposed, observable, batches, context=request.job.context)
     if reuse.kind != "auto":
         return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
     targets = [block for block in blocks if block.name in names]

@@ -141,7 +141,7 @@ class Judge:
 
     @cached_property
     def untimed(self) -> JobWithData:
-        """The job of all that is not timed."""
+        """The job with all threads, for work that is not timed."""
         return self.job.on_all_threads()
 
     def measure_loss(self, choice: Choice, plan: Plan) -> float:

@@ -73,49 +73,49 @@ class RecoverySearch:
     report: TrainingRounds | None = None
     _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
 
-    def run(self, plain: Candidate | None) -> Candidate | None:
-        """Train choices that are faster than ``plain``, the untrained one, and verify the best.
+    def run(self, untrained: Candidate | None) -> Candidate | None:
+        """Train choices that are faster than ``untrained``, and verify the best.
 
         Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
 
         Returns:
             The verified candidate; None if the one without training is better.
         """
-        if plain is None:
+        if untrained is None:
             self._report_no_gain("even the choice with the least loss misses the goal")
             return None
         problem = ""
         try:
-            self._train_choices(plain)
+            self._train_choices(untrained)
         except AttnserveError as error:
             problem = error.what
         if not self.found:
             self._report_no_gain(problem or self._shortage())
             return None
-        return self._verify_fastest(plain)
+        return self._verify_fastest(untrained)
 
     def remove_checkpoints(self) -> None:
         """Delete the training checkpoints of the search."""
         for training, key in self._trained:
             training.forget(key)
 
-    def _train_choices(self, plain: Candidate) -> None:
+    def _train_choices(self, untrained: Candidate) -> None:
         search = self.front_search
         keep = search.goal.keep
         if keep is None:
-            self._train(plain.choice, plain.loss * (1 - ROUNDING), self.seconds)
+            self._train(untrained.choice, untrained.loss * (1 - ROUNDING), self.seconds)
             return
         choices = search.front.choices
         allowed = 1 - keep
         if allowed <= ROUNDING:
             return
-        measure = search.worst_measure(plain)
+        measure = search.worst_measure(untrained)
         power = power_of(measure)
         trained: list[Candidate] = []
 
         def aim(low: int, high: int) -> int:
             if not trained:
-                first = STEP * plain.choice.loss or first_guess(measure, allowed**power)
+                first = STEP * untrained.choice.loss or first_guess(measure, allowed**power)
                 return search.index_of(first)
             last = trained[-1]
             share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
@@ -128,7 +128,7 @@ class RecoverySearch:
             return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
         bisect(
-            choices.index(plain.choice), len(choices), ROUNDS,
+            choices.index(untrained.choice), len(choices), ROUNDS,
             aim=aim, probe=keeps,
             is_near=lambda low, index, _: search.is_near(low, index),
         )  # fmt: skip
@@ -162,15 +162,15 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _verify_fastest(self, plain: Candidate) -> Candidate | None:
-        """Verify the fastest trained candidate that is faster than ``plain``, or else the next one.
+    def _verify_fastest(self, untrained: Candidate) -> Candidate | None:
+        """Verify the fastest trained candidate that is faster than ``untrained``, else the next.
 
-        Without ``keep``, it must lose less than ``plain`` on the same data.
+        Without ``keep``, it must lose less than ``untrained`` on the same data.
         """
         goal, judge = self.front_search.goal, self.front_search.judge
         keep = goal.keep
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        gain_without = judge.time(plain).gain
+        gain_without = judge.time(untrained).gain
         reason = ""
         for candidate in self.found:
             timed = judge.time(candidate)
@@ -183,7 +183,7 @@ class RecoverySearch:
             if not unused:
                 break
             part = unused.pop(0)
-            allowed = judge.verify(plain, part).loss if keep is None else allowed_loss(keep)
+            allowed = judge.verify(untrained, part).loss if keep is None else allowed_loss(keep)
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:

@@ -1,17 +1,7 @@
 """Search for the fastest plan that keeps the requested quality, by measurement.
 
 The goal is a share of the quality (``keep``) or a speed-up (``target_speedup``).
-
-1. Time every configuration of every block, each with its fastest operator (``model_timing``).
-2. Measure what each configuration loses at the model's output (``blocks.loss_curves``); the losses
-   of different blocks nearly add up.
-3. Front: the choices that no other choice beats in predicted time and loss (``front``).
-4. Select: bisect the front for the choice that meets the goal (``front_search``). The judge builds
-   each choice that is tried, and measures its loss and speed (``judge``).
-5. Train faster choices, with ``Goal.recover`` (``recovery_search``).
-6. Verify the choice on unused data; if it misses the goal, one with less loss (``verification``).
-7. Report it, or an empty plan if the whole model is not faster than the original (``verdict``).
-   A removal must also be faster than the fused original in the same precision.
+``docs/concepts/search.md`` explains the stages, and this package lists their types.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The recorded verification of a model is repeated, and its promises are tested."""
+"""The recorded verification of a model is repeated, and its guarantees are tested."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def changed(pruned: Path, tmp_path: Path) -> Changed:
 
 
 def values(report: VerifyAgainReport) -> list[float]:
-    return [check.value for check in report.promises]
+    return [check.value for check in report.guarantees]
 
 
 def test_recorded_rows_give_the_recorded_values(pruned: Path, tiny: Path, sentences: Path):
     report = attnserve.verify_again(pruned, tiny, data=sentences)
-    (check,) = report.promises
+    (check,) = report.guarantees
     assert report.is_recorded and report.holds
     assert check.value == check.kept == pytest.approx(check.recorded, abs=1e-6)
     assert report.fidelity.quality is not None
@@ -68,8 +68,8 @@ def test_other_data_is_measured_on_all_rows(pruned: Path, tiny: Path, sentences:
     assert not report.is_recorded
     assert report.fidelity.data == "other.txt"
     assert report.fidelity.quality is not None and report.fidelity.quality.rows == 40
-    recorded = attnserve.verify_again(pruned, tiny, data=sentences).promises[0]
-    assert report.promises[0].promise == recorded.promise
+    recorded = attnserve.verify_again(pruned, tiny, data=sentences).guarantees[0]
+    assert report.guarantees[0].guarantee == recorded.guarantee
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_the_same_model_holds_on_any_data(tiny: Path, sentences: Path, tmp_path:
 
 
 @pytest.mark.timing
-def test_a_goal_is_the_promise_on_the_rows_of_its_last_verification(
+def test_a_goal_is_the_guarantee_on_the_rows_of_its_last_verification(
     model: Path, sentences: Path, tmp_path: Path
 ):
     attnserve.optimize(
@@ -97,8 +97,8 @@ def test_a_goal_is_the_promise_on_the_rows_of_its_last_verification(
     last = entry["search"]["proofs"][-1]
     assert entry["search"]["gain"] and last["part"] == "verify"
     report = attnserve.verify_again(tmp_path / "out", data=sentences)
-    (check,) = report.promises
-    assert (check.promise, report.holds) == (0.9, True)
+    (check,) = report.guarantees
+    assert (check.guarantee, report.holds) == (0.9, True)
     assert check.value == pytest.approx(last["quality"]["value"], abs=1e-6)
     assert check.kept == pytest.approx(1 - last["loss"], abs=1e-6)
 
@@ -127,14 +127,14 @@ def test_a_goal_of_a_score_needs_its_data(
     with raises(InvalidArgument, "verify.eval_data", "sts score on sts.tsv"):
         attnserve.verify_again(**again)
     report = attnserve.verify_again(**again, eval_data=sts_rows)
-    quality, score = report.promises
+    quality, score = report.guarantees
     assert (quality.measure, score.measure) == ("similarity", "score")
-    assert score.promise == 0.5 and score.holds
+    assert score.guarantee == 0.5 and score.holds
     assert score.value == pytest.approx(score.recorded, abs=1e-6)
     copy = tmp_path / "new.tsv"
     copy.write_text(sts_rows.read_text() + "2\ta man\tthe dog\n")
-    new = attnserve.verify_again(**again, eval_data=copy).promises[-1]
-    assert (new.file, new.promise) == ("new.tsv", 0.5)
+    new = attnserve.verify_again(**again, eval_data=copy).guarantees[-1]
+    assert (new.file, new.guarantee) == ("new.tsv", 0.5)
 
 
 @pytest.fixture
@@ -159,8 +159,8 @@ def test_several_files_are_found_in_any_order_and_by_any_name(
                        prune=0.25, threads=1)  # fmt: skip
     renamed = Path(shutil.copy(other, tmp_path / "renamed.txt"))
     report = attnserve.verify_again(tmp_path / "out", model, data=[renamed, sentences])
-    assert report.is_recorded and len(report.promises) == 2
-    for check in report.promises:
+    assert report.is_recorded and len(report.guarantees) == 2
+    for check in report.guarantees:
         assert check.value == pytest.approx(check.recorded, abs=1e-6)
     with raises(InvalidData, "verify.some_files", "sentences.txt, other.txt"):
         attnserve.verify_again(tmp_path / "out", model, data=[sentences])
@@ -175,7 +175,7 @@ def test_recorded_runtimes_are_measured_or_named(
         entry["other_runtimes"] = dict.fromkeys(names, fidelity)
 
     report = attnserve.verify_again(changed(edit), tiny, data=sentences)
-    assert [check.runtime for check in report.promises] == ["onnxruntime", "onnxruntime"]
+    assert [check.runtime for check in report.guarantees] == ["onnxruntime", "onnxruntime"]
     first, second = values(report)
     assert first == pytest.approx(second, abs=1e-6)
     assert report.not_installed == ["absent", "onnxruntime+absent", "+", ""]
@@ -196,7 +196,7 @@ def set_interval(entry: dict[str, Any], low: float) -> None:
 
 
 @pytest.mark.parametrize(("low", "code"), [(0.5, 0), (0.9999, 1)])
-def test_the_exit_code_says_whether_the_promise_holds(
+def test_the_exit_code_says_whether_the_guarantee_holds(
     cli: Cli, tiny: Path, changed: Changed, sentences: Path, low: float, code: int
 ):
     folder = changed(lambda entry: set_interval(entry, low))
@@ -205,12 +205,12 @@ def test_the_exit_code_says_whether_the_promise_holds(
     assert done.code == code, done.err
     assert f"{low:.4f}" in done.out and "recorded rows" in done.out
     assert max(map(len, done.out.splitlines()[-6:])) <= 80
-    assert ("promises 0.9999" in done.err) == bool(code)
+    assert ("guarantees 0.9999" in done.err) == bool(code)
     done = cli(*arguments, "--json")
     assert done.code == code
     content = json.loads(done.out)
     assert content["holds"] == (code == 0) and content["rows"] == "recorded"
-    assert content["promises"][0]["promise"] == low
+    assert content["guarantees"][0]["guarantee"] == low
     assert {"outputs", "mean_cosine", "min_cosine", "quality"} <= content.keys()
 
 
@@ -225,9 +225,9 @@ def more_outputs(entry: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("edit", "code"),
     [
-        (lambda entry: entry.pop("calibration"), "no_promise"),
-        (lambda entry: entry.pop("quality"), "no_promise"),
-        (lambda entry: entry.pop("source"), "no_promise"),
+        (lambda entry: entry.pop("calibration"), "no_guarantee"),
+        (lambda entry: entry.pop("quality"), "no_guarantee"),
+        (lambda entry: entry.pop("source"), "no_guarantee"),
         (lambda entry: entry["source"].update(weights="0" * 64), "original"),
         (lambda entry: entry["calibration"].update(tokens=7), "other_split"),
         (lambda entry: entry["calibration"].update(held_out_rows=[1]), "other_split"),
@@ -265,7 +265,7 @@ def test_usage_is_explained(cli: Cli, pruned: Path, tiny: Path, sentences: Path,
     refused(cli("verify", tiny, pruned, "--again", "--data", tmp_path / "no.txt"), "no such file")
     refused(
         cli("verify", tiny, pruned, "--again", "--data", sentences, "--eval-data", sentences),
-        "promises no score",
+        "guarantees no score",
     )
     refused(cli("verify", pruned, pruned, "--again", "--data", sentences), "ORIGINAL")
 

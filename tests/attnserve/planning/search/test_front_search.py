@@ -353,7 +353,7 @@ def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
 
 
 def test_recovery_search_without_keep_compares_losses_on_the_same_data():
-    judge: Any = ProvingJudge(iter([0.01, 0.02, 0.03, 0.02]))
+    judge: Any = VerifyingJudge(iter([0.01, 0.02, 0.03, 0.02]))
     front: Any = FakeFront()
     plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
     front_search = FrontSearch(Goal(target_speedup=1.5), front, judge)
