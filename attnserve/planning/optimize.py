@@ -36,11 +36,12 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mo
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps
+from attnserve.planning.plans.apply import apply_plan, apply_steps, raise_opset_for
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
+from attnserve.planning.plans.steps import RunPass
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import search
@@ -262,22 +263,17 @@ def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
 
 
 def _convert(job: Job, rewritten: _Outcome) -> _Outcome:
-    """Convert the model to the precision of the target, and complete its plan.
+    """Complete the plan with the precision of the target, and apply the new steps.
 
     Operators are fused before the conversion, by passes that depend on the rewritten model.
     """
     plan, state = rewritten.plan, rewritten.state
     precision = job.target.precision
-    fusion = fuse_for(state.model, precision, job.context.device.provider)
-    macs = count_macs(state.model, job.counted)
-    fused = [
-        Change(rewrite=graph_pass.name, block=name, macs_after=macs)
-        for graph_pass in fusion
-        for name in graph_pass.targets
-    ]
-    state.applied = state.applied.then(ApplyReport(tuple(fused)))
+    fusion = fuse_for(state.model.clone(), precision, job.context.device.provider)
     plan = replace(plan, passes=(*plan.passes, *fusion), precision=precision)
-    return replace(rewritten, plan=plan, state=apply_steps(plan.conversion, state))
+    raise_opset_for(plan, state.model)
+    state = apply_steps([*map(RunPass, fusion), *plan.conversion], state)
+    return replace(rewritten, plan=plan, state=state)
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:

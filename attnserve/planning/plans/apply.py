@@ -22,7 +22,7 @@ from graph_passes.passes.fuse_attention import FuseAttention
 if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
 
-__all__ = ["apply_plan", "apply_steps", "start"]
+__all__ = ["apply_plan", "apply_steps", "raise_opset_for", "start"]
 
 
 def start(
@@ -46,13 +46,18 @@ def start(
         CannotRewrite: The plan names an attention block that is not certified.
     """
     _require_certified(plan, job)
-    operators = plan.targets(FuseAttention).values()
-    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-        raise_opset(model, needed)
+    raise_opset_for(plan, model)
     return State(
         job, model, plan.precision, tuple(plan.float_blocks),
         fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
     )  # fmt: skip
+
+
+def raise_opset_for(plan: Plan, model: ir.Model) -> None:
+    """Raise the opset of a model to that of the operators that a plan fuses."""
+    operators = plan.targets(FuseAttention).values()
+    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
+        raise_opset(model, needed)
 
 
 def _require_certified(plan: Plan, job: Job) -> None:
