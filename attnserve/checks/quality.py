@@ -17,8 +17,8 @@ r2 and kl; ``Quality.constant`` holds its score. Intervals are over texts
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -126,6 +126,21 @@ def check_measure(measure: SearchMeasure, data: Dataset | None) -> None:
             )
 
 
+OutputKind = Literal["scores", "classes", "vocabulary", "embeddings", "features"]
+
+MEASURES: Mapping[OutputKind, Measure] = {
+    "scores": "tau",
+    "classes": "kl",
+    "vocabulary": "top1",
+    "embeddings": "similarity",
+    "features": "r2",
+}
+"""The measure of each kind of output, unless another one is chosen."""
+
+REQUIRED_KIND: Mapping[Measure, OutputKind] = {"tau": "scores", "index": "embeddings"}
+"""Measures that apply to one kind of output; others have their own measure."""
+
+
 class _Texts(NamedTuple):
     """Rows of a batch whose texts are of one file and of one class of lengths."""
 
@@ -139,8 +154,8 @@ class QualityMeter:
 
     Caches are left out. The kind of each output is read from its name and its first array:
 
-        [B, C], called logits or with less than 64 columns      class logits
-        [B, T, C], called logits or as wide as the vocabulary   vocabulary logits
+        [B, C], called logits or with less than 64 columns      classes
+        [B, T, C], called logits or as wide as the vocabulary   vocabulary
         [B, D], and [B, T, D] of a model for text               embeddings
         [B, 1], if the data has lists of documents of a query   scores
         a last axis of changing length, such as [B, T]          numbers
@@ -293,31 +308,30 @@ class QualityMeter:
         ]
 
     def _meter(self, index: int, array: np.ndarray, *, has_lists: bool) -> Meter:
-        name, is_probability = self.outputs[index], index in self._probabilities
-        width = array.shape[-1] if array.ndim > 1 else 1
-        is_logits = "logits" in name.lower() and width > 1
-        is_vector = VECTOR_NAME.search(name.lower()) is not None
-        is_narrow = width < MIN_CLASSES and not is_vector
-        is_known = is_probability or width == self.classes
-        is_classes = array.ndim == 2 and width > 1 and (is_logits or is_narrow or is_known)
-        is_vocabulary = array.ndim == 3 and (is_logits or width == self.vocabulary)
-        is_embedding = array.ndim == 2 and width > 1 and not is_classes
-        is_tokens = array.ndim == 3 and self.pooling not in (None, "none") and not is_vocabulary
-        is_score = has_lists and array.ndim == 2 and width == 1
+        kind = self._kind(index, array, has_lists=has_lists)
         measure: Measure = self.measure
-        is_other = (
-            not is_score if measure == "tau"
-            else measure == "index" and not (is_embedding or is_tokens)
-        )  # fmt: skip
-        if measure == "auto" or is_other:
-            measure = (
-                "tau" if is_score else
-                "kl" if is_classes else "top1" if is_vocabulary
-                else "similarity" if is_embedding or is_tokens else "r2"
-            )  # fmt: skip
-        has_vectors = array.ndim in (2, 3) and width > 1
-        measure = measure if has_vectors or measure in ("cosine", "tau") else "r2"
+        if measure == "auto" or REQUIRED_KIND.get(measure, kind) != kind:
+            measure = MEASURES[kind]
+        is_vector = array.ndim in (2, 3) and array.shape[-1] > 1
+        measure = measure if is_vector or measure in ("cosine", "tau") else "r2"
         return new_meter(measure, self.pooling, dimensions=self.dimensions)
+
+    def _kind(self, index: int, array: np.ndarray, *, has_lists: bool) -> OutputKind:
+        """The kind of an output, by its name and its first array."""
+        name = self.outputs[index].lower()
+        width = array.shape[-1] if array.ndim > 1 else 1
+        is_logits = "logits" in name and width > 1
+        if array.ndim == 2 and width == 1:
+            return "scores" if has_lists else "features"
+        if array.ndim == 2:
+            is_known = index in self._probabilities or width == self.classes
+            is_narrow = width < MIN_CLASSES and VECTOR_NAME.search(name) is None
+            return "classes" if is_logits or is_known or is_narrow else "embeddings"
+        if array.ndim == 3 and (is_logits or width == self.vocabulary):
+            return "vocabulary"
+        if array.ndim == 3 and self.pooling not in (None, "none"):
+            return "embeddings"
+        return "features"
 
 
 def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -> Quality:
