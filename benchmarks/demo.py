@@ -93,7 +93,7 @@ def run(folder: Path, console: Console) -> None:
                 original, folder / output, **options, calib=calibration,
                 sequence=SEQUENCE, threads=1, force=True, progress=progress,
             )  # fmt: skip
-    before = next(iter(reports.values())).before
+    before = next(iter(reports.values())).record.before
     rows = [Row("original", original, before, 1.0)]
     with step("compare on unseen text") as progress:
         for name, report in reports.items():

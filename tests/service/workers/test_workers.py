@@ -211,7 +211,7 @@ def test_statistics_of_every_worker_cover_all_workers(clients: list[Client]) -> 
     body = EMBED | {"model": "counted"}
     assert [one.post("/texts/embed", body) for _ in range(3)] == [200] * 3
     assert [two.post("/texts/embed", body) for _ in range(4)] == [200] * 4
-    assert two.post("/texts/embed", body | {"inputs": ["a"] * 100}) == 413
+    assert two.post("/texts/embed", body | {"inputs": ["a"] * 2049}) == 413
     idle = b'attnserve_in_flight{model="counted",version="1"} 0.0'
     for client in clients:
         (told,) = client.get("/v2/models/counted/stats")["model_stats"]
