@@ -417,7 +417,7 @@ class _Runner:
     """A model and its session, in a process of its own."""
 
     def __init__(self, model: Path, device: Device) -> None:
-        self.session = open_session(model, device)
+        self.session = open_session(model, device, spinning=True)
 
     def feed(self, inputs: Inputs) -> None:
         """Use these inputs in the following samples."""

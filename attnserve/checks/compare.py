@@ -251,7 +251,7 @@ def _run_both(
     runs = 0
     limit = max(KEPT_BYTES, int(KEPT_SHARE * weight_bytes(models[0])))
 
-    open_one = partial(open_session, device=context.device, spinning=False)
+    open_one = partial(open_session, device=context.device)
     openers = open_one, open_new or open_one
 
     def run_each(index: int, chunk: Sequence[Batch]) -> Iterator[list[np.ndarray]]:

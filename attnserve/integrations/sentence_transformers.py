@@ -77,7 +77,9 @@ def load(
             code="integration.not_loadable",
         )
     library = _import_library()
-    session = open_session(fused_copy(graph, provider), Device(provider, threads, runtime))
+    session = open_session(
+        fused_copy(graph, provider), Device(provider, threads, runtime), spinning=True
+    )
     config = artifact.companion("config.json")
     assert config is not None  # library_model has read it
     tokenizer = artifact.tokenizer

@@ -77,7 +77,7 @@ def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.
 
     def open_new(model: ir.Model) -> Session:
         sessions = [
-            open_session(model, replace(device, runtime=runtime), spinning=False)
+            open_session(model, replace(device, runtime=runtime))
             for runtime in dict.fromkeys(runtimes_by_length(name))
         ]
         return LengthRunner(sessions[0], sessions[-1], median_low(_lengths(rows) or [0]))

@@ -210,7 +210,7 @@ class Distillation:
             model = self._served(self.student, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(model, self.context.device, spinning=False)
+        session = open_session(model, self.context.device)
         meter = self.new_meter(split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
@@ -327,7 +327,7 @@ class Distillation:
         Raises:
             CheckFailed: They differ.
         """
-        session = open_session(self.rewritten, self.context.device, spinning=False)
+        session = open_session(self.rewritten, self.context.device)
         graph = self.rewritten.graph
         is_half = any(value.dtype in HALF for value in graph.initializers.values())
         limit = HALF_TOLERANCE if is_half else TOLERANCE

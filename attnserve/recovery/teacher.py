@@ -69,7 +69,7 @@ class Teacher:
             output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
             model.graph.append(cast)
             model.graph.outputs.append(output)
-        self._session = open_session(model, context.device, spinning=False)
+        self._session = open_session(model, context.device)
 
     def __call__(self, batch: Batch) -> list[np.ndarray]:
         """The outputs for a batch, then the states in float32, one array each.

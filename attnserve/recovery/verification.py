@@ -65,6 +65,6 @@ def labeled_outputs(
 ) -> list[tuple[LabeledBatch, np.ndarray]]:
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
-    session = open_session(model, job.context.device, spinning=False)
+    session = open_session(model, job.context.device)
     feeds = (shaped_for(model, one.batch, empty) for one in labels.verify)
     return labels.outputs(model, labels.verify, feeds, session)

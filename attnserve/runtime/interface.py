@@ -133,9 +133,9 @@ class SessionOptions:
 
     Attributes:
         optimize: False disables the graph optimizations of the runtime.
-        spinning: Busy-wait in idle threads, which is fastest for a single session. With several
-            sessions that run alternately, spinning threads block each other's cores: two or three
-            times slower.
+        spinning: Busy-wait in idle threads, which is fastest for the only session of a process.
+            Sessions that run alternately block each other's cores so: up to three times slower,
+            and ratios of their times are wrong by up to 60 %.
         cuda: CUDA settings; by default exact float32 products.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
@@ -146,7 +146,7 @@ class SessionOptions:
     """
 
     optimize: bool = True
-    spinning: bool = True
+    spinning: bool = False
     cuda: Cuda = PARITY
     copied: tuple[str, ...] = ()
     profile: Path | None = None

@@ -36,7 +36,7 @@ class Observer:
         self._names: dict[ir.Value, str] = {}
         if self._outputs:
             part, self._names = extract(model, known, self._outputs)
-            self._session = open_session(part, device, spinning=False)
+            self._session = open_session(part, device)
 
     def __call__(self, state: Arrays) -> dict[ir.Value, np.ndarray]:
         """Compute the values that are not known; arrays may be session memory (``owned``).

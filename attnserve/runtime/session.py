@@ -28,7 +28,7 @@ def open_session(
     device: Device = CPU,
     *,
     optimize: bool = True,
-    spinning: bool = True,
+    spinning: bool = False,
     cuda: Cuda = PARITY,
     copied: tuple[str, ...] = (),
     profile: Path | None = None,

@@ -107,7 +107,7 @@ class LossEstimator:
             first: Its first changed block; the run starts in front of it. None for all of it.
         """
         if first is None:
-            session = open_session(other, self.context.device, spinning=False)
+            session = open_session(other, self.context.device)
             return self._loss(session.run(None, batch) for batch in self.batches)
         self._go_to(self.places[first])
         changed = depending_on(self._part.graph, self._nodes[first])
