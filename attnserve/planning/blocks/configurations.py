@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import ConfigDict, PositiveInt
 
-from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -137,7 +137,7 @@ class BlockConfig(ABC):
         return [PruneHeads({block.name: mask})]
 
     def mask(
-        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
     ) -> list[int]:
         """1 for each head or neuron of a group that is kept.
 
@@ -175,7 +175,7 @@ class BlockConfig(ABC):
         return curve.at(curve.count - self.kept) + self.kept / curve.count * changes[self]
 
     def reasons(
-        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
     ) -> list[str]:
         """What a group loses by it, in words: a clause for the removal, and one for the change.
 
@@ -307,7 +307,7 @@ class Reusing(BlockConfig):
         return self.source
 
     def mask(
-        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
     ) -> list[int]:
         assert pair is not None
         return pair.mask(curves[pair.source.key], self.kept)
@@ -321,7 +321,7 @@ class Reusing(BlockConfig):
         return pair.loss_at(self.kept, curve)
 
     def reasons(
-        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
     ) -> list[str]:
         assert pair is not None
         reused = f"reusing the probabilities of {self.source} in all heads loses {pair.loss:.4f}"
@@ -348,7 +348,7 @@ class Replaced(BlockConfig):
         return [SkipAttention({block.name: "affine"})]
 
     def mask(
-        self, group: TiedBlocks, curves: Mapping[str, LossCurve], pair: ReusePair | None
+        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
     ) -> list[int]:
         """All heads: none is removed before the replacement."""
         return [1] * group.count
@@ -357,7 +357,7 @@ class Replaced(BlockConfig):
         return dict(curve.changed).get(self)
 
     def reasons(
-        self, group: TiedBlocks, curve: LossCurve, pair: ReusePair | None = None
+        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
     ) -> list[str]:
         return [f"replacing it by an affine map loses {self.loss(curve, pair) or 0:.4f}"]
 
@@ -424,8 +424,8 @@ class ReusePair:
         loss: The loss at the model's output if all heads of the reader reuse probabilities.
     """
 
-    source: TiedBlocks
-    reader: TiedBlocks
+    source: BlockGroup
+    reader: BlockGroup
     times: Mapping[int, Latencies]
     saved_ms: float
     heads: tuple[int, ...] = ()

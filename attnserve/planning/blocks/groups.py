@@ -18,7 +18,7 @@ from graph_passes.passes.base import small_shapes
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import neurons_refusal
 
-__all__ = ["Block", "TiedBlocks", "group_blocks"]
+__all__ = ["Block", "BlockGroup", "group_blocks"]
 
 Block = AttentionBlock | FeedForwardBlock
 Kind = Literal["attention", "feed_forward"]
@@ -27,7 +27,7 @@ NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn"
 
 
 @dataclass(frozen=True, eq=False)
-class TiedBlocks:
+class BlockGroup:
     """Blocks with the same last weight, which are rewritten alike; usually one block.
 
     Attributes:
@@ -57,7 +57,7 @@ class TiedBlocks:
 
 def group_blocks(
     model: ir.Model, attention: Sequence[AttentionBlock], *, ffn: bool
-) -> list[TiedBlocks]:
+) -> list[BlockGroup]:
     """Group certified attention blocks and feed-forward blocks by their last weight.
 
     Blocks in the body of another node are left out, because a session cannot observe them.
@@ -74,7 +74,7 @@ def group_blocks(
         if block.graph is model.graph:
             blocks_by_weight.setdefault(origin(block.second.weight), []).append(block)
     names = {block.name for block in attention}
-    groups: list[TiedBlocks] = []
+    groups: list[BlockGroup] = []
     for blocks in blocks_by_weight.values():
         first = blocks[0]
         if isinstance(first, FeedForwardBlock):
@@ -87,7 +87,7 @@ def group_blocks(
             refusals = [_refusal(b, analyses) for b in blocks if isinstance(b, AttentionBlock)]
             kind, count = "attention", first.num_heads
         refusal = next((reason for reason in refusals if reason is not None), None)
-        groups.append(TiedBlocks(kind, tuple(blocks), count, refusal))
+        groups.append(BlockGroup(kind, tuple(blocks), count, refusal))
     return groups
 
 

@@ -37,7 +37,7 @@ from attnserve.planning.blocks.configurations import (
     apply_config,
     apply_reuse,
 )
-from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.groups import BlockGroup
 from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
@@ -83,7 +83,7 @@ class BlockLosses(NamedTuple):
 
 def loss_curves(
     model: ir.Model,
-    groups: Sequence[TiedBlocks],
+    groups: Sequence[BlockGroup],
     batches: Sequence[Batch],
     changes: Mapping[str, Sequence[BlockConfig]] | None = None,
     pairs: Sequence[ReusePair] = (),
@@ -148,7 +148,7 @@ def loss_curves(
 
 def conversion_losses(
     model: ir.Model,
-    groups: Sequence[TiedBlocks],
+    groups: Sequence[BlockGroup],
     batches: Sequence[Batch],
     precision: Precision,
     *,
@@ -199,7 +199,7 @@ class _ChangeLosses:
         return collect_targets(self.model, list(self.estimator.maps), self.few, context=self.silent)
 
     def changes(
-        self, wanted: Mapping[TiedBlocks, Sequence[BlockConfig]]
+        self, wanted: Mapping[BlockGroup, Sequence[BlockConfig]]
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
         """The loss of each change of groups of one block; impossible changes are left out."""
         single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
@@ -232,7 +232,7 @@ class _ChangeLosses:
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
         blocks = {block.name: block for block in find_attention(plain).blocks}
-        both = [[blocks[tied.names[0]] for tied in (pair.source, pair.reader)] for pair in pairs]
+        both = [[blocks[group.names[0]] for group in (pair.source, pair.reader)] for pair in pairs]
         measured = similarities(plain, both, self.batches, context=self.silent)
         for done, (pair, pair_blocks, similarity) in enumerate(
             zip(pairs, both, measured, strict=True), start=1
@@ -305,12 +305,12 @@ class _Prefix:
 
 
 def _by_group(
-    groups: Sequence[TiedBlocks], moments: Iterable[tuple[str, FitMoments]]
-) -> Iterator[tuple[TiedBlocks, FitMoments]]:
-    """Sum the moments of tied blocks; a group is yielded after its last block."""
+    groups: Sequence[BlockGroup], moments: Iterable[tuple[str, FitMoments]]
+) -> Iterator[tuple[BlockGroup, FitMoments]]:
+    """Sum the moments of the blocks of a group; a group is yielded after its last block."""
     group_of = {name: group for group in groups for name in group.names}
     missing = {group: len(group.names) for group in groups}
-    sums: dict[TiedBlocks, FitMoments] = {}
+    sums: dict[BlockGroup, FitMoments] = {}
     for name, found in moments:
         group = group_of[name]
         sums[group] = sums[group] + found if group in sums else found
@@ -349,7 +349,7 @@ class _LastMap(NamedTuple):
     rows: Int[np.ndarray, "count rows"]
 
 
-def _last_map(group: TiedBlocks) -> _LastMap:
+def _last_map(group: BlockGroup) -> _LastMap:
     """The last weight that the blocks of a group share."""
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
@@ -359,7 +359,7 @@ def _last_map(group: TiedBlocks) -> _LastMap:
     return _LastMap(block.output.matrix().astype(np.float64), block.output.rows)
 
 
-def _elimination(group: TiedBlocks, last: _LastMap, moments: FitMoments) -> Elimination:
+def _elimination(group: BlockGroup, last: _LastMap, moments: FitMoments) -> Elimination:
     """The order of removal of the heads or neurons of a group."""
     if group.kind == "feed_forward":
         step = max(group.count // (2 * MAX_CONFIGS) // MULTIPLE, 1) * MULTIPLE

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from attnserve.literals import Precision
 from attnserve.models.json_files import first_problem
-from attnserve.planning.plans.steps import TRAININGS, Cast, PlanStep, RunPass, Train
+from attnserve.planning.plans.steps import TRAININGS, Convert, PlanStep, RunPass, Train
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.base import PASSES, BlockPass, RewritePass
@@ -76,7 +76,7 @@ class Plan:
         """The last step, if the plan converts to another precision."""
         if self.precision == "float32":
             return ()
-        return (Cast(self.precision, self.float_blocks),)
+        return (Convert(self.precision, self.float_blocks),)
 
     def find(self, kind: type[Kind]) -> Kind | None:
         """The first pass of a class; None if there is none."""

@@ -26,7 +26,7 @@ from graph_passes.registry import Registry
 if TYPE_CHECKING:
     from attnserve.recovery.distillation import Distillation
 
-__all__ = ["TRAININGS", "Cast", "Distill", "PlanStep", "RunPass", "Train"]
+__all__ = ["TRAININGS", "Convert", "Distill", "PlanStep", "RunPass", "Train"]
 
 
 class PlanStep(ABC):
@@ -74,7 +74,7 @@ class RunPass(PlanStep):
 
 
 @dataclass(frozen=True)
-class Cast(PlanStep):
+class Convert(PlanStep):
     """Convert the weights to another precision.
 
     Attributes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from attnserve.planning.blocks.configurations import MULTIPLE, LossCurve
-from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.groups import BlockGroup
 from attnserve.planning.blocks.pareto import pareto_front
 from attnserve.planning.heads.files import Masks
 
@@ -21,7 +21,7 @@ only the largest would be on the front, which may be more than requested."""
 
 
 def choose_neurons(
-    groups: Sequence[TiedBlocks], curves: Mapping[str, LossCurve], share: float
+    groups: Sequence[BlockGroup], curves: Mapping[str, LossCurve], share: float
 ) -> Masks:
     """Masks (1 = keep) that remove about ``share`` of all neurons, with least predicted loss.
 
@@ -50,7 +50,7 @@ def choose_neurons(
 
 
 def _numbers(
-    group: TiedBlocks, curve: LossCurve | None, is_measured: bool
+    group: BlockGroup, curve: LossCurve | None, is_measured: bool
 ) -> list[tuple[float, int]]:
     """The losses of the possible numbers of remaining neurons, with these numbers."""
     numbers = [(0.0, group.count)]

@@ -170,8 +170,8 @@ def _neurons(request: Request) -> Masks:
         request.warnings.append(
             "`layers` names attention blocks: `ffn` removes neurons of any layer"
         )
-    tied = group_blocks(request.model, request.blocks, ffn=True)
-    groups = [group for group in tied if group.kind == "feed_forward"]
+    all_groups = group_blocks(request.model, request.blocks, ffn=True)
+    groups = [group for group in all_groups if group.kind == "feed_forward"]
     refusals = {name: group.refusal for group in groups for name in group.names}
     for block in request.analyses.get(find_feed_forward):
         if refusal := request.body_refusal(block) or refusals.get(block.name, SAME_NAME):

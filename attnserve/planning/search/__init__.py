@@ -2,7 +2,7 @@
 
 ``docs/concepts/search.md`` explains the method. Each stage takes the value of the one before:
 
-1. Block, group (``TiedBlocks``): blocks that are rewritten alike.
+1. Block, group (``BlockGroup``): blocks that are rewritten alike.
 2. Configuration (``BlockConfig``): a block after a rewrite; its time and loss are measured.
 3. Unit (``Unit``): the groups that are chosen together, one or a pair, with all their
    configurations (``UnitConfig``) and the predicted loss and time of each.

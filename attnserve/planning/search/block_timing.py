@@ -23,7 +23,7 @@ from attnserve.planning.blocks.configurations import (
     apply_reuse,
     configs_of,
 )
-from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
@@ -90,7 +90,7 @@ class BlockTimer:
         """Time a model with the same inputs."""
         return self._measure(Part(model, self.feeds), {})[None]
 
-    def time_blocks(self, groups: Sequence[TiedBlocks]) -> dict[Block, BlockLatency]:
+    def time_blocks(self, groups: Sequence[BlockGroup]) -> dict[Block, BlockLatency]:
         """Time each block with every operator, and each configuration with the fastest one.
 
         Blocks with equal work are timed once.
@@ -115,7 +115,7 @@ class BlockTimer:
         return latencies
 
     def time_pairs(
-        self, groups: Sequence[TiedBlocks], timed: Mapping[Block, BlockLatency]
+        self, groups: Sequence[BlockGroup], timed: Mapping[Block, BlockLatency]
     ) -> list[ReusePair]:
         """Time pairs of attention blocks, of which the second reuses probabilities of the first.
 
@@ -242,7 +242,7 @@ class BlockTimer:
         return {config: times[config] for config in parts}
 
     def _time_pair(
-        self, source: TiedBlocks, reader: TiedBlocks, latencies: tuple[BlockLatency, BlockLatency]
+        self, source: BlockGroup, reader: BlockGroup, latencies: tuple[BlockLatency, BlockLatency]
     ) -> tuple[dict[int, Latencies], float]:
         """Times of both blocks by the number of kept heads, and the time saved with all heads.
 
@@ -274,7 +274,7 @@ class BlockTimer:
             times |= timed([kept for kept in fewer if kept < source.count])
         return times, saved_ms
 
-    def _reusing_parts(self, source: TiedBlocks, reader: TiedBlocks, kept: int) -> Sequence[Part]:
+    def _reusing_parts(self, source: BlockGroup, reader: BlockGroup, kept: int) -> Sequence[Part]:
         """Both blocks with this number of heads; empty if reuse is impossible."""
         names = source.names[0], reader.names[0]
         new = self.model.clone()
@@ -335,7 +335,7 @@ def _cut(block: Block) -> Cut:
     return Cut(block.output.output, tuple(dict.fromkeys((block.x, block.y))))
 
 
-def _can_reuse(source: TiedBlocks, reader: TiedBlocks) -> bool:
+def _can_reuse(source: BlockGroup, reader: BlockGroup) -> bool:
     first, second = source.blocks[0], reader.blocks[0]
     assert isinstance(first, AttentionBlock) and isinstance(second, AttentionBlock)
     return source.count == reader.count and reuse_refusal(second, [first]) is None

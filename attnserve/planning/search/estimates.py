@@ -16,7 +16,7 @@ from attnserve.planning.blocks.configurations import (
     ReusePair,
     Reusing,
 )
-from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.search.block_timing import BlockLatency
 
@@ -44,7 +44,7 @@ class UnitConfig:
         """The attention blocks whose probabilities others of the unit reuse."""
         return {config.reuses for config in self.blocks if config.reuses is not None}
 
-    def is_unreduced(self, groups: Sequence[TiedBlocks]) -> bool:
+    def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
         return self.blocks == tuple(Kept(group.count) for group in groups)
 
@@ -58,7 +58,7 @@ class Unit:
         configs: All configurations, by rising loss; then the unreduced ones.
     """
 
-    groups: tuple[TiedBlocks, ...]
+    groups: tuple[BlockGroup, ...]
     pair: ReusePair | None
     configs: Sequence[UnitConfig]
 
@@ -70,7 +70,7 @@ class Unit:
         ]
 
 
-def changes_to_measure(group: TiedBlocks, timed: BlockLatency) -> list[BlockConfig]:
+def changes_to_measure(group: BlockGroup, timed: BlockLatency) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
     A configuration is left out unless it is faster, by ``MIN_REMOVAL_GAIN``, than the one that
@@ -88,14 +88,14 @@ def changes_to_measure(group: TiedBlocks, timed: BlockLatency) -> list[BlockConf
 
 
 def paired_groups(
-    groups: Sequence[TiedBlocks], pairs: Sequence[ReusePair]
-) -> list[TiedBlocks | ReusePair]:
+    groups: Sequence[BlockGroup], pairs: Sequence[ReusePair]
+) -> list[BlockGroup | ReusePair]:
     """All groups in order, two of them as a pair where possible.
 
     Each group is in one pair at most, best pairs first.
     """
-    taken: set[TiedBlocks] = set()
-    chosen: dict[TiedBlocks, ReusePair] = {}
+    taken: set[BlockGroup] = set()
+    chosen: dict[BlockGroup, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):
         if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
             taken |= {pair.source, pair.reader}
@@ -121,7 +121,7 @@ class Estimates:
     )
     conversion: Mapping[str, float] = field(default_factory=dict[str, float])
 
-    def unit(self, part: TiedBlocks | ReusePair) -> Unit:
+    def unit(self, part: BlockGroup | ReusePair) -> Unit:
         """The unit of a group or a pair, without configurations that are slower at some shape.
 
         Unreduced configurations are included even if another is faster and loses less.
@@ -151,7 +151,7 @@ class Estimates:
             configs.append(UnitConfig(blocks, loss + conversion, ms.mean))
         return _rising(configs)
 
-    def _of_group(self, group: TiedBlocks) -> list[UnitConfig]:
+    def _of_group(self, group: BlockGroup) -> list[UnitConfig]:
         conversion_loss = self.conversion.get(group.key, 0.0)
         configs = [
             replace(config, loss=config.loss + conversion_loss)
@@ -165,7 +165,7 @@ class Estimates:
         return configs
 
     def _in_precision(
-        self, group: TiedBlocks, timed: Mapping[Block, BlockLatency]
+        self, group: BlockGroup, timed: Mapping[Block, BlockLatency]
     ) -> list[UnitConfig]:
         """The configurations of one group by these latencies, without the loss of a conversion."""
         times = [timed[block] for block in group.blocks]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import ReusePair
-from attnserve.planning.blocks.groups import Block, TiedBlocks
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
@@ -37,7 +37,7 @@ class ModelTiming:
         other_ms: Latency of the rest of the model, after residual fusion.
     """
 
-    groups: Sequence[TiedBlocks]
+    groups: Sequence[BlockGroup]
     workloads: Sequence[Workload]
     table: LatencyTable
     blocks: Mapping[Block, BlockLatency]
@@ -96,7 +96,7 @@ class ModelTiming:
 
 
 def time_model(
-    search_input: SearchInput, model: ir.Model, groups: Sequence[TiedBlocks]
+    search_input: SearchInput, model: ir.Model, groups: Sequence[BlockGroup]
 ) -> ModelTiming:
     """Time every configuration of every block at the requested and at the two extreme workloads.
 

@@ -34,7 +34,7 @@ from attnserve.planning.blocks.configurations import (
     Truncated,
     configs_of,
 )
-from attnserve.planning.blocks.groups import Block, TiedBlocks, group_blocks
+from attnserve.planning.blocks.groups import Block, BlockGroup, group_blocks
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.plan_file import Decision
@@ -70,19 +70,19 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
 
 
 @pytest.fixture(scope="module")
-def groups(bert: ir.Model) -> list[TiedBlocks]:
+def groups(bert: ir.Model) -> list[BlockGroup]:
     return group_blocks(bert, read_attention(bert).blocks, ffn=True)
 
 
 @pytest.fixture(scope="module")
-def curves(bert: ir.Model, groups: list[TiedBlocks], data: list[Batch]) -> dict[str, LossCurve]:
+def curves(bert: ir.Model, groups: list[BlockGroup], data: list[Batch]) -> dict[str, LossCurve]:
     return loss_curves(bert, groups, data, new_meter=meters(bert), context=CONTEXT).curves
 
 
 # Groups
 
 
-def test_group_blocks_is_one_group_per_block(groups: list[TiedBlocks]):
+def test_group_blocks_is_one_group_per_block(groups: list[BlockGroup]):
     assert [(g.kind, g.count, len(g.blocks), g.refusal) for g in groups] == [
         ("attention", 4, 1, None),
         ("attention", 4, 1, None),
@@ -116,7 +116,7 @@ def test_group_blocks_shared_weights_are_one_group(
 
 @pytest.fixture
 def timed(
-    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
 ) -> dict[Block, BlockLatency]:
     monkeypatch.setattr(LatencyTable, "measure", measure)
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
@@ -125,7 +125,7 @@ def timed(
 
 
 def test_time_blocks_times_every_configuration(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup]
 ):
     for group in groups:
         configs = timed[group.blocks[0]].configs
@@ -139,7 +139,7 @@ def test_time_blocks_times_every_configuration(
 
 
 def test_time_blocks_selects_fastest_implementation(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup]
 ):
     for group in groups:
         found = timed[group.blocks[0]]
@@ -152,7 +152,7 @@ def test_time_blocks_selects_fastest_implementation(
 
 
 def test_time_blocks_skips_operator_without_kernel(
-    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
 ):
     """ONNX Runtime says so when a session is opened."""
 
@@ -170,7 +170,7 @@ def test_time_blocks_skips_operator_without_kernel(
 
 
 def test_time_blocks_skips_implementation_slower_at_any_length(
-    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
 ):
     """One operator is faster at the length asked for, and 1.2 times as slow at another."""
 
@@ -203,7 +203,7 @@ def test_latencies_mean_is_over_requested_and_a_speedup_counts_everywhere():
 # Losses
 
 
-def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: list[TiedBlocks]):
+def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: list[BlockGroup]):
     for group in groups:
         curve = curves[group.key]
         losses = [curve.at(gone) for gone in range(group.count)]
@@ -243,7 +243,7 @@ def test_config_texts_and_order_name_the_size():
 
 
 def test_checkpoint_losses_round_trip(
-    curves: dict[str, LossCurve], groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch,
+    curves: dict[str, LossCurve], groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ):  # fmt: skip
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
@@ -264,7 +264,7 @@ def test_checkpoint_losses_round_trip(
     assert again.build("a") == (0.1, 0.9) and again.build("b") is None
 
 
-def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data: Any):
+def test_loss_curves_of_one_text(bert: ir.Model, groups: list[BlockGroup], data: Any):
     found = loss_curves(bert, groups, data[:1], new_meter=meters(bert), context=CONTEXT).curves
     assert set(found) == {group.key for group in groups}
 
@@ -273,7 +273,7 @@ def test_loss_curves_of_one_text(bert: ir.Model, groups: list[TiedBlocks], data:
 
 
 def test_configs_of_group_are_faster_at_more_loss(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     for group in groups:
         configs = Estimates(timed, curves).unit(group).configs
@@ -284,7 +284,7 @@ def test_configs_of_group_are_faster_at_more_loss(
 
 
 def test_configs_lossy_conversion_keeps_block_in_float(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     group = groups[0]
     slower = {
@@ -308,7 +308,7 @@ def test_configs_lossy_conversion_keeps_block_in_float(
 
 
 def test_configs_of_pair_keep_blocks_in_float(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks], curves: dict[str, LossCurve]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {4: timed[source.blocks[0]].original}, 1.0, (0, 1, 2, 3), 0.1)
@@ -360,12 +360,12 @@ def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
 
 
-def cut_attention(group: TiedBlocks) -> bool:
+def cut_attention(group: BlockGroup) -> bool:
     return group.kind == "attention"
 
 
 def test_time_blocks_times_truncated_heads(
-    short_enough: None, timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+    short_enough: None, timed: dict[Block, BlockLatency], groups: list[BlockGroup]
 ):
     for group in filter(cut_attention, groups):
         configs = timed[group.blocks[0]].configs
@@ -412,7 +412,7 @@ def test_config_unmeasured_loss_is_none(curves: dict[str, LossCurve]):
         assert Truncated(2, 4).loss(curve) is None and Replaced().loss(curve) is None
 
 
-def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
+def test_configs_of_small_heads_are_not_truncated(groups: list[BlockGroup]):
     """Half of 8 dimensions is not a multiple of 8."""
     for group in filter(cut_attention, groups):
         assert not any(isinstance(config, Truncated) for config in configs_of(group.blocks[0]))
@@ -422,7 +422,7 @@ def test_configs_of_small_heads_are_not_truncated(groups: list[TiedBlocks]):
 
 
 def test_changes_to_measure_sharing_only_if_faster_than_separate(
-    timed: dict[Block, BlockLatency], groups: list[TiedBlocks]
+    timed: dict[Block, BlockLatency], groups: list[BlockGroup]
 ):
     group = next(filter(cut_attention, groups))
     own, shared = Truncated(4, 4), Shared(4, 4, 8)
@@ -463,7 +463,7 @@ def test_block_config_text(config: BlockConfig, text: str):
 
 
 def handed_on(
-    bert: ir.Model, groups: list[TiedBlocks], monkeypatch: pytest.MonkeyPatch, implementation: str
+    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
     """Counted times, where one operator for a whole attention takes this share."""
     monkeypatch.setattr(LatencyTable, "measure", measure)
@@ -476,7 +476,7 @@ def handed_on(
 
 
 def test_time_pairs_and_configs_of_reuse(
-    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
     attention = [group for group in groups if group.kind == "attention"]
@@ -499,7 +499,7 @@ def test_time_pairs_and_configs_of_reuse(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_reuse_pair_mask_and_edges(groups: list[TiedBlocks], curves: dict[str, LossCurve]):
+def test_reuse_pair_mask_and_edges(groups: list[BlockGroup], curves: dict[str, LossCurve]):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
@@ -510,7 +510,7 @@ def test_reuse_pair_mask_and_edges(groups: list[TiedBlocks], curves: dict[str, L
 
 
 def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
-    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
     _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
@@ -523,7 +523,7 @@ def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
 
 
 def test_loss_curves_pair_without_edges_is_left_out(
-    bert: ir.Model, groups: list[TiedBlocks], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
     _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
@@ -534,7 +534,7 @@ def test_loss_curves_pair_without_edges_is_left_out(
     )
 
 
-def test_paired_groups_overlapping_pairs_take_the_best(groups: list[TiedBlocks]):
+def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup]):
     """The pair that loses least is taken first."""
     first, second = (group for group in groups if group.kind == "attention")
     third = replace(second, blocks=())
@@ -578,7 +578,7 @@ def test_configuration_names_its_operators_and_its_change(
 
 
 def test_config_of_pair_asks_its_source_for_the_mask_and_the_pair_for_the_rest(
-    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+    groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     source, reader = filter(cut_attention, groups)
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
@@ -597,7 +597,7 @@ def test_config_of_pair_asks_its_source_for_the_mask_and_the_pair_for_the_rest(
 
 
 def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
-    groups: list[TiedBlocks], curves: dict[str, LossCurve]
+    groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     group = next(filter(cut_attention, groups))
     curve = replace(curves[group.key], changed=((Replaced(), 0.25),))

@@ -17,7 +17,7 @@ from attnserve.context import ONE_THREAD, RunContext
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.steps import Cast, Distill
+from attnserve.planning.plans.steps import Convert, Distill
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument, InvalidModel
@@ -392,4 +392,4 @@ def test_plan_with_a_training_is_read_again():
     plan = Plan(tuple(passes()), (Distill(minutes=2.0, measure="r2"),), "int8", (NAMES[0],))
     again = reread(plan)
     assert again.to_json() == plan.to_json() and again.trainings == plan.trainings
-    assert [type(step) for step in again.steps[-2:]] == [Distill, Cast]
+    assert [type(step) for step in again.steps[-2:]] == [Distill, Convert]

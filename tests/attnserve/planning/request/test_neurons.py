@@ -21,7 +21,7 @@ from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
 from attnserve.planning.blocks.configurations import LossCurve
-from attnserve.planning.blocks.groups import TiedBlocks
+from attnserve.planning.blocks.groups import BlockGroup
 from attnserve.planning.optimize import optimize
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request
@@ -59,9 +59,9 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> Dataset:
 # Selection
 
 
-def groups_of(blocks: Sequence[FeedForwardBlock], *counts: int) -> list[TiedBlocks]:
+def groups_of(blocks: Sequence[FeedForwardBlock], *counts: int) -> list[BlockGroup]:
     pairs = zip(blocks, counts, strict=True)
-    return [TiedBlocks("feed_forward", (block,), count) for block, count in pairs]
+    return [BlockGroup("feed_forward", (block,), count) for block, count in pairs]
 
 
 def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
@@ -76,7 +76,7 @@ def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
     )
 
 
-def kept_by(masks: Any, groups: Sequence[TiedBlocks]) -> list[int]:
+def kept_by(masks: Any, groups: Sequence[BlockGroup]) -> list[int]:
     return [sum(masks.get(group.names[0], [1] * group.count)) for group in groups]
 
 
@@ -157,7 +157,7 @@ def test_choose_neurons_group_without_curve_keeps_its_neurons(blocks: list[FeedF
 
 
 def test_choose_neurons_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlock]):
-    group = TiedBlocks("feed_forward", tuple(blocks), F)
+    group = BlockGroup("feed_forward", tuple(blocks), F)
     masks = choose_neurons([group], {group.key: curve_of(F, 1)}, 0.25)
     assert masks == {block.name: [1] * 48 + [0] * 16 for block in blocks}
 
