@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
 from pydantic import ConfigDict, PositiveInt
 
+from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
@@ -94,6 +95,11 @@ class BlockConfig(ABC):
         return ""
 
     @property
+    def recorded(self) -> dict[str, Any]:
+        """Its attributes in plan.json, by name: those that are compared."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
+
+    @property
     def sort_key(self) -> tuple[int, int, int]:
         """Its place in reports: by the change, then by the number of heads."""
         return 0, 0, self.kept
@@ -106,6 +112,15 @@ class BlockConfig(ABC):
         """
         return None
 
+    def outruns(self, latencies: Mapping[BlockConfig, Latencies]) -> bool:
+        """Whether it is faster, by ``MIN_REMOVAL_GAIN``, than ``less_lossy``, or there is none."""
+        other = self.less_lossy
+        if other is None:
+            return True
+        return (
+            other in latencies and MIN_REMOVAL_GAIN * latencies[self].mean < latencies[other].mean
+        )
+
     def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
         """The configurations to time if it outruns ``less_lossy``.
 
@@ -114,11 +129,6 @@ class BlockConfig(ABC):
         """
         del wanted
         return []
-
-    @property
-    def reuses(self) -> str | None:
-        """The attention whose probabilities the heads reuse; None if they compute their own."""
-        return None
 
     def with_heads(self, kept: int) -> BlockConfig:
         """The same configuration with fewer heads."""
@@ -136,52 +146,35 @@ class BlockConfig(ABC):
             return [PruneNeurons({block.name: mask})]
         return [PruneHeads({block.name: mask})]
 
-    def mask(
-        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
-    ) -> list[int]:
+    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
         """1 for each head or neuron of a group that is kept.
 
         Args:
             curves: The losses of each group that can be reduced, by its key.
-            pair: The pair of the group, if it has one.
         """
-        del pair
         if self.kept == group.count:
             return [1] * group.count
         return curves[group.key].mask(self.kept)
 
-    def edges(self, block: Block, mask: Sequence[int], pair: ReusePair | None) -> Edges:
-        """The reuse edges of the kept heads of a block, in head numbers before pruning.
-
-        Args:
-            mask, pair: See ``passes`` and ``mask``.
-        """
-        del block, mask, pair
+    def reused_heads(self) -> ReusedHeads:
+        """The kept heads that reuse probabilities, and of which head; numbers before pruning."""
         return {}
 
-    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float | None:
+    def loss(self, curve: LossCurve) -> float | None:
         """The predicted loss at the model's output; None if the change was not measured.
 
         Losses of removal and of other changes are added; removed heads lose nothing by a change.
 
         Args:
             curve: The losses of the block.
-            pair: See ``mask``.
         """
-        del pair
         changes = {change.with_heads(self.kept): loss for change, loss in curve.changed}
         if self not in changes:
             return None
         return curve.at(curve.count - self.kept) + self.kept / curve.count * changes[self]
 
-    def reasons(
-        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
-    ) -> list[str]:
-        """What a group loses by it, in words: a clause for the removal, and one for the change.
-
-        Args:
-            curve, pair: See ``loss``.
-        """
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        """What a group loses by it, in words: a clause for the removal, and one for the change."""
         removed = group.count - self.kept
         reasons: list[str] = []
         if removed:
@@ -190,7 +183,7 @@ class BlockConfig(ABC):
                 "output that the others cannot reproduce"
             )
         if self.change:
-            lost = (self.loss(curve, pair) or 0.0) - curve.at(removed)
+            lost = (self.loss(curve) or 0.0) - curve.at(removed)
             reasons.append(f"{self.change} lose {lost:.4f}")
         return reasons
 
@@ -202,7 +195,7 @@ class BlockConfig(ABC):
 class Kept(BlockConfig):
     """Heads or neurons as in the original, all or some of them."""
 
-    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float:
+    def loss(self, curve: LossCurve) -> float:
         return curve.at(curve.count - self.kept)
 
 
@@ -271,10 +264,9 @@ class Shared(Truncated):
 
     def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
         """The same with each number of heads of which separate dimensions are timed."""
-        separate = [other for other in wanted if isinstance(other, Truncated)]
         return [
             self.with_heads(other.kept)
-            for other in separate
+            for other in wanted
             if other == Truncated(other.kept, self.head_size)
         ]
 
@@ -289,43 +281,36 @@ class Shared(Truncated):
 
 @dataclass(frozen=True)
 class Reusing(BlockConfig):
-    """Heads that reuse the probabilities of another attention.
+    """Heads that reuse the probabilities of another attention (``ReusePair.reusing``).
 
     The pass that makes them reuse (``apply_reuse``) concerns two blocks, so it is not in
     ``passes``.
 
     Attributes:
         source: The name of the other attention.
+        heads: For each kept head, the head of the other attention; not recorded.
+        reuse_loss: The loss at the model's output if all heads are reused; not recorded.
     """
 
     plain_operators: ClassVar[PlainOperators | None] = "reuse"
 
     source: str
+    heads: Mapping[int, int] = field(default_factory=dict[int, int], compare=False)
+    reuse_loss: float = field(default=float("inf"), compare=False)
 
-    @property
-    def reuses(self) -> str:
-        return self.source
+    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
+        return [int(head in self.heads) for head in range(group.count)]
 
-    def mask(
-        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
-    ) -> list[int]:
-        assert pair is not None
-        return pair.mask(curves[pair.source.key], self.kept)
+    def reused_heads(self) -> ReusedHeads:
+        return {head: (self.source, reused) for head, reused in self.heads.items()}
 
-    def edges(self, block: Block, mask: Sequence[int], pair: ReusePair | None) -> Edges:
-        assert pair is not None
-        return {block.name: pair.edges(mask)}
+    def loss(self, curve: LossCurve) -> float:
+        removed = curve.at(curve.count - self.kept)
+        return removed + self.reuse_loss * self.kept / curve.count
 
-    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float:
-        assert pair is not None
-        return pair.loss_at(self.kept, curve)
-
-    def reasons(
-        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
-    ) -> list[str]:
-        assert pair is not None
-        reused = f"reusing the probabilities of {self.source} in all heads loses {pair.loss:.4f}"
-        return [*super().reasons(group, curve, pair), reused]
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        reused = f"reusing the probabilities of {self.source} in all heads loses "
+        return [*super().reasons(group, curve), f"{reused}{self.reuse_loss:.4f}"]
 
     def __str__(self) -> str:
         return f"{self.kept} as {self.source}"
@@ -347,19 +332,15 @@ class Replaced(BlockConfig):
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
         return [SkipAttention({block.name: "affine"})]
 
-    def mask(
-        self, group: BlockGroup, curves: Mapping[str, LossCurve], pair: ReusePair | None
-    ) -> list[int]:
+    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
         """All heads: none is removed before the replacement."""
         return [1] * group.count
 
-    def loss(self, curve: LossCurve, pair: ReusePair | None = None) -> float | None:
+    def loss(self, curve: LossCurve) -> float | None:
         return dict(curve.changed).get(self)
 
-    def reasons(
-        self, group: BlockGroup, curve: LossCurve, pair: ReusePair | None = None
-    ) -> list[str]:
-        return [f"replacing it by an affine map loses {self.loss(curve, pair) or 0:.4f}"]
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        return [f"replacing it by an affine map loses {self.loss(curve) or 0:.4f}"]
 
     def __str__(self) -> str:
         return "none"
@@ -431,28 +412,16 @@ class ReusePair:
     heads: tuple[int, ...] = ()
     loss: float = float("inf")
 
-    def mask(self, curve: LossCurve, kept: int) -> list[int]:
-        """1 for each head of the reader that reuses one of those that the source needs most.
+    def reusing(self, kept: int, curve: LossCurve) -> Reusing:
+        """The reader with the heads that reuse those that the source needs most.
 
         Args:
+            kept: The number of kept heads of both blocks.
             curve: The losses of the source.
         """
-        source = curve.mask(kept)
-        return [source[head] for head in self.heads]
-
-    def edges(self, mask: Sequence[int]) -> ReusedHeads:
-        """The edges of the reader's kept heads."""
-        name = self.source.names[0]
-        return {head: (name, self.heads[head]) for head in np.flatnonzero(mask).tolist()}
-
-    def loss_at(self, kept: int, *curves: LossCurve) -> float:
-        """The loss of reuse with this number of heads in both blocks.
-
-        Args:
-            curves: The losses of the blocks whose removed heads count, too.
-        """
-        count = self.reader.count
-        return sum(curve.at(count - kept) for curve in curves) + self.loss * kept / count
+        stays = curve.mask(kept)
+        heads = {head: reused for head, reused in enumerate(self.heads) if stays[reused]}
+        return Reusing(kept, self.source.names[0], heads, self.loss)
 
 
 def configs_of(block: Block) -> list[BlockConfig]:

@@ -76,7 +76,8 @@ class Decision(Whole, frozen=True):
     @property
     def config(self) -> BlockConfig:
         """The configuration of the block."""
-        names = {field.name for kind in get_args(AnyConfig) for field in fields(kind)}
+        kinds = get_args(AnyConfig)
+        names = {each.name for kind in kinds for each in fields(kind) if each.compare}
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return CONFIG.validate_python(values)
 

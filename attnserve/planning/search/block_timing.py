@@ -11,7 +11,6 @@ import onnx_ir as ir
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
-from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
@@ -213,13 +212,9 @@ class BlockTimer:
             return BlockLatency(times[None], fastest, {Kept(count): start}, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
-        for config in [config for config in wanted if config in configs]:
-            other = config.less_lossy
-            if other is None or other not in configs:
-                continue
-            if MIN_REMOVAL_GAIN * configs[config].mean < configs[other].mean:
-                more = config.follow_ups(wanted)
-                configs |= self._time_configs(part, more, fastest, original)
+        faster = [config for config in configs if config.outruns(configs)]
+        if more := [other for config in faster for other in config.follow_ups(wanted)]:
+            configs |= self._time_configs(part, more, fastest, original)
         return BlockLatency(times[None], fastest, {**configs, Kept(count): start}, fused_ms)
 
     def _time_configs(

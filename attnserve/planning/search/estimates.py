@@ -8,14 +8,7 @@ from itertools import product
 
 import numpy as np
 
-from attnserve.limits import MIN_REMOVAL_GAIN
-from attnserve.planning.blocks.configurations import (
-    BlockConfig,
-    Kept,
-    LossCurve,
-    ReusePair,
-    Reusing,
-)
+from attnserve.planning.blocks.configurations import BlockConfig, Kept, LossCurve, ReusePair
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.search.block_timing import BlockLatency
@@ -42,7 +35,7 @@ class UnitConfig:
     @property
     def sources(self) -> set[str]:
         """The attention blocks whose probabilities others of the unit reuse."""
-        return {config.reuses for config in self.blocks if config.reuses is not None}
+        return {source for config in self.blocks for source, _ in config.reused_heads().values()}
 
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
@@ -51,15 +44,13 @@ class UnitConfig:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Groups whose configurations are chosen together: one, or the two of a pair.
+    """Groups whose configurations are chosen together: one, or the two of a ``ReusePair``.
 
     Attributes:
-        pair: The pair, whose second attention may reuse heads of the first; else None.
         configs: All configurations, by rising loss; then the unreduced ones.
     """
 
     groups: tuple[BlockGroup, ...]
-    pair: ReusePair | None
     configs: Sequence[UnitConfig]
 
     @property
@@ -73,18 +64,15 @@ class Unit:
 def changes_to_measure(group: BlockGroup, timed: BlockLatency) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
-    A configuration is left out unless it is faster, by ``MIN_REMOVAL_GAIN``, than the one that
-    loses less (``BlockConfig.less_lossy``).
+    A configuration is left out unless it outruns the one that loses less (``BlockConfig.outruns``).
     """
-    configs = {config: latencies.mean for config, latencies in timed.configs.items()}
-    changes: list[BlockConfig] = []
-    for config, ms in configs.items():
-        other = config.less_lossy
-        is_worth_it = other is None or MIN_REMOVAL_GAIN * ms < configs.get(other, ms)
-        is_change = config.kept in (0, group.count) and config != Kept(group.count)
-        if is_change and is_worth_it:
-            changes.append(config)
-    return changes
+    return [
+        config
+        for config in timed.configs
+        if config.kept in (0, group.count)
+        and config != Kept(group.count)
+        and config.outruns(timed.configs)
+    ]
 
 
 def paired_groups(
@@ -127,14 +115,14 @@ class Estimates:
         Unreduced configurations are included even if another is faster and loses less.
         """
         if isinstance(part, ReusePair):
-            groups, pair = (part.source, part.reader), part
+            groups = part.source, part.reader
             configs = self._of_pair(part)
         else:
-            groups, pair = (part,), None
+            groups = (part,)
             configs = _rising(self._of_group(part))
         per_group = [[c for c in self._of_group(g) if c.is_unreduced((g,))] for g in groups]
         unreduced = [_joined(each) for each in product(*per_group)]
-        return Unit(groups, pair, [*configs, *(c for c in unreduced if c not in configs)])
+        return Unit(groups, [*configs, *(c for c in unreduced if c not in configs)])
 
     def _of_pair(self, pair: ReusePair) -> list[UnitConfig]:
         groups = pair.source, pair.reader
@@ -146,9 +134,9 @@ class Estimates:
         for kept, ms in pair.times.items():
             if not ms.keeps_up_with(original):
                 continue
-            loss = pair.loss_at(kept, curve, other)
-            blocks = Kept(kept), Reusing(kept, pair.source.names[0])
-            configs.append(UnitConfig(blocks, loss + conversion, ms.mean))
+            source, reader = Kept(kept), pair.reusing(kept, curve)
+            loss = source.loss(curve) + reader.loss(other) + conversion
+            configs.append(UnitConfig((source, reader), loss, ms.mean))
         return _rising(configs)
 
     def _of_group(self, group: BlockGroup) -> list[UnitConfig]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import numpy as np
 
@@ -53,14 +52,13 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
         chosen = unit.configs[index]
         for place, (group, config) in enumerate(zip(unit.groups, chosen.blocks, strict=True)):
             curve, in_float = losses.curves.get(group.key), place in chosen.in_float
-            predicted_loss = 0.0 if curve is None else config.loss(curve, unit.pair) or 0.0
+            predicted_loss = 0.0 if curve is None else config.loss(curve) or 0.0
             if timing.float_latencies and not in_float:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
             for block in group.blocks:
-                if unit.pair is not None and chosen.sources:
-                    # half of the time of both blocks
-                    ms_after = unit.pair.times[config.kept].mean / 2
+                if chosen.sources:
+                    ms_after = chosen.ms / 2  # half of the time of both blocks
                     operator = config.plain_operators or AS_EXPORTED
                 else:
                     latency = timing.latency(block, in_float=in_float)
@@ -71,7 +69,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         block=block.name,
                         kind=group.kind,
                         count=group.count,
-                        **asdict(config),
+                        **config.recorded,
                         operator=operator,
                         ms_before=timing.blocks[block].original.mean,
                         ms_after=ms_after,
@@ -100,13 +98,13 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
     if len(unit.configs) == 1:
         return f"no smaller number of {group.noun} is faster at every length"
     parts = ["it is not converted"] if place in chosen.in_float else list[str]()
-    parts += chosen.blocks[place].reasons(group, curve, unit.pair)
+    parts += chosen.blocks[place].reasons(group, curve)
     following = next(iter(unit.configs[index + 1 :]), None)
     if following is not None and following.ms < chosen.ms:
         smaller = f"{following.blocks[place]} {group.noun}"
         if place in chosen.in_float and place not in following.in_float:
             smaller += " without float32"
-        pair = " and its pair" if unit.pair is not None else ""
+        pair = " and its pair" if len(unit.groups) > 1 else ""
         parts.append(
             f"{smaller}{pair} would save {chosen.ms - following.ms:.3f} ms more and lose "
             f"{following.loss - chosen.loss:.4f} more"

@@ -84,12 +84,13 @@ class Front:
             for place, (group, config) in enumerate(
                 zip(unit.groups, unit_config.blocks, strict=True)
             ):
-                mask = config.mask(group, self.losses.curves, unit.pair)
+                mask = config.mask(group, self.losses.curves)
                 in_float = place in unit_config.in_float
                 for block in group.blocks:
                     passes += config.passes(block, mask)
                     masks[block.name] = mask
-                    edges |= config.edges(block, mask, unit.pair)
+                    if heads := config.reused_heads():
+                        edges[block.name] = heads
                     operator = self.timing.latency(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
                     is_source = block.name in unit_config.sources

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -499,14 +499,17 @@ def test_time_pairs_and_configs_of_reuse(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_reuse_pair_mask_and_edges(groups: list[BlockGroup], curves: dict[str, LossCurve]):
+def test_reuse_pair_reader_keeps_the_heads_that_reuse_those_of_its_source(
+    groups: list[BlockGroup], curves: dict[str, LossCurve]
+):
     source, reader = (group for group in groups if group.kind == "attention")
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
     assert curve.mask(2) == [0, 1, 1, 0]
-    theirs = pair.mask(curve, 2)
-    assert theirs == [1, 0, 0, 1]  # those that take heads 2 and 1
-    assert pair.edges(theirs) == {0: (source.names[0], 2), 3: (source.names[0], 1)}
+    theirs = pair.reusing(2, curve)
+    assert theirs == Reusing(2, source.names[0])
+    assert theirs.mask(reader, curves) == [1, 0, 0, 1]  # those that take heads 2 and 1
+    assert theirs.reused_heads() == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
 
 def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
@@ -549,12 +552,12 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup])
 
 @pytest.mark.parametrize(
     "config",
-    [Kept(4), Truncated(4, 8), Shared(4, 8, 16), Reusing(4, "layer"), Replaced()],
+    [Kept(4), Truncated(4, 8), Shared(4, 8, 16), Reusing(4, "layer", {0: 1}, 0.1), Replaced()],
     ids=lambda config: type(config).__name__,
 )
 def test_decision_records_every_configuration(config: BlockConfig) -> None:
     written = Decision(
-        block="layer", kind="attention", count=8, **asdict(config), operator="attention",
+        block="layer", kind="attention", count=8, **config.recorded, operator="attention",
         ms_before=2.0, ms_after=1.0, predicted_loss=0.0, why="",
     )  # fmt: skip
     assert Decision.model_validate_json(written.model_dump_json()).config == config
@@ -577,23 +580,22 @@ def test_configuration_names_its_operators_and_its_change(
     assert config.is_fitted == bool(change)
 
 
-def test_config_of_pair_asks_its_source_for_the_mask_and_the_pair_for_the_rest(
+def test_config_of_a_reader_has_the_heads_and_the_loss_of_its_pair(
     groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     source, reader = filter(cut_attention, groups)
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve = curves[reader.key]
-    changed = {**curves, source.key: replace(curves[source.key], order=(3, 0, 1, 2))}
-    config = Reusing(2, source.names[0])
-    mask = config.mask(reader, changed, pair)
-    assert mask == [1, 0, 0, 1]
-    assert config.edges(reader.blocks[0], mask, pair) == {reader.names[0]: pair.edges(mask)}
-    assert config.loss(curve, pair) == curve.at(2) + 0.1 * 2 / 4
-    assert len(config.reasons(reader, curve, pair)) == 2
-    assert config.reuses == source.names[0]
+    config = pair.reusing(2, replace(curves[source.key], order=(3, 0, 1, 2)))
+    assert config.mask(reader, curves) == [1, 0, 0, 1]
+    assert config.loss(curve) == curve.at(2) + 0.1 * 2 / 4
+    removed, reused = config.reasons(reader, curve)
+    assert "2 removed heads" in removed
+    assert source.names[0] in reused and "0.1000" in reused
+    assert {source for source, _ in config.reused_heads().values()} == {source.names[0]}
     kept = Kept(2)
-    assert kept.mask(reader, changed, pair) == curve.mask(2)
-    assert kept.edges(reader.blocks[0], mask, pair) == {} and kept.reuses is None
+    assert kept.mask(reader, curves) == curve.mask(2)
+    assert kept.reused_heads() == {}
 
 
 def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
@@ -601,7 +603,7 @@ def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
 ):
     group = next(filter(cut_attention, groups))
     curve = replace(curves[group.key], changed=((Replaced(), 0.25),))
-    assert Replaced().mask(group, curves, None) == [1] * 4
+    assert Replaced().mask(group, curves) == [1] * 4
     assert Replaced().with_heads(2) == Replaced()
     (reason,) = Replaced().reasons(group, curve)
     assert "0.2500" in reason
