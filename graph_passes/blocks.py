@@ -48,6 +48,7 @@ __all__ = [
     "Reused",
     "RotaryTerm",
     "Scaled",
+    "Softmax",
     "Unmatched",
     "Weighted",
     "weight_matrix",
@@ -504,6 +505,21 @@ class Reused:
 
 
 @dataclass(frozen=True, eq=False)
+class Softmax:
+    """The softmax of the heads that compute their own probabilities, as nodes of the graph.
+
+    Attributes:
+        logits: The scaled scores before ``AttentionBlock.steps``.
+        axes: The permutation of the logits to (B, H, S, T) or (B*H, S, T); empty if there is none.
+        probabilities: (B, H, S, T) or (B*H, S, T); None in another layout.
+    """
+
+    logits: ir.Value
+    axes: tuple[int, ...]
+    probabilities: ir.Value | None
+
+
+@dataclass(frozen=True, eq=False)
 class AttentionBlock:
     """Multi-head attention: softmax(steps(scale * q k^T + content)) v, and its output projection.
 
@@ -516,8 +532,8 @@ class AttentionBlock:
         scale: The product of all scalar factors of the logits.
         steps: The operations on the scaled logits before the softmax, in order.
         product: The node that multiplies queries and keys, or the fused operator.
-        logits: The scaled scores before ``steps``; None inside a fused operator.
-        logits_axes: The permutation of the logits to (B, H, S, T) or (B*H, S, T).
+        softmax: The softmax of the heads of q and k; None inside a fused operator, or if all heads
+            are reused.
         probabilities: Probabilities of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused
             operator, in another layout, or if own and reused heads are in values of their own.
         context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
@@ -528,8 +544,6 @@ class AttentionBlock:
         position: The position encoding: none, a bias by head, or rotary embeddings.
         reused: Heads that reuse probabilities of other blocks. Then q and k have the other heads
             only, in order; v and the context have all heads.
-        own_probabilities: The probabilities of the heads of q and k, equal to ``probabilities`` if
-            no head is reused; None if all are.
     """
 
     name: str
@@ -542,8 +556,7 @@ class AttentionBlock:
     scale: float
     steps: tuple[LogitStep, ...]
     product: ir.Node
-    logits: ir.Value | None
-    logits_axes: tuple[int, ...] | None
+    softmax: Softmax | None
     probabilities: ir.Value | None
     context: ir.Value
     context_axes: tuple[int, ...] | None
@@ -551,7 +564,6 @@ class AttentionBlock:
     idiom: str
     position: Literal["none", "bias", "rope"] = "none"
     reused: tuple[Reused, ...] = ()
-    own_probabilities: ir.Value | None = None
 
     @property
     def x(self) -> ir.Value:
@@ -578,6 +590,11 @@ class AttentionBlock:
         """The heads that compute their own probabilities: those of q and k, in order."""
         taken = [reused.heads for reused in self.reused]
         return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
+
+    @property
+    def own_probabilities(self) -> ir.Value | None:
+        """The probabilities of the heads of q and k; None if no value has them by head."""
+        return None if self.softmax is None else self.softmax.probabilities
 
     @property
     def probability_values(self) -> tuple[ir.Value, ...]:

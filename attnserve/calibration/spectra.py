@@ -24,7 +24,7 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.models.masks import no_token, not_finite, token_mask
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.observer import observe
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, Softmax
 from graph_passes.factorize.moments import TokenMoments
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def measure_ranks(
         InvalidData: The model refuses a batch, or a score is not finite.
     """
     by_block: dict[str, list[_TextRanks]] = {block.name: [] for block in blocks}
-    values = [_scores(block) for block in blocks]
+    values = [(_softmax(block).logits, *probabilities_of(block)) for block in blocks]
     sample = evenly(batches, MOST_TEXTS)
     for batch, arrays in observe(model, values, sample, context, "measure ranks"):
         for block, (logits, *p) in zip(blocks, arrays, strict=True):
@@ -205,10 +205,10 @@ def text_lengths(
     return np.array(lengths)
 
 
-def _scores(block: AttentionBlock) -> list[ir.Value]:
-    """The scores and the probabilities of a block."""
-    assert block.logits is not None, block.name
-    return [block.logits, *probabilities_of(block)]
+def _softmax(block: AttentionBlock) -> Softmax:
+    """The softmax of a block, which must be in the graph."""
+    assert block.softmax is not None, block.name
+    return block.softmax
 
 
 def _rank(captured: np.ndarray, share: float) -> np.ndarray:
@@ -255,7 +255,8 @@ def _ranks(
     max_texts: int,
 ) -> list[_TextRanks]:
     """The ranks of at most ``max_texts`` texts of one batch."""
-    scores = logits if block.logits_axes is None else logits.transpose(block.logits_axes)
+    axes = _softmax(block).axes
+    scores = logits.transpose(axes) if axes else logits
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T
     probabilities = probabilities_by_head(block, p)
     B, _, S, T = probabilities.shape

@@ -249,7 +249,7 @@ def analyze_graph(
     whitened = [block for block in blocks if sharing_refusal(block) is None]
     moments = collect_moments(model, whitened, data.fit, context=context)
     similarity = measure_similarity(model, blocks, data.fit, context=context)
-    scored = [block for block in blocks if block.logits is not None and block.q.num_heads]
+    scored = [block for block in blocks if block.softmax is not None]
     ranks = measure_ranks(model, scored, data.fit, context=context)
     energy = head_energy(model, blocks, data.fit, context=context)
     head_counts = {block.name: groups or -(-block.num_heads // 2) for block in blocks}
@@ -288,7 +288,7 @@ def _measurable(
     """The blocks with observable attention, the index of every block, and the other blocks."""
     matches = read_attention(model, seed=seed)
     indices = {block.name: index for index, block in enumerate(matches.blocks)}
-    fused = {b.name: decomposition_refusal(b) for b in matches.blocks if b.logits is None}
+    fused = {b.name: decomposition_refusal(b) for b in matches.blocks if b.softmax is None}
     if fused:
         with Analyses.of(model) as analyses:
             decompose_fused(analyses, fused)

@@ -86,7 +86,7 @@ def has_separate_heads(part: Projection) -> bool:
 def _ends_in_scores(block: AttentionBlock, cache: Cache) -> bool:
     """Whether only the scores read the cached keys; other nodes may read their batch and length."""
     cached = {*cache.past, cache.present}
-    end = block.context if block.logits is None else block.logits
+    end = block.context if block.softmax is None else block.softmax.logits
     pending = list(cached)
     seen: set[ir.Node] = set()
     while pending:

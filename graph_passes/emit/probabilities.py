@@ -58,7 +58,7 @@ def emit_softmax(
     assert dtype is not None
     value = emit_steps(make, block, logits, heads, info)
     value = make.op("Softmax", [value], "softmax", axis=-1)
-    guarded = block.logits is None or any(node.op_type == "IsNaN" for node in block.nodes)
+    guarded = block.softmax is None or any(node.op_type == "IsNaN" for node in block.nodes)
     if guarded and any(_hides_rows(step) for step in block.steps):
         zero = make.constant(0.0, "zero", dtype)
         parts = [make.op("IsNaN", [value], "is_nan"), zero, value]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from graph_passes.blocks import (
     Projection,
     Reused,
     RotaryTerm,
+    Softmax,
     Unmatched,
 )
 from graph_passes.errors import MALFORMED_NODE, InvalidModel
@@ -144,15 +145,15 @@ def _match_softmax(
         product=product.node,
         nodes=(product.node, node, *context.nodes, mixing.node),
         idiom=idiom,
-        softmax=_SoftmaxParts(
-            content=content,
-            logits=logits.scaled if content is None else _content_sum(content, logits.scaled),
-            logits_axes=logits.order,
-            probabilities=context.probabilities,
-            context_axes=mixing.context_axes,
-            reused=reuses,
-            own=context.own,
+        content=content,
+        softmax=Softmax(
+            logits.scaled if content is None else _content_sum(content, logits.scaled),
+            logits.order or (),
+            context.own if reuses else context.probabilities,
         ),
+        probabilities=context.probabilities,
+        context_axes=mixing.context_axes,
+        reused=reuses,
     )
 
 
@@ -277,9 +278,9 @@ def _reusing_block(
         product=product.node,
         nodes=(*between, product.node),
         idiom="reused_probabilities",
-        softmax=_SoftmaxParts(
-            probabilities=probabilities, context_axes=product.context_axes, reused=reuses
-        ),
+        probabilities=probabilities,
+        context_axes=product.context_axes,
+        reused=reuses,
     )
 
 
@@ -374,19 +375,6 @@ def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
     return _make_block(match, reader, product=node, nodes=(node,), idiom=matcher.__name__)
 
 
-@dataclass(frozen=True)
-class _SoftmaxParts:
-    """The parts of attention that is not a fused operator; see ``AttentionBlock``."""
-
-    content: Projection | None = None
-    logits: ir.Value | None = None
-    logits_axes: tuple[int, ...] | None = None
-    probabilities: ir.Value | None = None
-    context_axes: tuple[int, ...] | None = None
-    reused: tuple[Reused, ...] = ()
-    own: ir.Value | None = None
-
-
 def _make_block(
     match: OperatorMatch,
     reader: LayoutReader,
@@ -394,11 +382,21 @@ def _make_block(
     product: ir.Node,
     nodes: tuple[ir.Node, ...],
     idiom: str,
-    softmax: _SoftmaxParts = _SoftmaxParts(),
+    content: Projection | None = None,
+    softmax: Softmax | None = None,
+    probabilities: ir.Value | None = None,
+    context_axes: tuple[int, ...] | None = None,
+    reused: tuple[Reused, ...] = (),
 ) -> AttentionBlock:
-    """Build the block: repeat key/value heads, match the output projection, collect the nodes."""
+    """Build the block: repeat key/value heads, match the output projection, collect the nodes.
+
+    Args:
+        product, idiom, content, softmax, probabilities, context_axes, reused: See
+            ``AttentionBlock``.
+        nodes: The nodes besides those of the projections.
+    """
     q = match.q
-    heads = q.num_heads + sum(len(part.heads) for part in softmax.reused)
+    heads = q.num_heads + sum(len(part.heads) for part in reused)
     if match.k.head_size != q.head_size:
         raise MatchFailure(f"queries have head size {q.head_size}, keys {match.k.head_size}")
     if match.v.rotary_terms or match.v.norm is not None:
@@ -409,10 +407,10 @@ def _make_block(
     k = _repeat_heads(match.k, q.num_heads, "key")
     v = _repeat_heads(match.v, heads, "value")
     labels, order = _context_labels(
-        reader.shape(match.context), (counts.pop(), heads, v.head_size), softmax.context_axes
+        reader.shape(match.context), (counts.pop(), heads, v.head_size), context_axes
     )
     output = reader.match_output_projection(match.context, labels, order)
-    parts = (q, k, v, softmax.content, output)
+    parts = (q, k, v, content, output)
     projection_nodes = [node for part in parts if part is not None for node in part.nodes]
     assert isinstance(product.graph, ir.Graph)
     return AttentionBlock(
@@ -421,21 +419,19 @@ def _make_block(
         q=q,
         k=k,
         v=v,
-        content=softmax.content,
+        content=content,
         output=output,
         scale=match.scale * q.scale * k.scale,
         steps=match.steps,
         product=product,
-        logits=softmax.logits,
-        logits_axes=softmax.logits_axes,
-        probabilities=softmax.probabilities,
+        softmax=softmax,
+        probabilities=probabilities,
         context=match.context,
-        context_axes=softmax.context_axes,
+        context_axes=context_axes,
         nodes=tuple(dict.fromkeys((*nodes, *projection_nodes))),
         idiom=idiom,
         position=_position(q, k, match.steps, reader),
-        reused=softmax.reused,
-        own_probabilities=softmax.own if softmax.reused else softmax.probabilities,
+        reused=reused,
     )
 
 

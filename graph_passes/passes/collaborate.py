@@ -369,9 +369,9 @@ def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
 
 def _scores_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the scores of a block cannot be replaced; None if they can."""
-    if block.logits is None:
+    if block.softmax is None:
         return decomposition_refusal(block)
-    if block.logits_axes != (0, 1, 2) and len(block.logits_axes or ()) != 4:
+    if block.softmax.axes != (0, 1, 2) and len(block.softmax.axes) != 4:
         return Refusal("score_layout", "its scores are laid out in an order that is not followed")
     return no_probabilities_refusal(block)
 
@@ -420,7 +420,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         return refusal
     if refusal := _scores_refusal(block):
         return refusal
-    if block.logits is not None and not _only_softmax_reads(block.logits):
+    if block.softmax is not None and not _only_softmax_reads(block.softmax.logits):
         return Refusal(
             "scores_shared",
             "its scores have other readers than the softmax: the key bias cannot be dropped",
@@ -495,17 +495,15 @@ def _replace_logits(
 ) -> None:
     """Replace the logits of a block by new ones, (B, H, S, T), in the original precision."""
     _unpack_values(block)
-    assert block.logits is not None
+    assert block.softmax is not None
+    old = block.softmax.logits
     logits.type = ir.TensorType(block.q.dtype)
-    dtype = type_of(block.logits, info) or block.q.dtype
-    logits = in_precision(make, logits, dtype, info)
-    replace_uses(block.logits, _laid_out(make, logits, block))
+    logits = in_precision(make, logits, type_of(old, info) or block.q.dtype, info)
+    replace_uses(old, _laid_out(make, logits, block.softmax.axes))
 
 
-def _laid_out(make: Inserter, logits: ir.Value, block: AttentionBlock) -> ir.Value:
-    """Emit logits (B, H, S, T) in the layout of the graph."""
-    axes = block.logits_axes
-    assert axes is not None
+def _laid_out(make: Inserter, logits: ir.Value, axes: tuple[int, ...]) -> ir.Value:
+    """Emit logits (B, H, S, T) in the layout of the graph, which ``axes`` permutes back."""
     if len(axes) == 4:
         back = [int(axis) for axis in np.argsort(axes)]
         in_order = axes == (0, 1, 2, 3)

@@ -38,7 +38,7 @@ def quantized_refusal(block: AttentionBlock) -> Refusal | None:
 def returned_refusal(block: AttentionBlock) -> Refusal | None:
     """Why values of a block must keep their shapes, as graph outputs; None if they can change."""
     values = [v for part in (block.k, block.v) for node in part.nodes for v in node.outputs]
-    if block.logits is None:
+    if block.softmax is None:
         values += block.product.outputs[1:]
     if any(value.is_graph_output() for value in values):
         return Refusal(

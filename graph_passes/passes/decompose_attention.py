@@ -59,7 +59,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
         block.name
         for block in analyses.get(find_attention).blocks
         if block.name in names
-        and (block.logits is None or block.probabilities is None)
+        and (block.softmax is None or block.probabilities is None)
         and decomposition_refusal(block) is None
     ]
     return bool(fused) and DecomposeAttention(fused)(analyses.model).modified
@@ -71,7 +71,7 @@ def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
         return Refusal(
             "no_own_heads", "it has no scores: its heads reuse the probabilities of another layer"
         )
-    if block.logits is not None:
+    if block.softmax is not None:
         return Refusal("decomposed", "its scores are in the graph already")
     parts = (block.q, block.k, block.v)
     if any(part.past is not None and part.past.value in block.product.inputs for part in parts):

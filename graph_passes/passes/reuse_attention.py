@@ -182,7 +182,7 @@ def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, Re
 
 def source_refusal(block: AttentionBlock) -> Refusal | None:
     """Why the probabilities of a block cannot be reused by another; None if they can."""
-    if block.logits is None and block.own_probabilities is None:
+    if block.softmax is None:
         return decomposition_refusal(block)
     return no_probabilities_refusal(block)
 

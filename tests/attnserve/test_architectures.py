@@ -258,7 +258,7 @@ def layer_of(block: AttentionBlock) -> Layer:
 def collaborated(model: ir.Model, names: frozenset[str]) -> ir.Model:
     """The model with the exact R in these blocks, as ``attnserve.planning.optimize`` does it."""
     blocks, _ = find_attention(model)
-    fused = frozenset(block.name for block in blocks if block.name in names and not block.logits)
+    fused = frozenset(block.name for block in blocks if block.name in names and not block.softmax)
     if fused:
         DecomposeAttention(fused)(model)
         blocks = read_attention(model).blocks
@@ -334,7 +334,7 @@ def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int,
 
 def decomposed(model: ir.Model) -> ir.Model:
     """The model with decomposed fused operators."""
-    fused = frozenset(block.name for block in find_attention(model).blocks if not block.logits)
+    fused = frozenset(block.name for block in find_attention(model).blocks if not block.softmax)
     return DecomposeAttention(fused)(model).model if fused else model
 
 

@@ -130,9 +130,9 @@ def largest_difference(block: AttentionBlock, run: Captured) -> tuple[float, str
         expected = attention_reference(block, run, batch)
     sees = expected.probabilities.sum(axis=-1) > 0  # B H S
     worst = [(0.0, "nothing")]
-    if block.logits is not None and block.logits_axes is not None:
+    if block.softmax is not None and block.softmax.axes:
         logits = logits_reference(block, run, batch)
-        got = run[block.logits].transpose(block.logits_axes)
+        got = run[block.softmax.logits].transpose(block.softmax.axes)
         worst.append((largest(got, logits, np.full(logits.shape, True)), "logits"))
     if block.probabilities is not None:
         got = run[block.probabilities]
@@ -156,7 +156,8 @@ def largest_difference(block: AttentionBlock, run: Captured) -> tuple[float, str
 def values_of(block: AttentionBlock) -> list[ir.Value]:
     """Return all values that ``largest_difference`` compares."""
     output = None if block.output is None else block.output.output
-    compared = (block.logits, block.probabilities, block.context, output, block.q.output)
+    logits = None if block.softmax is None else block.softmax.logits
+    compared = (logits, block.probabilities, block.context, output, block.q.output)
     return [*inputs_of(block), *(value for value in compared if value is not None)]
 
 
@@ -196,7 +197,7 @@ def judge(model: ir.Model) -> Iterator[tuple[str, str]]:
         return
     before = [[run[output] for output in model.graph.outputs] for run in results]
     names = {block.name for block in shared}
-    DecomposeAttention(frozenset(b.name for b in shared if b.logits is None))(model)
+    DecomposeAttention(frozenset(b.name for b in shared if b.softmax is None))(model)
     blocks = [block for block in find_attention(model).blocks if block.name in names]
     Collaborate.with_factors({b.name: factor(b, exact_rank(b)) for b in blocks})(model)
     after = captured(model, list(model.graph.outputs), feeds)

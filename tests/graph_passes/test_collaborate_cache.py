@@ -195,7 +195,7 @@ def test_collaborate_cache_packed_values_get_own_product() -> None:
 def test_collaborate_cache_fused_operator_is_decomposed() -> None:
     model = decoder(opset=23, **FUSED_DECODER)
     (block,) = find_attention(model).blocks
-    assert block.logits is None
+    assert block.softmax is None
     assert difference(decoder(opset=23, **FUSED_DECODER), collaborate(model, EXACT)) <= 1e-4
 
 

@@ -164,8 +164,8 @@ def test_measure_ranks_equals_matrix_rank_of_the_scores(tiny: Path, tmp_path: Pa
     graph, data = graph_and_data(tiny, tmp_path / "two.txt")
     (block, *_) = read_attention(graph).blocks
     found = measure_ranks(graph, [block], data.fit)[block.name]
-    assert block.logits is not None and block.probabilities is not None
-    session = observing(graph, [block.logits, block.probabilities])
+    assert block.softmax is not None and block.probabilities is not None
+    session = observing(graph, [block.softmax.logits, block.probabilities])
     (batch,) = data.fit
     scores, attended = session.run(None, batch)  # B H S T
     lengths = batch["attention_mask"].sum(1)

@@ -58,7 +58,7 @@ def test_find_attention_operator_matches(name: str) -> None:
     assert (block.input_size, block.kind, block.position) == (D, case.kind, case.position)
     assert tuple(type(step) for step in block.steps) == case.steps
     assert (block.k.past is not None, block.output is not None) == (case.past, case.output)
-    assert (block.logits, block.probabilities, block.form) == (None, None, "standard")
+    assert (block.softmax, block.probabilities, block.form) == (None, None, "standard")
     operator = KNOWN[block.product.domain, block.product.op_type]
     assert block.idiom == operator.__name__
     assert block.q.num_heads == block.k.num_heads == block.v.num_heads

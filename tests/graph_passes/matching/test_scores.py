@@ -158,18 +158,20 @@ def test_find_attention_softmax_axis_distinguishes_queries_and_keys() -> None:
 
 def test_find_attention_layout_records_axes() -> None:
     heads_last = only(laid_out("heads last"))
-    assert heads_last.logits is not None and heads_last.logits.name == "sT"
-    assert heads_last.logits_axes == (2, 3, 0, 1)
+    assert heads_last.softmax is not None and heads_last.softmax.logits.name == "sT"
+    assert heads_last.softmax.axes == (2, 3, 0, 1)
     (bias,) = heads_last.steps
     assert isinstance(bias, PositionBias) and bias.axes == (2, 3, 0, 1)
     assert heads_last.probabilities is not None and heads_last.probabilities.name == "p"
     in_order = only(attention())
-    assert (in_order.logits_axes, in_order.steps[0].axes) == ((0, 1, 2, 3), None)  # type: ignore[union-attr]
+    assert in_order.softmax is not None and in_order.softmax.axes == (0, 1, 2, 3)
+    assert in_order.steps[0].axes is None  # type: ignore[union-attr]
 
 
 def test_find_attention_probabilities_in_other_layout_are_none() -> None:
     block = only(laid_out("keys by queries, and the context too"))
     assert block.probabilities is None
+    assert block.softmax is not None and block.own_probabilities is None
     refusal = sharing_refusal(block)
     assert refusal and refusal.code == "probability_layout"
 

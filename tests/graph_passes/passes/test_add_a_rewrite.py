@@ -34,7 +34,7 @@ def constant_biases(block: AttentionBlock) -> list[ir.Node]:
     biases = [step.value for step in block.steps if isinstance(step, PositionBias)]
     constant = {value for value in biases if is_constant(value) and is_flat(constant_array(value))}
     found: list[ir.Node] = []
-    node = None if block.logits is None else only_consumer(block.logits)
+    node = None if block.softmax is None else only_consumer(block.softmax.logits)
     while node is not None and node.op_type != "Softmax":
         if not constant.isdisjoint(node.inputs):
             found.append(node)

@@ -421,9 +421,9 @@ def test_pass_that_only_prepares_reports_the_change() -> None:
 
     model = fused_layers()
     with Analyses.of(model) as analyses:
-        assert analyses.get(find_attention).blocks[0].logits is None
+        assert analyses.get(find_attention).blocks[0].softmax is None
         assert OnlyPrepares()(model).modified
-        assert analyses.get(find_attention).blocks[0].logits is not None
+        assert analyses.get(find_attention).blocks[0].softmax is not None
     assert_unchanged(model, OnlyPrepares())
 
 

@@ -256,7 +256,7 @@ def test_collaborate_fused_operator_is_decomposed() -> None:
     inputs = f"float[batch, sequence, {D}] x, bool[batch, 1, sequence, sequence] mask"
     original, model = (attention(opset=23, inputs=inputs, **parts) for _ in range(2))
     block = only(model)
-    assert block.logits is None
+    assert block.softmax is None
     collaborate(model)
     assert (only(model).name, only(model).form) == (block.name, "collaborative")
     assert only(model).scale == pytest.approx(SCALE, rel=1e-6)

@@ -74,7 +74,7 @@ def test_decompose_attention_keeps_name_and_scale() -> None:
     assert (after.name, after.num_heads) == (before.name, before.num_heads)
     assert after.scale == pytest.approx(before.scale, rel=1e-6)
     assert after.idiom == "softmax"
-    assert after.logits is not None
+    assert after.softmax is not None
 
 
 def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
@@ -111,7 +111,7 @@ def test_decompose_attention_of_each_operator_keeps_the_block(name: str) -> None
     scale = case.scale / 3 if Capped in case.steps else case.scale  # a cap of 3 divides first
     assert block.scale == pytest.approx(scale, rel=1e-5)
     assert (block.kind, block.position) == (case.kind, case.position)
-    assert block.logits is not None and block.probabilities is not None
+    assert block.softmax is not None and block.probabilities is not None
 
 
 def test_decompose_attention_with_returned_keys_is_refused() -> None:
