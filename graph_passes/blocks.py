@@ -537,8 +537,8 @@ class AttentionBlock:
         probabilities: Probabilities of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused
             operator, in another layout, or if own and reused heads are in values of their own.
         context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
-        context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for a
-            fused operator's (B, S, H*V) or (B, H, S, V).
+        context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for
+            (B, S, H*V), as some fused operators return it.
         nodes: All nodes with MACs, and the softmax.
         idiom: The function in ``idioms`` or ``operators`` that matched it.
         position: The position encoding: none, a bias by head, or rotary embeddings.

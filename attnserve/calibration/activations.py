@@ -26,10 +26,9 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
 
 def by_head(block: AttentionBlock, array: np.ndarray) -> Float[np.ndarray, "B H S V"]:
     """The elements of ``block.context``, with the heads on an axis of their own."""
-    if block.context_axes is None and array.ndim == 3:
+    if block.context_axes is None:
         return array.reshape(*array.shape[:2], block.num_heads, -1).swapaxes(1, 2)
-    if block.context_axes is not None:
-        array = array.transpose(block.context_axes)
+    array = array.transpose(block.context_axes)
     return array.reshape(-1, block.num_heads, *array.shape[-2:])
 
 

@@ -398,8 +398,6 @@ def _emit_gate(
     H = block.num_heads
     order = block.context_axes
     if order is None:
-        if _heads_apart(block):
-            return make.op("Mul", [head_outputs, reshaped(gate, H, 1, 1)], "gated")
         heads_apart = reshaped(head_outputs, 0, 0, H, -1)
         product = make.op("Mul", [heads_apart, reshaped(gate, H, 1)], "gated")
         return make.op("Reshape", [product, make.op("Shape", [head_outputs], "shape")], "merged")
@@ -413,12 +411,6 @@ def _emit_gate(
     product = make.op("Mul", [heads_apart, reshaped(gate, H, 1, 1)], "gated")
     back = make.op("Reshape", [product, shape], "joined")
     return make.op("Transpose", [back], "as_it_was", perm=np.argsort(order).tolist())
-
-
-def _heads_apart(block: AttentionBlock) -> bool:
-    """Whether the context of a fused operator is (B, H, S, V) and not (B, S, H*V)."""
-    shape = block.context.shape
-    return len(shape) == 4 if shape is not None else block.q.layout == "B H T K"
 
 
 def _dtype(block: AttentionBlock) -> ir.DataType:

@@ -326,11 +326,9 @@ def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
 
 def _laid_out_like(context: np.ndarray, array: np.ndarray, block: AttentionBlock) -> np.ndarray:
     """The context (B, S, H*V) in the layout of the graph."""
-    if block.context_axes is None and array.ndim == 3:
-        return context  # output of a fused operator, with merged heads
-    heads = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
     if block.context_axes is None:
-        return heads
+        return context
+    heads = np.moveaxis(context.reshape(*context.shape[:2], block.num_heads, -1), 2, 1)
     permuted = heads.reshape([array.shape[axis] for axis in block.context_axes])
     return permuted.transpose(np.argsort(block.context_axes))
 

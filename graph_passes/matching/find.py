@@ -301,8 +301,9 @@ def _join_parts(
     """Join blocks whose contexts are concatenated: own heads, and reused heads by source."""
     joins: dict[ir.Node, dict[ir.Value | None, AttentionBlock]] = {}
     for block in blocks:
-        has_output = block.output is not None or block.context_axes != IN_ORDER
-        join = None if has_output else joining_node(block.context, reader.info)
+        is_whole = block.output is not None or block.product.op_type in FUSED_OPERATORS
+        is_joined = not is_whole and block.context_axes == IN_ORDER
+        join = joining_node(block.context, reader.info) if is_joined else None
         if join is not None:
             joins.setdefault(join[0], {})[join[1]] = block
     joined_blocks: dict[AttentionBlock, AttentionBlock | None] = {}
@@ -406,9 +407,10 @@ def _make_block(
         raise MatchFailure("queries, keys and values do not come from the same number of sequences")
     k = _repeat_heads(match.k, q.num_heads, "key")
     v = _repeat_heads(match.v, heads, "value")
-    labels, order = _context_labels(
-        reader.shape(match.context), (counts.pop(), heads, v.head_size), context_axes
-    )
+    shape = reader.shape(match.context)
+    if product.op_type in FUSED_OPERATORS and len(shape) == 4:
+        context_axes = IN_ORDER
+    labels, order = _context_labels(shape, (counts.pop(), heads, v.head_size), context_axes)
     output = reader.match_output_projection(match.context, labels, order)
     parts = (q, k, v, content, output)
     projection_nodes = [node for part in parts if part is not None for node in part.nodes]
@@ -443,8 +445,7 @@ def _context_labels(
     Args:
         shape: The shape of the context.
         sizes: B, H and V.
-        axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for the output
-            (B, S, H*V) or (B, H, S, V) of a fused operator.
+        axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for (B, S, H*V).
 
     Returns:
         The labels, and B, H, S and V.
@@ -457,8 +458,7 @@ def _context_labels(
     order = (batch, heads, length, size)
     labels = np.arange(count).reshape(order)
     if axes is None:
-        has_merged_heads = len(shape) == 3
-        return (labels.transpose(0, 2, 1, 3).reshape(shape) if has_merged_heads else labels), order
+        return labels.transpose(0, 2, 1, 3).reshape(shape), order
     laid_out = labels.reshape([shape[axis] for axis in axes])
     return laid_out.transpose(np.argsort(axes)), order
 

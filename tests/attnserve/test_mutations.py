@@ -145,9 +145,10 @@ def largest_difference(block: AttentionBlock, run: Captured) -> tuple[float, str
             got = got.reshape(-1, batch, expected.output.shape[-1]).swapaxes(0, 1)
         worst.append((largest(got, expected.output, rows), "output"))
     got = run[block.context]
-    if block.context_axes is not None or got.ndim == 4:
-        axes = block.context_axes or (0, 1, 2, 3)
-        by_head = got.transpose(axes).reshape(batch, block.num_heads, -1, block.v_head_size)
+    if block.context_axes is not None:
+        by_head = got.transpose(block.context_axes).reshape(
+            batch, block.num_heads, -1, block.v_head_size
+        )
         got = np.moveaxis(by_head, 1, 2)
     worst.append((largest(got, expected.context, rows), "context"))
     return max(worst)
