@@ -59,7 +59,7 @@ class Site:
                 assert output is not None
                 weight = output.matrix()
             case FeedForwardBlock() as block:
-                weight = block.second_matrix()
+                weight = block.second.matrix()
             case gap:
                 weight = gap.affine.weight
                 weight = np.zeros((0, len(gap.affine.bias))) if weight is None else weight
@@ -74,7 +74,7 @@ class Site:
                 bias = np.broadcast_to(output.offset(), output.matrix().shape[1:])
             case FeedForwardBlock() as block:
                 bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
-                bias = np.broadcast_to(bias, block.second_matrix().shape[1:])
+                bias = np.broadcast_to(bias, block.second.matrix().shape[1:])
             case gap:
                 bias = gap.affine.bias
         return bias.astype(np.float64)

@@ -150,14 +150,6 @@ class FeedForwardBlock:
         """Whether a second product multiplies the activations, packed or not."""
         return sum(part.columns.size for part in self.first) > self.num_neurons
 
-    def matrix(self, index: int = 0) -> Float[np.ndarray, "D N"]:
-        """W_1, or W_g or W_u by index in ``first``, (D, F); [W_g W_u] has 2F columns."""
-        return self.first[index].matrix()
-
-    def second_matrix(self) -> Float[np.ndarray, "F N"]:
-        """W_2."""
-        return self.second.matrix()
-
     def weights(self) -> tuple[Operand, ...]:
         """The weights, each with its axis of neurons."""
         first = [part.weight_operand(part.columns_axis) for part in self.first]

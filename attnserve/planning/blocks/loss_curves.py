@@ -354,7 +354,7 @@ def _last_map(group: BlockGroup) -> _LastMap:
     block = group.blocks[0]
     if isinstance(block, FeedForwardBlock):
         rows = np.arange(block.num_neurons)[:, None]
-        return _LastMap(block.second_matrix().astype(np.float64), rows)
+        return _LastMap(block.second.matrix().astype(np.float64), rows)
     assert block.output is not None
     return _LastMap(block.output.matrix().astype(np.float64), block.output.rows)
 

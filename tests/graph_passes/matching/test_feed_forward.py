@@ -221,9 +221,9 @@ def test_find_feed_forward_form_matches_and_pruning_equals_masking(form: str) ->
     assert block.is_gated == (packed or "gated" in form)
     assert neurons_refusal(block) is None
     scale = 0.5 if form == "FusedMatMul" else 1
-    np.testing.assert_allclose(block.matrix(), scale * arrays["Wgu" if packed else "W1"])
+    np.testing.assert_allclose(block.first[0].matrix(), scale * arrays["Wgu" if packed else "W1"])
     scale = 0.5 if "transposed" in form else 1
-    np.testing.assert_allclose(block.second_matrix(), scale * arrays["W2"])
+    np.testing.assert_allclose(block.second.matrix(), scale * arrays["W2"])
     assert (block.bias is None) == ("b2" not in FORMS[form])
     assert block.output.name == ("o" if "Gemm" in form or "out_shape" in FORMS[form]
                                  or "each flattened" in form else "out")  # fmt: skip
@@ -243,8 +243,8 @@ def test_feed_forward_block_equation_equals_graph() -> None:
     block, arrays = only(model), feeds(model)
     (b1,) = block.constants_by_neuron
     assert block.bias is not None
-    hidden = np.maximum(arrays["x"] @ block.matrix() + constant_array(b1.value), 0)
-    expected = hidden @ block.second_matrix() + constant_array(block.bias)
+    hidden = np.maximum(arrays["x"] @ block.first[0].matrix() + constant_array(b1.value), 0)
+    expected = hidden @ block.second.matrix() + constant_array(block.bias)
     np.testing.assert_allclose(run(model, arrays), expected, atol=EXACT, rtol=EXACT)
     assert block.hidden.name == "a"
     assert [node.op_type for node in block.nodes] == ["Add", "Relu"]
@@ -443,7 +443,7 @@ def test_prune_neurons_half_precision_keeps_type(dtype: str, form: str) -> None:
         model = PruneNeurons({NAME: MASK})(make()).model
     assert {constant_type(value) for value in model.graph.initializers.values()} == {kind}
     expected = own["W2"][MASK].astype(np.float32)
-    np.testing.assert_array_equal(only(model).second_matrix(), expected)
+    np.testing.assert_array_equal(only(model).second.matrix(), expected)
 
 
 def test_prune_neurons_twice_equals_both_masks() -> None:

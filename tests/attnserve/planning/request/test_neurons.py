@@ -189,7 +189,7 @@ def neuron_energies(
         for rows, (array,) in zip(hidden, arrays, strict=True):
             rows.append(array[batch["attention_mask"] == 1])
     return [
-        np.concatenate(rows).var(0) * np.square(block.second_matrix()).sum(1)
+        np.concatenate(rows).var(0) * np.square(block.second.matrix()).sum(1)
         for block, rows in zip(blocks, hidden, strict=True)
     ]
 
@@ -202,7 +202,7 @@ def test_optimize_ffn_removes_redundant_neurons(
     block = find_feed_forward(bert)[layer]
     order = np.argsort(neuron_energies(bert, [block], data.fit)[0])
     strong, copies = order[-8:], order[24:32]
-    first, second = block.matrix().copy(), block.second_matrix().copy()
+    first, second = block.first[0].matrix().copy(), block.second.matrix().copy()
     first[:, copies], second[copies] = first[:, strong], second[strong] / 2
     for value, array in ((block.first[0].weight, first), (block.second.weight, second)):
         value.const_value = ir.tensor(array.astype(np.float32), name=value.name)
@@ -228,7 +228,7 @@ def test_optimize_ffn_removes_neurons_of_packed_gate_and_up(tmp_path: Path):
     assert sum(kept) == 64
     assert all(count % 8 == 0 for count in kept)
     for block in blocks:
-        assert block.matrix().shape == (24, 2 * block.num_neurons)
+        assert block.first[0].matrix().shape == (24, 2 * block.num_neurons)
     assert report.fidelity.mean_cosine > 0.9
 
 
@@ -292,7 +292,8 @@ def test_optimize_ffn_removes_neurons_and_their_cost(
     assert removed >= F // 2
     for block in find_feed_forward(model):
         size = left[block.name]
-        assert (block.matrix().shape, block.second_matrix().shape) == ((32, size), (size, 32))
+        assert block.first[0].matrix().shape == (32, size)
+        assert block.second.matrix().shape == (size, 32)
     # W_1 and W_2; one zero bias that both layers share may become two biases.
     fewer = report.record.before.parameters - report.record.after.parameters
     assert 0 <= removed * (2 * 32 + 1) - fewer <= 2 * (F + 32)
