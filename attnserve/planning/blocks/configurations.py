@@ -388,8 +388,8 @@ class LossCurve:
 
     def mask(self, kept: int) -> list[int]:
         """1 for each head or neuron that is kept."""
-        stays = np.ones(len(self.order), int)
-        stays[list(self.order[: len(self.order) - kept])] = 0
+        stays = np.ones(self.count, int)
+        stays[list(self.order[: self.count - kept])] = 0
         return stays.tolist()
 
 
