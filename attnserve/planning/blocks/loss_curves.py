@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from attnserve.calibration.elimination import RIDGE, Elimination, eliminate, eliminate_neurons
 from attnserve.calibration.layerwise import LayerwiseRunner
+from attnserve.calibration.linear_maps import last_map
 from attnserve.calibration.map_moments import enough, last_map_moments
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
@@ -37,7 +38,7 @@ from attnserve.planning.blocks.configurations import (
     apply_config,
     apply_reuse,
 )
-from attnserve.planning.blocks.groups import BlockGroup
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
@@ -111,8 +112,8 @@ def loss_curves(
     moments = last_map_moments(model, blocks, enough(rest, blocks), context=context)
     sums = _by_group(reducible, moments)
     for done, (group, total) in enumerate(sums, start=1):
-        last = _last_map(group)
-        elimination = _elimination(group, last, total)
+        weight, rows = last_map(group.blocks[0]).weight, _rows(group.blocks[0])
+        elimination = _elimination(group, weight, rows, total)
         count = group.count
         removals: list[int] = []
         losses: list[float] = []
@@ -121,7 +122,7 @@ def loss_curves(
             if n >= count or n in removals:
                 continue
             kept = np.setdiff1d(np.arange(count), elimination.order[:n])
-            fitted = _fitted(total, last.weight, last.rows[kept].reshape(-1))
+            fitted = _fitted(total, weight, rows[kept].reshape(-1))
             removals.append(n)
             losses.append(estimator.loss(dict.fromkeys(group.names, fitted)))
         rising = np.maximum.accumulate(np.maximum(losses, 1e-9)) if losses else np.zeros(0)
@@ -338,35 +339,27 @@ def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
     return measured, [batch for index, batch in enumerate(batches) if index not in places]
 
 
-class _LastMap(NamedTuple):
-    """The last weight of a block.
-
-    Attributes:
-        rows: The rows of the weight that read each head or neuron.
-    """
-
-    weight: Float[np.ndarray, "N D"]
-    rows: Int[np.ndarray, "count rows"]
-
-
-def _last_map(group: BlockGroup) -> _LastMap:
-    """The last weight that the blocks of a group share."""
-    block = group.blocks[0]
+def _rows(block: Block) -> Int[np.ndarray, "count rows"]:
+    """The rows of the last weight that read each head or neuron."""
     if isinstance(block, FeedForwardBlock):
-        rows = np.arange(block.num_neurons)[:, None]
-        return _LastMap(block.second.matrix().astype(np.float64), rows)
+        return np.arange(block.num_neurons)[:, None]
     assert block.output is not None
-    return _LastMap(block.output.matrix().astype(np.float64), block.output.rows)
+    return block.output.rows
 
 
-def _elimination(group: BlockGroup, last: _LastMap, moments: FitMoments) -> Elimination:
+def _elimination(
+    group: BlockGroup,
+    weight: Float[np.ndarray, "N D"],
+    rows: Int[np.ndarray, "count rows"],
+    moments: FitMoments,
+) -> Elimination:
     """The order of removal of the heads or neurons of a group."""
     if group.kind == "feed_forward":
         step = max(group.count // (2 * MAX_CONFIGS) // MULTIPLE, 1) * MULTIPLE
-        return eliminate_neurons(moments.covariance, last.weight, step)
-    flat = last.rows.reshape(-1)
+        return eliminate_neurons(moments.covariance, weight, step)
+    flat = rows.reshape(-1)
     covariance = moments.covariance[np.ix_(flat, flat)]
-    return eliminate(covariance, last.weight[flat], group.count)
+    return eliminate(covariance, weight[flat], group.count)
 
 
 def _fitted(
