@@ -30,7 +30,6 @@ TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
 OF_QUALITY = (*OF_MODEL, "measure")
-STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """Exceptions of prometheus_client for a damaged file."""
@@ -43,6 +42,18 @@ Version = tuple[str, str]
 
 Series = dict[str, dict[tuple[str, ...], float]]
 """Values of one version, by the name of the series, and by its labels except model and version."""
+
+
+class StageNanoseconds(NamedTuple):
+    """The time of a request by stage of the v2 protocol."""
+
+    queue: int
+    compute_input: int
+    compute_infer: int
+    compute_output: int
+
+
+STAGES = StageNanoseconds._fields
 
 
 class VersionState(NamedTuple):
@@ -369,11 +380,11 @@ class ModelMetrics:
         second.totals.update(rows=rows, tokens=tokens, padded_tokens=padded_tokens, macs=macs or 0)
         second.batch_rows[rows] += 1
 
-    def record_success(self, ns: int, stages: Mapping[str, int]) -> None:
+    def record_success(self, ns: int, stages: StageNanoseconds) -> None:
         """Record an answered request: nanoseconds in total and by stage."""
         self._counts["success"].inc()
         self._ns["success"].inc(ns)
-        for stage, spent in stages.items():
+        for stage, spent in zip(STAGES, stages, strict=True):
             self._ns[stage].inc(spent)
 
     def record_failure(self, ns: int, reason: str) -> None:

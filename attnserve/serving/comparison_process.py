@@ -19,13 +19,17 @@ from attnserve.context import Device
 from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
+from attnserve.models.tokenizer import Encoding
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.serving.live_quality import LiveComparison
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, InvalidModel
 
-__all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
+__all__ = ["ComparisonProcess", "Inputs", "RowSampler", "ServedModel", "ServedRow"]
+
+Inputs = Mapping[str, np.ndarray]
+"""The inputs of one row, by name."""
 
 FIRST_ROWS, FIRST_RATE = 64, 0.04
 """Number of first rows with a minimum sampling rate, and that rate: 1,600 requests then suffice to
@@ -88,14 +92,14 @@ class ServedRow:
         key: Name and version of the model that answered.
         content: The checksum of its files, because another model may have this name by now.
         task: None for a row of tensors.
-        payload: The ``Encoding`` of a text, or the inputs.
+        payload: A text, or the inputs.
         outputs: The served outputs; for a text, its vector or scores.
     """
 
     key: tuple[str, str]
     content: str
     task: TextTask | None
-    payload: Any
+    payload: Encoding | Inputs
     outputs: Mapping[str, np.ndarray]
 
 
@@ -197,7 +201,7 @@ class ComparisonProcess:
             if not self._is_compared[served]:
                 return None
             model, payload = served.model, row.payload
-            inputs = payload if row.task is None else model.text_inputs([payload])
+            inputs = model.text_inputs([payload]) if isinstance(payload, Encoding) else payload
             return self._child.call(
                 "compare",
                 str(row.key),

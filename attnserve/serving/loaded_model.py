@@ -408,6 +408,21 @@ class Model:
             )
         return vectors
 
+    def text_rows(
+        self,
+        task: TextTask,
+        encodings: Sequence[Encoding],
+        inputs: Mapping[str, np.ndarray],
+        output: np.ndarray,
+    ) -> list[np.ndarray]:  # 1 D each, or S D without padding for "tokens"
+        """The answer of each text of a batch; see ``vectors``."""
+        vectors = self.vectors(task, inputs, output)
+        if task != "tokens":
+            return [vectors[index : index + 1] for index in range(len(encodings))]
+        assert self.encoder is not None
+        masks = self.encoder.mask(encodings)
+        return [row[mask] for row, mask in zip(vectors, masks, strict=False)]  # rows may be filled
+
     def _check_text_output(self) -> None:
         """Check that the graph has hidden states, if the folder states how to pool them.
 

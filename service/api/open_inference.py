@@ -26,11 +26,12 @@ from service.api.requests import (
     JsonRoute,
     Name,
     acquire_engine,
+    cancel_on_disconnect,
+    deadline_of,
     get_engine,
     hold_answer,
     model_route,
     read_body,
-    run,
 )
 from service.api.responses import json_response, respond
 from service.api.tensors import (
@@ -253,13 +254,9 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
-    answer = await run(
-        request,
-        engine.infer,
-        inputs,
-        names,
-        timeout_us=body.parameters.timeout,
-        hold=partial(hold_answer, request),
+    deadline = deadline_of(request, body.parameters.timeout)
+    answer = await cancel_on_disconnect(
+        request, engine.infer(inputs, names, deadline, hold=partial(hold_answer, request))
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {

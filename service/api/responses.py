@@ -15,7 +15,8 @@ from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
-from service.engine.engine import Answer, Engine
+from service.engine.answer import Answer, TextAnswer
+from service.engine.engine import Engine
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
 
@@ -51,7 +52,7 @@ async def respond(
         cost_field: The field of ``content`` for the cost. ``content`` is then serialized when the
             time is known, and its "outputs" may hold large arrays, flat, as "data".
     """
-    if sum(array.size for array in answer.outputs.values()) > SLICE and not cost_field:
+    if isinstance(answer, TextAnswer) and answer.vectors.size > SLICE:
         content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
     total_ms = (perf_counter() - request.state.started) * 1e3

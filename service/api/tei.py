@@ -29,10 +29,12 @@ from service.api.requests import (
     JsonRoute,
     Name,
     acquire_engine,
+    cancel_on_disconnect,
+    deadline_of,
     get_engine,
     parse_json,
     read_body,
-    run,
+    run_task,
 )
 from service.api.responses import json_response, respond
 from service.api.texts import (
@@ -419,11 +421,10 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, special tokens too, not pooled."""
     engine = _engine(request, body)
-    answer = await run(
-        request, engine.run_task, "tokens", _prompted(engine, body), truncate=body.truncate,
-        side=body.side,
-    )  # fmt: skip
-    vectors = np.split(answer.outputs["tokens"], list(accumulate(answer.lengths))[:-1])
+    answer = await run_task(
+        request, engine, "tokens", _prompted(engine, body), truncate=body.truncate, side=body.side
+    )
+    vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
     return await respond(request, engine, answer, vectors)
 
 
@@ -431,13 +432,12 @@ async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
 async def embed_sparse(request: Request, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
     engine = _engine(request, body)
-    answer = await run(
-        request, engine.run_task, "sparse", _prompted(engine, body), truncate=body.truncate,
-        side=body.side,
-    )  # fmt: skip
+    answer = await run_task(
+        request, engine, "sparse", _prompted(engine, body), truncate=body.truncate, side=body.side
+    )
     content = [
         [{"index": int(at), "value": float(row[at])} for at in np.flatnonzero(row)]
-        for row in answer.outputs["sparse"]
+        for row in answer.vectors
     ]
     return await respond(request, engine, answer, content)
 
@@ -447,13 +447,13 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
     engine = _engine(request, body)
     pairs = query_pairs(engine, body.query, body.texts)
-    answer = await run(
-        request, engine.run_task, "rerank", pairs, truncate=body.truncate, side=body.side
+    answer = await run_task(
+        request, engine, "rerank", pairs, truncate=body.truncate, side=body.side
     )
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-        for at, score in ranked_by_score(answer.outputs["rerank"], activation)
+        for at, score in ranked_by_score(answer.vectors, activation)
     ]
     return await respond(request, engine, answer, ranks)
 
@@ -463,8 +463,8 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     """The classes of a text or pair, most likely first; for a batch, a list of these."""
     engine = _engine(request, body)
     is_batch, texts = body.inputs
-    answer = await run(
-        request, engine.run_task, "classify", texts, truncate=body.truncate, side=body.side
+    answer = await run_task(
+        request, engine, "classify", texts, truncate=body.truncate, side=body.side
     )
     predictions = classes(engine, answer, raw_scores=body.raw_scores)
     return await respond(request, engine, answer, predictions if is_batch else predictions[0])
@@ -490,7 +490,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
     work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
-    rows = await run(request, engine.tokenize, texts, work)
+    rows = await cancel_on_disconnect(
+        request, engine.tokenize(texts, work, deadline=deadline_of(request))
+    )
     return json_response(
         [
             [
@@ -514,7 +516,10 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     engine = _engine(request, body)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(await run(request, engine.tokenize, rows, work))
+    texts = await cancel_on_disconnect(
+        request, engine.tokenize(rows, work, deadline=deadline_of(request))
+    )
+    return json_response(texts)
 
 
 @_route("/info", "GET")

@@ -56,7 +56,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
             told,
             runtime=engine.model.runtime,
             precision=engine.model.precision,
-            vectors=found.outputs["embed"],
+            vectors=found.vectors,
             macs=found.macs,
             plan=engine.model.artifact.plan_id,
             config={name: config[name] for name in ("input", "output", "max_batch_size")},
@@ -116,7 +116,7 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
     async def script(repository: Repository) -> None:
         model = repository.engine().model
         found = await repository.engine().run_task("embed", texts)
-        vectors.append(found.outputs["embed"])
+        vectors.append(found.vectors)
         if not model.long_rows:
             return
         assert (model.runtime, model.rows_are_independent) == ("onnxruntime+openvino", True)
@@ -124,7 +124,7 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
         for row, text in zip(found.result.rows, texts, strict=True):
             alone = await repository.engine().run_task("embed", [text])
             assert alone.runtimes == ["openvino" if row.tokens > 8 else "onnxruntime"]
-            np.testing.assert_allclose(alone.outputs["embed"][0], row.result[0], atol=1e-6)
+            np.testing.assert_allclose(alone.vectors[0], row.result[0], atol=1e-6)
             lengths.append([row.tokens])
 
     play(bert, script, runtime="auto")
@@ -209,7 +209,7 @@ def test_repository_checked_model_is_not_read_in_the_server(
 
 
 async def ask(repository: Repository) -> np.ndarray:
-    return (await repository.engine().run_task("embed", ["a man", "a dog"])).outputs["embed"]
+    return (await repository.engine().run_task("embed", ["a man", "a dog"])).vectors
 
 
 def test_repository_serves_original_until_it_is_fused_in_the_background(
