@@ -20,16 +20,14 @@ from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.models.tokenizer import Encoding
+from attnserve.runtime.interface import Feed
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.serving.live_quality import LiveComparison
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, InvalidModel
 
-__all__ = ["ComparisonProcess", "Inputs", "RowSampler", "ServedModel", "ServedRow"]
-
-Inputs = Mapping[str, np.ndarray]
-"""The inputs of one row, by name."""
+__all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
 
 FIRST_ROWS, FIRST_RATE = 64, 0.04
 """Number of first rows with a minimum sampling rate, and that rate: 1,600 requests then suffice to
@@ -99,7 +97,7 @@ class ServedRow:
     key: tuple[str, str]
     content: str
     task: TextTask | None
-    payload: Encoding | Inputs
+    payload: Encoding | Feed
     outputs: Mapping[str, np.ndarray]
 
 
@@ -229,7 +227,7 @@ class ComparisonProcess:
                 "watch",
                 str((served.name, served.version)),
                 model.artifact,
-                model.signature,
+                model.signature.input_types,
                 _default_measure(model),
                 timeout_s=RUN_TIMEOUT_S,
             )

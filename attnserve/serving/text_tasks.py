@@ -1,15 +1,18 @@
-"""The tasks that a model does with texts, by its outputs and its configuration."""
+"""The tasks that a model does with texts, by its outputs and configuration, and their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name
-from graph_passes.errors import Refusal
+import numpy as np
 
-__all__ = ["TextTask", "tasks_of", "text_output"]
+from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
+from attnserve.serving.activations import scores_of
+from graph_passes.errors import InvalidData, Refusal
+
+__all__ = ["TextTask", "task_vectors", "tasks_of", "text_output"]
 
 TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
 
@@ -29,6 +32,38 @@ def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str
     if task == "tokens" and (hidden := [name for name in HIDDEN_STATES if name in names]):
         return hidden[0]
     return output_name(names, artifact.output, scores=task not in ("embed", "tokens"))
+
+
+def task_vectors(
+    task: TextTask, output: np.ndarray, mask: np.ndarray | None, artifact: Artifact
+) -> np.ndarray:  # B D, or B S D for "tokens"
+    """The answer of each text of a batch to a task.
+
+    Args:
+        task: "embed" pools token vectors (not normalized), "tokens" gives them all, padding
+            too; "classify" and "rerank" give logits, "sparse" the weight of each token of the
+            vocabulary: the largest log(1 + relu(logit)) of any token (Formal et al. 2021,
+            SPLADE v2).
+        output: The output of ``text_output`` for the batch.
+        mask: The real tokens; None if there is no padding.
+
+    Raises:
+        InvalidArgument, InvalidData: The output has no embeddings or no classes.
+    """
+    if mask is None:
+        mask = np.ones(output.shape[:2], dtype=np.bool_)
+    if task == "embed":
+        return pool(output, mask, artifact.pooling, False, artifact.dimensions)
+    if task == "classify":
+        return scores_of(output, "identity")
+    if task == "tokens":
+        return output.astype(np.float32, copy=False)
+    if task == "sparse":
+        largest = np.where(mask[..., None] != 0, output, 0).max(axis=1)
+        return np.log1p(np.maximum(largest.astype(np.float32), 0))
+    if output.ndim == 2 and output.shape[1] == 1:
+        return output.astype(np.float64)
+    raise InvalidData(f"the output has the shape {list(output.shape)}: expected [batch, 1]")
 
 
 def tasks_of(

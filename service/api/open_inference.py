@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
-from attnserve.serving.loaded_model import Tensor
+from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
 from service.api.requests import (
@@ -218,8 +218,8 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
             "refused": model.operators.get("refused", {}),
             **({"long_rows": asdict(model.long_rows)} if model.long_rows else {}),
         },
-        inputs=_describe(model.inputs),
-        outputs=_describe(model.outputs),
+        inputs=_describe(model.signature.inputs),
+        outputs=_describe(model.signature.outputs),
     )
 
 

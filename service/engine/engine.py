@@ -23,8 +23,7 @@ from attnserve.data.token_statistics import CalibrationRange, row_ids
 from attnserve.literals import Side
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding, TextEncoder
-from attnserve.runtime.interface import row_length
-from attnserve.serving.comparison_process import Inputs
+from attnserve.runtime.interface import Feed, row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -169,7 +168,7 @@ class Engine:
 
     async def infer(
         self,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Feed,
         outputs: Sequence[str] = (),
         deadline: float | None = None,
         hold: Callable[[int, float | None], Awaitable[None]] | None = None,
@@ -190,13 +189,13 @@ class Engine:
             NotReady: The model is broken, or out of memory.
         """
         with self._counted() as started_ns:
-            model = self.model
-            model.check_outputs(outputs)
-            model.check(inputs)
-            names = tuple(outputs or (output.name for output in model.outputs))
+            model, signature = self.model, self.model.signature
+            signature.check_outputs(outputs)
+            signature.check(inputs)
+            names = tuple(outputs or (output.name for output in signature.outputs))
             size = sum(array.nbytes for array in inputs.values())
             _check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
-            padded_tokens = math.prod(model.ids(inputs).shape[:2])
+            padded_tokens = math.prod(signature.ids(inputs).shape[:2])
             shapes = row = {name: array.shape for name, array in inputs.items()}
             if model.rows_are_independent:  # the batcher bounds the rows of a run
                 row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
@@ -213,7 +212,7 @@ class Engine:
             answer = TensorAnswer(
                 outputs=dict(zip(names, arrays, strict=True)),
                 result=result,
-                tokens=model.tokens(inputs),
+                tokens=signature.tokens(inputs),
                 padded_tokens=padded_tokens,
                 out_of_calibration=self._count_outside(row_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result.rows),
@@ -234,7 +233,7 @@ class Engine:
 
         Args:
             task: A row holds the embedding of a text ("embed"), the logits of its classes
-                ("classify"), or the logit of a query and a text ("rerank"). See ``Model.vectors``.
+                ("classify"), or the logit of a query and a text ("rerank"). See ``task_vectors``.
                 "tokens" has one row per token of all texts (``TextAnswer.lengths``).
             texts: At least one.
             truncate: Truncate texts that are too long; False refuses them.
@@ -388,11 +387,11 @@ class Engine:
     ) -> Row[Encoding, RowOutputs]:
         model, length = self.model, len(encoding)
         tokens = model.fixed_tokens or length
-        group = (model.runtime_of(tokens), None if model.takes_mask else length)
+        group = (model.runtime_of(tokens), None if model.signature.takes_mask else length)
         return Row(RowKey(task, names, group), tokens, encoding, real_tokens=length)
 
-    def _tensor_rows(self, inputs: Inputs, names: tuple[str, ...]) -> list[Row[Inputs, RowOutputs]]:
-        ids = self.model.ids(inputs)
+    def _tensor_rows(self, inputs: Feed, names: tuple[str, ...]) -> list[Row[Feed, RowOutputs]]:
+        ids = self.model.signature.ids(inputs)
         length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
         rows = split_rows(inputs) if self.model.rows_are_independent else None
         if rows is None:
@@ -446,7 +445,7 @@ class Engine:
         Returns:
             The bytes of its output tensors.
         """
-        size = self.model.output_bytes(shapes, outputs)
+        size = self.model.signature.output_bytes(shapes, outputs)
         _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
         needed = self.model.run_bytes(row)
         limit = self.settings.max_run_bytes

@@ -25,9 +25,9 @@ import orjson
 from attnserve.data.text_sample import TextSample
 from attnserve.models.tokenizer import Encoding
 from attnserve.runtime.cache import write_atomically
+from attnserve.runtime.interface import Feed
 from attnserve.serving.comparison_process import (
     ComparisonProcess,
-    Inputs,
     RowSampler,
     ServedModel,
     ServedRow,
@@ -138,7 +138,7 @@ class Shadow:
         engine: ServedModel,
         task: TextTask | None,
         names: Sequence[str],
-        rows: Sequence[Row[Encoding, RowOutputs] | Row[Inputs, RowOutputs]],
+        rows: Sequence[Row[Encoding, RowOutputs] | Row[Feed, RowOutputs]],
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
         """Create the callback after the answer; None for most requests.
