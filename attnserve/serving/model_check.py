@@ -11,8 +11,6 @@ so it runs in the background while the original is served.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -23,7 +21,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
@@ -31,8 +29,6 @@ from typing import Any
 
 from attnserve.context import AUTO, Device
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import sha256
-from attnserve.models.onnx_validation import external_file
 from attnserve.runtime.isolation import (
     Worker,
     WorkerCrashed,
@@ -45,6 +41,7 @@ from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.temporary import temporary_folder
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
+from attnserve.serving.check_result import FIX, CheckResult, content_of
 from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport, unfused
@@ -56,17 +53,12 @@ from graph_passes.errors import (
     MissingExtra,
 )
 
-__all__ = ["CheckResult", "LoadChecker", "identify"]
-
-CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
-"""Files beside the model that change its results."""
+__all__ = ["LoadChecker"]
 
 log = logging.getLogger(__name__)
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 """Errors that keep their type when the child raises them; others become ``InvalidModel``."""
-
-FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Limit of the memory that the child allocates, in bytes: a floor, a part per core for stacks and
@@ -105,40 +97,6 @@ NICE = 5
 
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 """Signals that end a server and its child processes; they are not faults of the model."""
-
-
-@dataclass(frozen=True)
-class CheckResult:
-    """A model that passed the check.
-
-    Attributes:
-        identity: A checksum of all its files.
-        external: Its external data files with their checksums.
-        rewritten: The model with fused operators; None if the original is run.
-        operators: The operators that are run.
-        facts: Facts of the original.
-        fused_facts: Facts of the fused model; None if the original is run.
-        fusion: Future result of the fusion in the background; None if none runs.
-    """
-
-    identity: str
-    external: tuple[tuple[Path, str], ...]
-    rewritten: Path | None
-    operators: OperatorReport
-    facts: GraphFacts = field(compare=False)
-    fused_facts: GraphFacts | None = field(default=None, compare=False)
-    fusion: Future[CheckResult] | None = field(default=None, compare=False)
-
-    @property
-    def external_is_current(self) -> bool:
-        """Whether the external data is unchanged."""
-        with suppress(InvalidModel):
-            return all(sha256(path) == checksum for path, checksum in self.external)
-        return False
-
-    def unfused(self, why: str) -> CheckResult:
-        """The result for the model as it was exported, and why it is run."""
-        return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
 
 
 class LoadChecker:
@@ -192,7 +150,7 @@ class LoadChecker:
             InvalidModel: It cannot be loaded, crashes the runtime, or takes too long.
             InvalidArgument: The provider is not available.
         """
-        content = _content(artifact)
+        content = content_of(artifact)
         result = self._recall(artifact, content) or self._try(artifact, content)
         if result.operators != PENDING:
             return result
@@ -223,7 +181,7 @@ class LoadChecker:
             operators = entry["operators"]
             costs = entry["running"]
             facts = GraphFacts.from_json(entry["facts"])
-            result = _result(artifact, content, facts, operators)
+            result = CheckResult.of(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
             fused_facts = facts.with_costs(costs) if is_fused else None
         except Exception:  # the entry is of another version, or damaged
@@ -254,7 +212,7 @@ class LoadChecker:
             ) as child:
                 facts = GraphFacts.from_json(child.call("facts", timeout_s=deadline - monotonic()))
                 # Before the run, so that a file that is replaced meanwhile is detected.
-                result = _result(artifact, content, facts, self._first_report)
+                result = CheckResult.of(artifact, content, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
         except FORWARDED_ERRORS:
             raise
@@ -366,7 +324,7 @@ class LoadChecker:
                 facts = result.facts.with_costs(costs)
                 is_final = True
                 fused_result = replace(result, operators=operators, fused_facts=facts)
-            if not _is_current(artifact, result):
+            if not result.is_current(artifact):
                 return result.unfused("the files changed during the fusion")
             if fused_result.fused_facts is not None:
                 fused_result = replace(fused_result, rewritten=self._cache.keep(file))
@@ -414,47 +372,6 @@ def _size(artifact: Artifact) -> int:
     """The size in bytes of a model and its external data, with the other files of its folder."""
     files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def identify(artifact: Artifact) -> CheckResult:
-    """Create the result of a trusted model without check and fusion.
-
-    Raises:
-        InvalidModel: It cannot be read.
-    """
-    content = _content(artifact)
-    facts = GraphFacts.read(artifact)
-    return _result(artifact, content, facts, unfused("the load check is off"))
-
-
-def _content(artifact: Artifact) -> str:
-    """A checksum without external data: listing its files needs the graph, which may crash."""
-    digest = hashlib.sha256(sha256(artifact.model).encode())
-    for name in CONFIGURATION_FILES:
-        path = artifact.companion(name)
-        digest.update(f" {name} {path and sha256(path)}".encode())
-    # The record also contains settings of other files, for example of sentence-transformers.
-    digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _result(
-    artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
-) -> CheckResult:
-    """The result for a model; ``content`` is its checksum without the external data."""
-    folder = artifact.folder
-    external = [folder / location for location in facts.external]
-    if any(external_file(artifact.model, location) is None for location in facts.external):
-        raise InvalidModel(
-            f"{artifact.model}: external data is outside its folder",
-            FIX,
-            code="artifact.external_outside",
-        )
-    checksums = tuple((path, sha256(path)) for path in external)
-    digest = hashlib.sha256(content.encode())
-    for path, checksum in checksums:
-        digest.update(f" {path.name} {checksum}".encode())
-    return CheckResult(digest.hexdigest(), checksums, None, operators, facts)
 
 
 class _CheckProcess:
@@ -530,11 +447,3 @@ def _lacks_resources(weights: int, new: Path | None, runtimes: int) -> str | Non
     if new is not None and weights > free:
         return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
     return None
-
-
-def _is_current(artifact: Artifact, result: CheckResult) -> bool:
-    """Whether the files are unchanged since the result."""
-    with suppress(InvalidModel, OSError):
-        now = _result(artifact, _content(artifact), result.facts, result.operators)
-        return now.identity == result.identity
-    return False

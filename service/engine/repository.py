@@ -22,9 +22,10 @@ from typing import Literal
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.serving.backends import RunnerOptions
+from attnserve.serving.check_result import CheckResult, identify
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
-from attnserve.serving.model_check import CheckResult, LoadChecker, identify
+from attnserve.serving.model_check import LoadChecker
 from attnserve.serving.operator_report import OperatorReport, unfused
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from service.engine.device import on_device

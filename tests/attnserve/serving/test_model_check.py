@@ -27,8 +27,9 @@ from attnserve.models.onnx_files import data_file
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from attnserve.serving import check_cache, model_check
 from attnserve.serving.check_cache import CheckCache, compiled_file
+from attnserve.serving.check_result import identify
 from attnserve.serving.graph_facts import GraphFacts
-from attnserve.serving.model_check import LoadChecker, identify
+from attnserve.serving.model_check import LoadChecker
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.fixtures.checked_child import Child

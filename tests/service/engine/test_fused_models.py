@@ -19,8 +19,9 @@ import attnserve
 from attnserve.models import onnx_files
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.serving import graph_facts, model_check
+from attnserve.serving.check_result import CheckResult
 from attnserve.serving.loaded_model import ModelFailed
-from attnserve.serving.model_check import CheckResult, LoadChecker
+from attnserve.serving.model_check import LoadChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
 from service.metrics import Metrics
