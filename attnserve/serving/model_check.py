@@ -124,7 +124,8 @@ class LoadChecker:
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._children: set[subprocess.Popen[bytes]] = set()
         self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
-        self._is_closed = False
+        self.is_closed = False
+        """Whether running and later checks and fusions fail."""
 
     @cached_property
     def _cache(self) -> CheckCache:
@@ -163,13 +164,13 @@ class LoadChecker:
 
     def close(self) -> None:
         """Cancel running checks and fusions; they and later ones fail."""
-        self._is_closed = True
+        self.is_closed = True
         for child in tuple(self._children):
             child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
         self._children = {one for one in self._children if one.poll() is None} | {child}
-        if self._is_closed:
+        if self.is_closed:
             child.kill()
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
@@ -288,7 +289,7 @@ class LoadChecker:
         Concurrent fusions would distort each other's timings and add up their memory. Another
         process may have fused the same model meanwhile.
         """
-        with self._cache.lock(lambda: self._is_closed) as is_locked:
+        with self._cache.lock(lambda: self.is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
             entry = self._recall(artifact, content)
@@ -365,7 +366,7 @@ class LoadChecker:
     def _is_stopped(self, error: AttnserveError) -> bool:
         """Whether a child ended because the server or a user ended it."""
         is_signal = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
-        return self._is_closed or is_signal
+        return self.is_closed or is_signal
 
 
 def _size(artifact: Artifact) -> int:

@@ -288,7 +288,7 @@ def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> No
     async def script(repository: Repository) -> None:
         while not children:
             await asyncio.sleep(0.05)
-            running = repository._checker._children
+            running = repository.loader._checker._children
             children.extend(child for child in running if child.poll() is None)
 
     play(bert, script)
@@ -330,7 +330,7 @@ def test_workers_share_one_fusion_and_all_serve_its_result(
         assert all(one.model.operators == model_check.PENDING for one in plain)
 
         def running() -> int:
-            children = [child for worker in workers for child in worker._checker._children]
+            children = [child for worker in workers for child in worker.loader._checker._children]
             return sum(child.poll() is None for child in children)
 
         while not running():

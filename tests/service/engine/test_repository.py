@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidArgument, InvalidModel
+from service.engine.model_loader import ModelLoader
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.settings import Settings
@@ -435,7 +436,7 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         write_scale(tmp_path / name, 1)
     client = start(tmp_path)
     go, running, most = threading.Event(), 0, 0
-    load = Repository._load
+    load = ModelLoader._load
 
     def held(*args: Any, **options: Any) -> Any:
         nonlocal running, most
@@ -445,7 +446,7 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         running -= 1
         return load(*args, **options)
 
-    monkeypatch.setattr(Repository, "_load", held)
+    monkeypatch.setattr(ModelLoader, "_load", held)
     answers: list[Any] = []
     threads = [
         threading.Thread(
@@ -633,7 +634,7 @@ def test_load_checked_files_are_not_probed_again(
     tried: list[Path] = []
 
     async def script(repository: Repository) -> None:
-        checker = repository._checker
+        checker = repository.loader._checker
         monkeypatch.setattr(
             checker,
             "_try",
