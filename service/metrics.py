@@ -56,6 +56,35 @@ class StageNanoseconds(NamedTuple):
 STAGES = StageNanoseconds._fields
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """The cost of one inference answer, by the names of its v2 parameters.
+
+    Attributes:
+        tokens: Without padding.
+        out_of_calibration: Rows outside of the calibration data; None if there are none.
+        macs, flops: With padding; None if the graph cannot be counted.
+        rss_bytes: Resident memory of this process.
+        gpu_bytes: Memory in use on the whole device; None without a GPU.
+    """
+
+    queue_ms: float
+    tokenize_ms: float
+    compute_ms: float
+    total_ms: float
+    tokens: int
+    padding_waste: float
+    out_of_calibration: int | None
+    macs: int | None
+    flops: int | None
+    rss_bytes: int
+    gpu_bytes: int | None
+
+    def to_json(self) -> dict[str, int | float]:
+        """The values that are not None."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
 class VersionState(NamedTuple):
     """State of one loaded version.
 
@@ -338,9 +367,9 @@ class ModelMetrics:
         self._metrics, self._of = metrics, of
         # A lookup by labels takes 1 us, and an answer needs twenty: look them up once.
         self._latency = metrics.latency.labels(*of)
-        self._stages = {
-            stage: metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
-        }
+        self._queue, self._tokenize, self._compute = (
+            metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
+        )
         self._lengths = metrics.lengths.labels(*of)
         self._macs = metrics.macs.labels(*of)
         self._batch_rows = metrics.batch_rows.labels(*of)
@@ -398,16 +427,17 @@ class ModelMetrics:
         """Record a row outside of the calibration data."""
         self._metrics.out_of_calibration.labels(*self._of, reason).inc()
 
-    def record_request(self, cost: Mapping[str, int | float]) -> None:
+    def record_request(self, cost: Cost) -> None:
         """Record the cost of one inference answer, with the values of its headers."""
-        self._latency.observe(cost["total_ms"] / 1e3)
-        for stage, series in self._stages.items():
-            series.observe(cost[f"{stage}_ms"] / 1e3)
-        self._lengths.observe(cost["tokens"])
-        if (used := int(cost.get("gpu_bytes", 0))) > self._gpu_peak:
+        self._latency.observe(cost.total_ms / 1e3)
+        self._queue.observe(cost.queue_ms / 1e3)
+        self._tokenize.observe(cost.tokenize_ms / 1e3)
+        self._compute.observe(cost.compute_ms / 1e3)
+        self._lengths.observe(cost.tokens)
+        if (used := cost.gpu_bytes or 0) > self._gpu_peak:
             self._gpu_peak = used
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
-        self._current_second().latencies_ms.append(cost["total_ms"])
+        self._current_second().latencies_ms.append(cost.total_ms)
 
     def statistics(self, series: Series) -> dict[str, Any]:
         """Exact statistics, as the v2 protocol defines them, from ``Metrics.statistics``."""
