@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -122,7 +122,7 @@ class Batcher:
 
     def __init__(
         self,
-        run: Callable[[Hashable, list[Any]], BatchResult],
+        run: Callable[[Any, list[Any]], BatchResult],
         *,
         budget: int,
         overhead: int = 0,

@@ -29,6 +29,7 @@ from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import RowOutputs, TensorAnswer, TextAnswer
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
+from service.engine.request_limits import check_limit, check_size, check_texts
 from service.engine.row_queue import Row
 from service.engine.shadow import Shadow
 from service.errors import (
@@ -64,10 +65,6 @@ REASONS: Mapping[type[BaseException], str] = {
     BaseException: "error",
 }
 """Labels of failed requests in the metrics."""
-
-SHORT_CHARACTERS = 2000
-"""Maximum number of characters of a request whose texts are tokenized in the thread of the run if
-it is free, else separately from longer texts (``Batcher.submit_from``). It takes about 1 ms."""
 
 COPIES = 2
 """Number of copies of the output tensors of a request: per row, and joined for the answer."""
@@ -194,13 +191,13 @@ class Engine:
             signature.check(inputs)
             names = tuple(outputs or (output.name for output in signature.outputs))
             size = sum(array.nbytes for array in inputs.values())
-            _check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
+            check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
             padded_tokens = math.prod(signature.ids(inputs).shape[:2])
             shapes = row = {name: array.shape for name, array in inputs.items()}
             if model.rows_are_independent:  # the batcher bounds the rows of a run
                 row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-            _check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
-            size = self._check_size(shapes, row, names)
+            check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
+            size = check_size(model, self.settings, shapes, row, names)
             if hold is not None:
                 await hold(COPIES * size, deadline)
             rows = self._tensor_rows(inputs, names)
@@ -208,7 +205,7 @@ class Engine:
             computed_ns = perf_counter_ns()
             arrays = [join_values(parts) for parts in zip(*result.results, strict=True)]
             size = sum(array.nbytes for array in arrays)
-            _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
+            check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = TensorAnswer(
                 outputs=dict(zip(names, arrays, strict=True)),
                 result=result,
@@ -251,19 +248,19 @@ class Engine:
         if (refusal := model.tasks[task]) is not None:
             raise NotFound(refusal.reason, refusal.fix, code=f"model.{refusal.code}")
         with self._counted() as started_ns:
-            is_short = self._check_texts(texts)
+            is_short = check_texts(model, self.settings, texts)
             names = (model.text_output(task),)
 
             def rows() -> list[Row[Encoding, RowOutputs]]:  # in a thread
                 encodings = model.encode(texts, truncate=truncate, side=side)
                 tokens = sum(map(len, encodings))
-                _check_limit(tokens, self.settings.max_tokens, "tokens")
+                check_limit(tokens, self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 longest = max(encodings, key=len)
                 shapes = model.text_shapes(longest)
-                size = self._check_size(shapes, shapes, names) // max(len(longest), 1)
+                size = check_size(model, self.settings, shapes, shapes, names) // len(longest)
                 size *= tokens if task == "tokens" else len(encodings)
-                _check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
+                check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
                 return [self._text_row(task, names, encoding) for encoding in encodings]
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
@@ -299,14 +296,15 @@ class Engine:
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
         with self._counted():
-            is_short = self._check_texts(texts)
+            is_short = check_texts(self.model, self.settings, texts)
             encoder = self.model.encoder
             assert encoder is not None
+
+            def rows() -> list[Row[T, T]]:  # in a thread
+                return [Row((), 1, item) for item in work(encoder)]
+
             result = await self._tokenizer.submit_from(
-                lambda: [Row[T, T]((), 1, item) for item in work(encoder)],
-                len(texts),
-                deadline,
-                is_short=is_short,
+                rows, len(texts), deadline, is_short=is_short
             )
         return result.results
 
@@ -434,49 +432,6 @@ class Engine:
             self.metrics.record_outside(reason)
         return len(reasons_by_row)
 
-    def _check_size(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        row: Mapping[str, tuple[int, ...]],
-        outputs: Sequence[str],
-    ) -> int:
-        """Refuse a request that needs too much memory, by its shapes and the shapes of one row.
-
-        Returns:
-            The bytes of its output tensors.
-        """
-        size = self.model.signature.output_bytes(shapes, outputs)
-        _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        needed = self.model.run_bytes(row)
-        limit = self.settings.max_run_bytes
-        if needed is not None and needed > limit:
-            raise TooLarge(
-                f"an operator of {self.name} needs {needed} bytes at this length: at most {limit}",
-                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
-            )
-        return size
-
-    def _check_texts(self, texts: Sequence[Text]) -> bool:
-        """Refuse too many or too long texts.
-
-        Returns:
-            Whether they are short in total (``SHORT_CHARACTERS``).
-        """
-        if self.model.encoder is None:
-            raise NotFound(
-                f"{self.name} has no tokenizer.json, which texts need",
-                f"send token ids to /v2/models/{self.name}/infer",
-            )
-        _check_limit(len(texts), self.settings.max_inputs, "texts")
-        limit = self.settings.max_text_chars
-        counts = [sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in texts]
-        for index, count in enumerate(counts):
-            if count > limit:
-                raise TooLarge(
-                    f"text {index} has {count} characters: at most {limit}", "cut it into parts"
-                )
-        return sum(counts) <= SHORT_CHARACTERS
-
     # -- failures ---------------------------------------------------------------------------------
 
     def _record_batch(self, batch: BatchRun) -> None:
@@ -519,10 +474,3 @@ class Engine:
     def _replace(self) -> None:
         self.model.close()  # the old session goes first: there may be no memory for both
         self.model = self._reload()
-
-
-def _check_limit(count: int, limit: int, what: str) -> None:
-    if count > limit:
-        raise TooLarge(
-            f"{count} {what} in one request: at most {limit}", "send several smaller requests"
-        )
