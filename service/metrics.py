@@ -24,6 +24,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
+from service.cost import Cost
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -54,35 +55,6 @@ class StageNanoseconds(NamedTuple):
 
 
 STAGES = StageNanoseconds._fields
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """The cost of one inference answer, by the names of its v2 parameters.
-
-    Attributes:
-        tokens: Without padding.
-        out_of_calibration: Rows outside of the calibration data; None if there are none.
-        macs, flops: With padding; None if the graph cannot be counted.
-        rss_bytes: Resident memory of this process.
-        gpu_bytes: Memory in use on the whole device; None without a GPU.
-    """
-
-    queue_ms: float
-    tokenize_ms: float
-    compute_ms: float
-    total_ms: float
-    tokens: int
-    padding_waste: float
-    out_of_calibration: int | None
-    macs: int | None
-    flops: int | None
-    rss_bytes: int
-    gpu_bytes: int | None
-
-    def to_json(self) -> dict[str, int | float]:
-        """The values that are not None."""
-        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 class VersionState(NamedTuple):

@@ -15,9 +15,9 @@ from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
+from service.cost import Cost
 from service.engine.answer import Answer, TextAnswer
 from service.engine.engine import Engine
-from service.metrics import Cost
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
 

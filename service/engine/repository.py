@@ -139,7 +139,7 @@ class Repository:
         return self.why_not_ready(engine) is None
 
     def why_not_ready(self, engine: Engine) -> str | None:
-        """Why a process cannot run ``engine``; None if all can."""
+        """Why a process that serves its requests cannot run ``engine``; None if all can."""
         return None if engine.ready else engine.reason
 
     @property
@@ -251,14 +251,6 @@ class Repository:
         self._require_started()
         await self.change(name, self.loader.remove)
         audit.info("unloaded %s", name)
-
-    def stop_loading(self) -> None:
-        """End the check of a model that is being loaded, and fusions in the background."""
-        self.loader.stop()
-
-    async def settled(self) -> None:
-        """Wait until all replaced and unloaded engines are freed."""
-        await self.loader.settled()
 
     async def close(self) -> None:
         """Refuse new requests, answer the accepted ones, then free all models."""

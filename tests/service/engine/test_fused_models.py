@@ -226,7 +226,7 @@ def test_repository_serves_original_until_it_is_fused_in_the_background(
         fused = repository.engine()
         assert fused.content == plain.content and fused.model.operators["rewritten"] is True
         assert np.abs(await ask(repository) - before).max() < 1e-6
-        await repository.settled()
+        await repository.loader.settled()
         with pytest.raises(ModelFailed):  # the first session is freed
             plain.model.run({})
 
@@ -249,7 +249,7 @@ def test_repository_load_of_an_unfused_model_fuses_it_later(
         assert repository.engine() is plain  # nothing new is known
         monkeypatch.setattr(model_check, "available_bytes", free)
         await repository.load("bert")
-        await repository.settled()
+        await repository.loader.settled()
         fused = repository.engine()
         assert fused is not plain and fused.model.operators["rewritten"] is True
         assert np.abs(await ask(repository) - before).max() < 1e-6

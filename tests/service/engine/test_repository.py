@@ -276,7 +276,7 @@ def test_load_replaced_engine_answers_accepted_requests(
         answer = await old.infer({"x": np.ones(1, np.float32)})
         assert answer.outputs["y"] == [1]
         old.release()
-        await repository.settled()
+        await repository.loader.settled()
         with raises(NotReady, "model.not_ready", "unloaded"):  # its session is freed
             await old.infer({"x": np.ones(1, np.float32)})
 
@@ -323,7 +323,7 @@ def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> N
         write_broken(tmp_path / "a" / "2")
         with raises(InvalidModel, "artifact.not_onnx"):
             await repository.load("a")
-        await repository.settled()
+        await repository.loader.settled()
         assert await ask(repository, "a") == 1
         shutil.rmtree(tmp_path / "a" / "2")
         write_scale(tmp_path / "a" / "2", 3)
@@ -365,7 +365,7 @@ def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
     async def script(repository: Repository) -> None:
         async def cycle() -> None:
             await repository.unload("tiny")
-            await repository.settled()
+            await repository.loader.settled()
             await repository.load("tiny")
             await repository.engine("tiny").run_task("embed", ["a b"])
 
@@ -394,7 +394,7 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
         grown: list[float] = []
         for _ in range(10):
             await repository.unload("large")
-            await repository.settled()
+            await repository.loader.settled()
             await repository.load("large")
             grown.append((psutil.Process().memory_info().rss - before) / size)
         print("copies of the weights:", [round(copies, 2) for copies in grown])
