@@ -199,7 +199,7 @@ class Model:
             OutOfMemory: The run does not fit into memory.
             ModelFailed: The session or its device is broken.
         """
-        names = list(outputs) or [output.name for output in self.signature.outputs]
+        names = tuple(outputs) or self.signature.output_names
         try:
             results = self._session.run(names, inputs)
         except RunFailed as error:
@@ -321,7 +321,7 @@ class Model:
         Raises:
             InvalidArgument: The artifact names an output that the model does not have.
         """
-        return text_output(task, [output.name for output in self.signature.outputs], self.artifact)
+        return text_output(task, self.signature.output_names, self.artifact)
 
     def vectors(
         self, task: TextTask, inputs: Feed, output: np.ndarray
@@ -380,11 +380,7 @@ class Model:
     @cached_property
     def tasks(self) -> Mapping[TextTask, Refusal | None]:
         """Why it cannot do each task of texts; None for each that it can do; see ``tasks_of``."""
-        inputs, outputs = (
-            {tensor.name: tensor.axes for tensor in tensors}
-            for tensors in (self.signature.inputs, self.signature.outputs)
-        )
-        return tasks_of(self.name, self.artifact, inputs, outputs)
+        return tasks_of(self.signature, self.artifact)
 
     def can(self, task: TextTask) -> bool:
         """Whether it can do a task; False if the folder does not describe its outputs."""

@@ -310,10 +310,12 @@ class LoadChecker:
         all.
         """
         with self._cache.new_file(content) as file:
+            if file is None:
+                return result.unfused("there is no folder for it")
             runtimes = 2 if self._device.runtime == AUTO else 1
-            reason = _lacks_resources(result.facts.weight_bytes, file, runtimes)
-            if file is None or reason is not None:
-                return result.unfused(reason or "there is no folder for it")
+            reason = _lacks_resources(result.facts.weight_bytes, file.parent, runtimes)
+            if reason is not None:
+                return result.unfused(reason)
             try:
                 operators, costs = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
@@ -432,19 +434,19 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 
-def _lacks_resources(weights: int, new: Path | None, runtimes: int) -> str | None:
+def _lacks_resources(weights: int, folder: Path, runtimes: int) -> str | None:
     """Why memory or disk space is insufficient for the fusion of a model; None if sufficient.
 
     Args:
         weights: Their size in bytes.
-        new: Where the fused model is written.
+        folder: Where the fused model is written.
         runtimes: The number of runtimes that are compared.
     """
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()
     if memory > has:
         return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
-    free = shutil.disk_usage(new.parent).free if new is not None else 0
-    if new is not None and weights > free:
+    free = shutil.disk_usage(folder).free
+    if weights > free:
         return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
     return None

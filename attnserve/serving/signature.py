@@ -15,7 +15,7 @@ from attnserve.runtime.interface import Feed, Session, ValueInfo
 from attnserve.serving.tensor_codec import ONNX_TYPES
 from graph_passes.errors import InvalidData, InvalidModel
 
-__all__ = ["Signature", "Tensor"]
+__all__ = ["Axes", "Signature", "Tensor"]
 
 Axes = tuple[int | str | None, ...]
 """Fixed sizes, or names of free axes (None: without a name)."""
@@ -121,11 +121,10 @@ class Signature:
 
     def check_outputs(self, names: Sequence[str]) -> None:
         """Raise ``InvalidData`` if one of ``names`` is not an output."""
-        own_names = [output.name for output in self.outputs]
         for name in names:
-            if name not in own_names:
+            if name not in self.output_names:
                 raise InvalidData(
-                    f"unknown output {name!r}: expected one of {', '.join(own_names)}"
+                    f"unknown output {name!r}: expected one of {', '.join(self.output_names)}"
                 )
 
     def ids(self, inputs: Feed) -> np.ndarray:
@@ -156,6 +155,11 @@ class Signature:
         )
 
     @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the outputs, in order."""
+        return tuple(output.name for output in self.outputs)
+
+    @property
     def input_types(self) -> list[list[Any]]:
         """Name, type and shape of each input, as JSON."""
         return [[one.name, str(one.dtype), one.shape] for one in self.inputs]
@@ -173,7 +177,7 @@ class Signature:
 
     @property
     def length_axes(self) -> set[int | str | None]:
-        """The axes of tokens."""
+        """The second axes of the inputs, which count tokens."""
         return {tensor.axes[1] for tensor in self.inputs if len(tensor.axes) > 1}
 
     def axes_of(self, output: str) -> Axes:

@@ -10,6 +10,7 @@ import numpy as np
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
 from attnserve.serving.activations import scores_of
+from attnserve.serving.signature import Axes, Signature
 from graph_passes.errors import InvalidData, Refusal
 
 __all__ = ["TextTask", "task_vectors", "tasks_of", "text_output"]
@@ -18,9 +19,6 @@ TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
 
 HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
 """Names that exporters give to one vector per token."""
-
-Axes = Mapping[str, Sequence[int | str | None]]
-"""The axes of each input or output: fixed sizes, or names of free axes (None: without a name)."""
 
 
 def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str:
@@ -66,22 +64,18 @@ def task_vectors(
     raise InvalidData(f"the output has the shape {list(output.shape)}: expected [batch, 1]")
 
 
-def tasks_of(
-    name: str, artifact: Artifact, inputs: Axes, outputs: Axes
-) -> Mapping[TextTask, Refusal | None]:
+def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refusal | None]:
     """Why a model cannot do each task; None for each that it can do.
 
     Several tasks are possible for one model: a classifier of one class is also a reranker.
-
-    Args:
-        name: The name of the model, for the reasons.
 
     Raises:
         InvalidArgument: The artifact names an output that the model does not have.
         InvalidModel: Its config.json is not valid.
     """
-    used = {task: text_output(task, list(outputs), artifact) for task in get_args(TextTask)}
-    axes = {task: outputs[output] for task, output in used.items()}
+    name, names = signature.model, signature.output_names
+    used = {task: text_output(task, names, artifact) for task in get_args(TextTask)}
+    axes = {task: signature.axes_of(output) for task, output in used.items()}
     scores = axes["classify"]
 
     classifies = _classifies(artifact, used["classify"], scores)
@@ -92,7 +86,7 @@ def tasks_of(
     # What the output of embeddings holds in place of them, and what to do with it.
     vectors, vector_axes = used["embed"], axes["embed"]
     is_logits = vectors.endswith("logits")
-    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in _length_axes(inputs)
+    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in signature.length_axes
     is_fixed = isinstance(vector_axes[-1], int) if vector_axes else False
     is_scored = classifies and vectors == used["classify"]
     instead: tuple[str, str] | None = None
@@ -139,11 +133,6 @@ def tasks_of(
     return refusals
 
 
-def _length_axes(inputs: Axes) -> set[int | str | None]:
-    """The axes of tokens."""
-    return {axes[1] for axes in inputs.values() if len(axes) > 1}
-
-
 def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
     """Whether an axis has the size of the vocabulary of a language model."""
     settings = artifact.settings
@@ -151,7 +140,7 @@ def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
     return axis is not None and axis == artifact.config.get("vocab_size") and is_language_model
 
 
-def _classifies(artifact: Artifact, output: str, axes: Sequence[int | str | None]) -> bool:
+def _classifies(artifact: Artifact, output: str, axes: Axes) -> bool:
     """Whether a model is a classifier: by the name of the output, or by names of classes.
 
     An output that the record names needs an activation there too, or as many names of classes.

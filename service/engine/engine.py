@@ -189,7 +189,7 @@ class Engine:
             model, signature = self.model, self.model.signature
             signature.check_outputs(outputs)
             signature.check(inputs)
-            names = tuple(outputs or (output.name for output in signature.outputs))
+            names = tuple(outputs) or signature.output_names
             size = sum(array.nbytes for array in inputs.values())
             check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
             padded_tokens = math.prod(signature.ids(inputs).shape[:2])
