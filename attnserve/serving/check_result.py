@@ -29,6 +29,7 @@ class CheckResult:
     """A model that passed the check.
 
     Attributes:
+        content: A checksum of its files except the external data (``content_of``).
         identity: A checksum of all its files.
         external: Its external data files with their checksums.
         rewritten: The model with fused operators; None if the original is run.
@@ -38,6 +39,7 @@ class CheckResult:
         fusion: Future result of the fusion in the background; None if none runs.
     """
 
+    content: str
     identity: str
     external: tuple[tuple[Path, str], ...]
     rewritten: Path | None
@@ -51,9 +53,6 @@ class CheckResult:
         cls, artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
     ) -> CheckResult:
         """The result for a model that is run as it was exported.
-
-        Args:
-            content: Its checksum without the external data (``content_of``).
 
         Raises:
             InvalidModel: External data cannot be read, or is outside of the folder.
@@ -69,7 +68,7 @@ class CheckResult:
         digest = hashlib.sha256(content.encode())
         for path, checksum in checksums:
             digest.update(f" {path.name} {checksum}".encode())
-        return cls(digest.hexdigest(), checksums, None, operators, facts)
+        return cls(content, digest.hexdigest(), checksums, None, operators, facts)
 
     def is_current(self, artifact: Artifact) -> bool:
         """Whether all files of the model are unchanged."""

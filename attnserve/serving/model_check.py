@@ -157,7 +157,7 @@ class LoadChecker:
             return result
         idle_s = _idle_fusion_s(result.facts)
         timeout_s = min(max(FUSION_TIMEOUT_S, round(BUSY * idle_s)), MAX_FUSION_TIMEOUT_S)
-        fusion = self._start_fusion(artifact, content, result, timeout_s)
+        fusion = self._start_fusion(artifact, result, timeout_s)
         with suppress(TimeoutError):
             return fusion.result(FOREGROUND_S if idle_s <= FOREGROUND_S else 0)
         return replace(result, fusion=fusion)
@@ -227,7 +227,7 @@ class LoadChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
-        self._write(content, result)
+        self._write(result)
         return result
 
     @property
@@ -239,7 +239,7 @@ class LoadChecker:
             return unfused("there is no folder for it")
         return PENDING
 
-    def _write(self, content: str, result: CheckResult, *, is_final: bool = True) -> None:
+    def _write(self, result: CheckResult, *, is_final: bool = True) -> None:
         stored = {
             "identity": result.identity,
             "facts": result.facts.to_json(),
@@ -247,7 +247,7 @@ class LoadChecker:
             "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
         }
         is_fused = result.rewritten is not None
-        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+        self._cache.write(result.content, stored, fused=is_fused, is_final=is_final)
 
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
@@ -261,7 +261,7 @@ class LoadChecker:
     # -- fusion -----------------------------------------------------------------------------------
 
     def _start_fusion(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+        self, artifact: Artifact, result: CheckResult, timeout_s: float
     ) -> Future[CheckResult]:
         """Start the fusion in a thread, if it does not run already."""
         open_fusion = self._fusions.get(result.identity)
@@ -272,7 +272,7 @@ class LoadChecker:
 
         def run() -> None:
             try:
-                fused = self._fuse_alone(artifact, content, result, timeout_s)
+                fused = self._fuse_alone(artifact, result, timeout_s)
             except Exception as error:  # for example a full disk
                 fused = result.unfused(f"{type(error).__name__}: {error}")
             self._fusions.pop(result.identity, None)
@@ -281,9 +281,7 @@ class LoadChecker:
         threading.Thread(target=run, name="attnserve-fusion", daemon=True).start()
         return fusion
 
-    def _fuse_alone(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
-    ) -> CheckResult:
+    def _fuse_alone(self, artifact: Artifact, result: CheckResult, timeout_s: float) -> CheckResult:
         """Fuse the model while no other fusion runs in this cache folder.
 
         Concurrent fusions would distort each other's timings and add up their memory. Another
@@ -292,24 +290,22 @@ class LoadChecker:
         with self._cache.lock(lambda: self.is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            entry = self._recall(artifact, content)
+            entry = self._recall(artifact, result.content)
             if (
                 entry is not None
                 and entry.identity == result.identity
                 and entry.operators != PENDING
             ):
                 return entry
-            return self._fuse(artifact, content, result, timeout_s)
+            return self._fuse(artifact, result, timeout_s)
 
-    def _fuse(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
-    ) -> CheckResult:
+    def _fuse(self, artifact: Artifact, result: CheckResult, timeout_s: float) -> CheckResult:
         """Run a new fusion.
 
         Results that depend on the state of the machine are cached for a limited time, or not at
         all.
         """
-        with self._cache.new_file(content) as file:
+        with self._cache.new_file(result.content) as file:
             if file is None:
                 return result.unfused("there is no folder for it")
             runtimes = 2 if self._device.runtime == AUTO else 1
@@ -331,7 +327,7 @@ class LoadChecker:
                 return result.unfused("the files changed during the fusion")
             if fused_result.fused_facts is not None:
                 fused_result = replace(fused_result, rewritten=self._cache.keep(file))
-        self._write(content, fused_result, is_final=is_final)
+        self._write(fused_result, is_final=is_final)
         return fused_result
 
     def _run_fusion(

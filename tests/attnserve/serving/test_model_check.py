@@ -238,7 +238,7 @@ def test_check_time_limit_and_waiting_follow_macs(
             waited.append(timeout or 0)
             raise TimeoutError
 
-    def start(artifact: object, content: str, result: object, timeout_s: float) -> Future[Any]:
+    def start(artifact: object, result: object, timeout_s: float) -> Future[Any]:
         limits.append(timeout_s)
         return Fusion()
 
