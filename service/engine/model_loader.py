@@ -67,7 +67,7 @@ class ModelLoader:
         folder: Path | None,
         alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        self._settings, self._metrics, self._shadow, self._alone = settings, metrics, shadow, alone
+        self.settings, self._metrics, self._shadow, self._alone = settings, metrics, shadow, alone
         self._new_checker = partial(
             LoadChecker,
             device=settings.device,
@@ -141,7 +141,7 @@ class ModelLoader:
                     engine = await self._prepare(name, version, locations[version])
                     self.failures.get(name, {}).pop(version, None)
                 except AttnserveError as error:
-                    reason = hide_folders(error.what, self._settings.model)
+                    reason = hide_folders(error.what, self.settings.model)
                     self.failures.setdefault(name, {})[version] = reason
                     first_error = first_error or error
                     if version not in serving:
@@ -248,7 +248,7 @@ class ModelLoader:
 
         engine = Engine(
             checked_model.model,
-            self._settings.for_model(name),
+            self.settings.for_model(name),
             self._metrics.series(name, version),
             reload,
             self._shadow,
@@ -307,7 +307,7 @@ class ModelLoader:
         Raises:
             InvalidModel: It cannot be loaded, or changed during loading.
         """
-        settings = self._settings.for_model(name)
+        settings = self.settings.for_model(name)
         options = RunnerOptions(
             settings.device,
             cuda=settings.cuda,
@@ -331,7 +331,7 @@ class ModelLoader:
 
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
-        hide = partial(hide_folders, served=self._settings.model)
+        hide = partial(hide_folders, served=self.settings.model)
         if operators["rewritten"] is True:
             refused = operators.get("refused", {})
             return {**operators, "refused": {name: hide(why) for name, why in refused.items()}}
@@ -350,12 +350,12 @@ class ModelLoader:
             NotReady: The path was readable when the server started, and is not now.
         """
         try:
-            models = find_models(self._settings.model, must_exist=self.started)
+            models = find_models(self.settings.model, must_exist=self.started)
         except OSError as error:
             if self.started:
                 raise NotReady("the model repository cannot be read", "try again later") from error
             raise InvalidModel(
-                f"{self._settings.model}: cannot be read: {error.strerror}", "check its permissions"
+                f"{self.settings.model}: cannot be read: {error.strerror}", "check its permissions"
             ) from error
         self.known = frozenset(models)
         return models

@@ -600,7 +600,7 @@ def test_load_failed_probe_is_refused_and_others_serve(
     write_scale(tmp_path / "evil", 1)
     interpreter(command)
     chosen = repository.settings.model_copy(update={"probe": True})
-    monkeypatch.setattr(repository, "settings", chosen)
+    monkeypatch.setattr(repository.loader, "settings", chosen)
     with raises(InvalidModel, code, text):
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
     evil = repository.index()[0]
