@@ -8,7 +8,7 @@ As extensions, requests may name ``model`` and ``version``. Unknown fields are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from attnserve import __version__
 from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
 from service.api.ranking import query_pairs, ranked_by_score
 from service.api.requests import (
@@ -312,13 +313,13 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
-MAIN: Sequence[tuple[Callable[[Engine], bool], Any, type[Body]]] = (
-    (lambda engine: engine.model.can("sparse"), embed_sparse, EmbedSparseRequest),
-    (lambda engine: engine.model.can("rerank"), rerank, RerankRequest),
-    (lambda engine: engine.model.can("classify"), predict, PredictRequest),
-    (lambda _: True, embed, EmbedRequest),
-)
-"""The main route of each kind of model: (whether a model is of it, route, request)."""
+MAIN: Mapping[TextTask, tuple[Any, type[Body]]] = {
+    "sparse": (embed_sparse, EmbedSparseRequest),
+    "rerank": (rerank, RerankRequest),
+    "classify": (predict, PredictRequest),
+    "embed": (embed, EmbedRequest),
+}
+"""The route and the request of each task; the main route of a model is that of its first task."""
 
 
 @router.post("/", include_in_schema=False)
@@ -329,7 +330,7 @@ async def invoke(request: Request) -> Response:
     content = await read_body(request)
     named = parse_json(content, TeiBody)
     engine = get_engine(request, request.path_params.get("name", named.model), named.version)
-    _, route, schema = next(row for row in MAIN if row[0](engine))
+    route, schema = MAIN[next((task for task in MAIN if engine.model.can(task)), "embed")]
     return await route(request, parse_json(content, schema))
 
 
