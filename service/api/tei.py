@@ -330,7 +330,8 @@ async def invoke(request: Request) -> Response:
     content = await read_body(request)
     named = parse_json(content, TeiBody)
     engine = get_engine(request, request.path_params.get("name", named.model), named.version)
-    route, schema = MAIN[next((task for task in MAIN if engine.model.can(task)), "embed")]
+    task: TextTask = next((task for task in MAIN if engine.model.can(task)), "embed")
+    route, schema = MAIN[task]
     return await route(request, parse_json(content, schema))
 
 
