@@ -8,7 +8,7 @@ As extensions, requests may name ``model`` and ``version``. Unknown fields are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
@@ -313,13 +313,13 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
-MAIN: Mapping[TextTask, tuple[Any, type[Body]]] = {
-    "sparse": (embed_sparse, EmbedSparseRequest),
-    "rerank": (rerank, RerankRequest),
-    "classify": (predict, PredictRequest),
-    "embed": (embed, EmbedRequest),
-}
-"""The route and the request of each task; the main route of a model is that of its first task."""
+MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
+    ("sparse", embed_sparse, EmbedSparseRequest),
+    ("rerank", rerank, RerankRequest),
+    ("classify", predict, PredictRequest),
+    ("embed", embed, EmbedRequest),
+)
+"""(task, route, request). The main route of a model is that of its first task, else the last."""
 
 
 @router.post("/", include_in_schema=False)
@@ -330,8 +330,7 @@ async def invoke(request: Request) -> Response:
     content = await read_body(request)
     named = parse_json(content, TeiBody)
     engine = get_engine(request, request.path_params.get("name", named.model), named.version)
-    task: TextTask = next((task for task in MAIN if engine.model.can(task)), "embed")
-    route, schema = MAIN[task]
+    _, route, schema = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
     return await route(request, parse_json(content, schema))
 
 

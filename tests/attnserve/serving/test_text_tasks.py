@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def refusals(folder: Path, outputs: Any, config: Any, record: Any) -> Any:
     return tasks_of(signature, open_artifact(folder))
 
 
-def tensors(axes: dict[str, Axes]) -> list[Tensor]:
+def tensors(axes: Mapping[str, Axes]) -> list[Tensor]:
     return [Tensor(name, np.dtype(np.float32), axes[name]) for name in axes]
 
 
