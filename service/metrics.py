@@ -24,13 +24,13 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
+from service.cost import Cost
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
 OF_QUALITY = (*OF_MODEL, "measure")
-STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """Exceptions of prometheus_client for a damaged file."""
@@ -43,6 +43,18 @@ Version = tuple[str, str]
 
 Series = dict[str, dict[tuple[str, ...], float]]
 """Values of one version, by the name of the series, and by its labels except model and version."""
+
+
+class StageNanoseconds(NamedTuple):
+    """The time of a request by stage of the v2 protocol."""
+
+    queue: int
+    compute_input: int
+    compute_infer: int
+    compute_output: int
+
+
+STAGES = StageNanoseconds._fields
 
 
 class VersionState(NamedTuple):
@@ -327,9 +339,9 @@ class ModelMetrics:
         self._metrics, self._of = metrics, of
         # A lookup by labels takes 1 us, and an answer needs twenty: look them up once.
         self._latency = metrics.latency.labels(*of)
-        self._stages = {
-            stage: metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
-        }
+        self._queue, self._tokenize, self._compute = (
+            metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
+        )
         self._lengths = metrics.lengths.labels(*of)
         self._macs = metrics.macs.labels(*of)
         self._batch_rows = metrics.batch_rows.labels(*of)
@@ -369,11 +381,11 @@ class ModelMetrics:
         second.totals.update(rows=rows, tokens=tokens, padded_tokens=padded_tokens, macs=macs or 0)
         second.batch_rows[rows] += 1
 
-    def record_success(self, ns: int, stages: Mapping[str, int]) -> None:
+    def record_success(self, ns: int, stages: StageNanoseconds) -> None:
         """Record an answered request: nanoseconds in total and by stage."""
         self._counts["success"].inc()
         self._ns["success"].inc(ns)
-        for stage, spent in stages.items():
+        for stage, spent in zip(STAGES, stages, strict=True):
             self._ns[stage].inc(spent)
 
     def record_failure(self, ns: int, reason: str) -> None:
@@ -387,16 +399,17 @@ class ModelMetrics:
         """Record a row outside of the calibration data."""
         self._metrics.out_of_calibration.labels(*self._of, reason).inc()
 
-    def record_request(self, cost: Mapping[str, int | float]) -> None:
+    def record_request(self, cost: Cost) -> None:
         """Record the cost of one inference answer, with the values of its headers."""
-        self._latency.observe(cost["total_ms"] / 1e3)
-        for stage, series in self._stages.items():
-            series.observe(cost[f"{stage}_ms"] / 1e3)
-        self._lengths.observe(cost["tokens"])
-        if (used := int(cost.get("gpu_bytes", 0))) > self._gpu_peak:
+        self._latency.observe(cost.total_ms / 1e3)
+        self._queue.observe(cost.queue_ms / 1e3)
+        self._tokenize.observe(cost.tokenize_ms / 1e3)
+        self._compute.observe(cost.compute_ms / 1e3)
+        self._lengths.observe(cost.tokens)
+        if (used := cost.gpu_bytes or 0) > self._gpu_peak:
             self._gpu_peak = used
             self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
-        self._current_second().latencies_ms.append(cost["total_ms"])
+        self._current_second().latencies_ms.append(cost.total_ms)
 
     def statistics(self, series: Series) -> dict[str, Any]:
         """Exact statistics, as the v2 protocol defines them, from ``Metrics.statistics``."""

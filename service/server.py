@@ -163,7 +163,7 @@ class Server(uvicorn.Server):
         delay = 0 if self._load_error is not None else settings.drain_delay_s
         if self._loading is not None:
             self._loading.cancel()
-            self._repository.stop_loading()
+            self._repository.loader.stop()
         while delay > 0 and not self._interrupted:  # not ready, but still accepting
             await asyncio.sleep(min(delay, 0.1))
             delay -= 0.1

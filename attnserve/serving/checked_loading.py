@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import check_checksums
+from attnserve.serving.check_result import CheckResult
 from attnserve.serving.loaded_model import Model
-from attnserve.serving.model_check import CheckResult
 from graph_passes.errors import AttnserveError, InvalidModel
 
 __all__ = ["CheckedModel", "load_checked"]

@@ -19,6 +19,8 @@ from attnserve.context import Device
 from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
+from attnserve.models.tokenizer import Encoding
+from attnserve.runtime.interface import Feed
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
 from attnserve.serving.live_quality import LiveComparison
 from attnserve.serving.loaded_model import Model
@@ -88,14 +90,14 @@ class ServedRow:
         key: Name and version of the model that answered.
         content: The checksum of its files, because another model may have this name by now.
         task: None for a row of tensors.
-        payload: The ``Encoding`` of a text, or the inputs.
+        payload: A text, or the inputs.
         outputs: The served outputs; for a text, its vector or scores.
     """
 
     key: tuple[str, str]
     content: str
     task: TextTask | None
-    payload: Any
+    payload: Encoding | Feed
     outputs: Mapping[str, np.ndarray]
 
 
@@ -197,7 +199,7 @@ class ComparisonProcess:
             if not self._is_compared[served]:
                 return None
             model, payload = served.model, row.payload
-            inputs = payload if row.task is None else model.text_inputs([payload])
+            inputs = model.text_inputs([payload]) if isinstance(payload, Encoding) else payload
             return self._child.call(
                 "compare",
                 str(row.key),
@@ -225,7 +227,7 @@ class ComparisonProcess:
                 "watch",
                 str((served.name, served.version)),
                 model.artifact,
-                model.signature,
+                model.signature.input_types,
                 _default_measure(model),
                 timeout_s=RUN_TIMEOUT_S,
             )

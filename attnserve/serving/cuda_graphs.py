@@ -13,10 +13,9 @@ from attnserve.runtime.interface import Feed, Session, ValueInfo
 from attnserve.runtime.io_binding import run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, placed
 from attnserve.serving.buckets import Bucket, Buckets
+from attnserve.serving.signature import Axes
 
 __all__ = ["GraphRunner", "Layout"]
-
-Axes = tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)

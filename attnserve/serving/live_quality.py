@@ -227,22 +227,22 @@ class LiveComparison:
         self._watched: dict[str, tuple[LiveQuality, str]] = {}
 
     def watch(
-        self, key: str, artifact: Artifact, signature: list[list[Any]], measure: Measure
+        self, key: str, artifact: Artifact, input_types: list[list[Any]], measure: Measure
     ) -> None:
         """Register a served model for comparison.
 
         Args:
-            signature: ``Model.signature`` of the served model.
+            input_types: ``Signature.input_types`` of the served model.
             measure: The measure if the record of the artifact has none.
 
         Raises:
             InvalidModel: The model has other inputs, or was made from another model.
         """
         original = self._model.artifact
-        if (original_signature := self._model.signature) != signature:
+        if (original_types := self._model.signature.input_types) != input_types:
             raise InvalidModel(
-                f"{original.model}: it takes {original_signature}, but {artifact.name} takes"
-                f" {signature}",
+                f"{original.model}: it takes {original_types}, but {artifact.name} takes"
+                f" {input_types}",
                 "give the model that the artifact was optimized from",
                 code="shadow.inputs",
             )
@@ -254,7 +254,7 @@ class LiveComparison:
         )
         # All requests are measured on one output: the output for texts, if there is one.
         model = self._model
-        output = guarantee.output or model.outputs[0].name
+        output = guarantee.output or model.signature.outputs[0].name
         if model.encoder is not None:
             task = "classify" if model.can("classify") else "embed"
             output = artifact.output or model.text_output(task)

@@ -11,8 +11,6 @@ so it runs in the background while the original is served.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import os
@@ -23,7 +21,7 @@ import threading
 import weakref
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic
@@ -31,8 +29,6 @@ from typing import Any
 
 from attnserve.context import AUTO, Device
 from attnserve.models.artifact import Artifact
-from attnserve.models.checksums import sha256
-from attnserve.models.onnx_validation import external_file
 from attnserve.runtime.isolation import (
     Worker,
     WorkerCrashed,
@@ -45,6 +41,7 @@ from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.temporary import temporary_folder
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
+from attnserve.serving.check_result import FIX, CheckResult, content_of
 from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport, unfused
@@ -56,17 +53,12 @@ from graph_passes.errors import (
     MissingExtra,
 )
 
-__all__ = ["CheckResult", "LoadChecker", "identify"]
-
-CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
-"""Files beside the model that change its results."""
+__all__ = ["LoadChecker"]
 
 log = logging.getLogger(__name__)
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
 """Errors that keep their type when the child raises them; others become ``InvalidModel``."""
-
-FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Limit of the memory that the child allocates, in bytes: a floor, a part per core for stacks and
@@ -107,40 +99,6 @@ STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM
 """Signals that end a server and its child processes; they are not faults of the model."""
 
 
-@dataclass(frozen=True)
-class CheckResult:
-    """A model that passed the check.
-
-    Attributes:
-        identity: A checksum of all its files.
-        external: Its external data files with their checksums.
-        rewritten: The model with fused operators; None if the original is run.
-        operators: The operators that are run.
-        facts: Facts of the original.
-        fused_facts: Facts of the fused model; None if the original is run.
-        fusion: Future result of the fusion in the background; None if none runs.
-    """
-
-    identity: str
-    external: tuple[tuple[Path, str], ...]
-    rewritten: Path | None
-    operators: OperatorReport
-    facts: GraphFacts = field(compare=False)
-    fused_facts: GraphFacts | None = field(default=None, compare=False)
-    fusion: Future[CheckResult] | None = field(default=None, compare=False)
-
-    @property
-    def external_is_current(self) -> bool:
-        """Whether the external data is unchanged."""
-        with suppress(InvalidModel):
-            return all(sha256(path) == checksum for path, checksum in self.external)
-        return False
-
-    def unfused(self, why: str) -> CheckResult:
-        """The result for the model as it was exported, and why it is run."""
-        return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
-
-
 class LoadChecker:
     """Runs the load check of models in a child process; equal files are checked once.
 
@@ -166,7 +124,8 @@ class LoadChecker:
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._children: set[subprocess.Popen[bytes]] = set()
         self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
-        self._is_closed = False
+        self.is_closed = False
+        """Whether running and later checks and fusions fail."""
 
     @cached_property
     def _cache(self) -> CheckCache:
@@ -192,26 +151,26 @@ class LoadChecker:
             InvalidModel: It cannot be loaded, crashes the runtime, or takes too long.
             InvalidArgument: The provider is not available.
         """
-        content = _content(artifact)
+        content = content_of(artifact)
         result = self._recall(artifact, content) or self._try(artifact, content)
         if result.operators != PENDING:
             return result
         idle_s = _idle_fusion_s(result.facts)
         timeout_s = min(max(FUSION_TIMEOUT_S, round(BUSY * idle_s)), MAX_FUSION_TIMEOUT_S)
-        fusion = self._start_fusion(artifact, content, result, timeout_s)
+        fusion = self._start_fusion(artifact, result, timeout_s)
         with suppress(TimeoutError):
             return fusion.result(FOREGROUND_S if idle_s <= FOREGROUND_S else 0)
         return replace(result, fusion=fusion)
 
     def close(self) -> None:
         """Cancel running checks and fusions; they and later ones fail."""
-        self._is_closed = True
+        self.is_closed = True
         for child in tuple(self._children):
             child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
         self._children = {one for one in self._children if one.poll() is None} | {child}
-        if self._is_closed:
+        if self.is_closed:
             child.kill()
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
@@ -223,7 +182,7 @@ class LoadChecker:
             operators = entry["operators"]
             costs = entry["running"]
             facts = GraphFacts.from_json(entry["facts"])
-            result = _result(artifact, content, facts, operators)
+            result = CheckResult.of(artifact, content, facts, operators)
             is_fused = operators["rewritten"]
             fused_facts = facts.with_costs(costs) if is_fused else None
         except Exception:  # the entry is of another version, or damaged
@@ -254,7 +213,7 @@ class LoadChecker:
             ) as child:
                 facts = GraphFacts.from_json(child.call("facts", timeout_s=deadline - monotonic()))
                 # Before the run, so that a file that is replaced meanwhile is detected.
-                result = _result(artifact, content, facts, self._first_report)
+                result = CheckResult.of(artifact, content, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
         except FORWARDED_ERRORS:
             raise
@@ -268,7 +227,7 @@ class LoadChecker:
             raise InvalidModel(f"{name}: {error.what}", FIX, code="model.crash") from error
         except AttnserveError as error:
             raise InvalidModel(error.what, error.fix, code=error.code) from error
-        self._write(content, result)
+        self._write(result)
         return result
 
     @property
@@ -280,7 +239,7 @@ class LoadChecker:
             return unfused("there is no folder for it")
         return PENDING
 
-    def _write(self, content: str, result: CheckResult, *, is_final: bool = True) -> None:
+    def _write(self, result: CheckResult, *, is_final: bool = True) -> None:
         stored = {
             "identity": result.identity,
             "facts": result.facts.to_json(),
@@ -288,7 +247,7 @@ class LoadChecker:
             "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
         }
         is_fused = result.rewritten is not None
-        self._cache.write(content, stored, fused=is_fused, is_final=is_final)
+        self._cache.write(result.content, stored, fused=is_fused, is_final=is_final)
 
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
@@ -302,7 +261,7 @@ class LoadChecker:
     # -- fusion -----------------------------------------------------------------------------------
 
     def _start_fusion(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
+        self, artifact: Artifact, result: CheckResult, timeout_s: float
     ) -> Future[CheckResult]:
         """Start the fusion in a thread, if it does not run already."""
         open_fusion = self._fusions.get(result.identity)
@@ -313,7 +272,7 @@ class LoadChecker:
 
         def run() -> None:
             try:
-                fused = self._fuse_alone(artifact, content, result, timeout_s)
+                fused = self._fuse_alone(artifact, result, timeout_s)
             except Exception as error:  # for example a full disk
                 fused = result.unfused(f"{type(error).__name__}: {error}")
             self._fusions.pop(result.identity, None)
@@ -322,39 +281,37 @@ class LoadChecker:
         threading.Thread(target=run, name="attnserve-fusion", daemon=True).start()
         return fusion
 
-    def _fuse_alone(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
-    ) -> CheckResult:
+    def _fuse_alone(self, artifact: Artifact, result: CheckResult, timeout_s: float) -> CheckResult:
         """Fuse the model while no other fusion runs in this cache folder.
 
         Concurrent fusions would distort each other's timings and add up their memory. Another
         process may have fused the same model meanwhile.
         """
-        with self._cache.lock(lambda: self._is_closed) as is_locked:
+        with self._cache.lock(lambda: self.is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            entry = self._recall(artifact, content)
+            entry = self._recall(artifact, result.content)
             if (
                 entry is not None
                 and entry.identity == result.identity
                 and entry.operators != PENDING
             ):
                 return entry
-            return self._fuse(artifact, content, result, timeout_s)
+            return self._fuse(artifact, result, timeout_s)
 
-    def _fuse(
-        self, artifact: Artifact, content: str, result: CheckResult, timeout_s: float
-    ) -> CheckResult:
+    def _fuse(self, artifact: Artifact, result: CheckResult, timeout_s: float) -> CheckResult:
         """Run a new fusion.
 
         Results that depend on the state of the machine are cached for a limited time, or not at
         all.
         """
-        with self._cache.new_file(content) as file:
+        with self._cache.new_file(result.content) as file:
+            if file is None:
+                return result.unfused("there is no folder for it")
             runtimes = 2 if self._device.runtime == AUTO else 1
-            reason = _lacks_resources(result.facts.weight_bytes, file, runtimes)
-            if file is None or reason is not None:
-                return result.unfused(reason or "there is no folder for it")
+            reason = _lacks_resources(result.facts.weight_bytes, file.parent, runtimes)
+            if reason is not None:
+                return result.unfused(reason)
             try:
                 operators, costs = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
@@ -366,11 +323,11 @@ class LoadChecker:
                 facts = result.facts.with_costs(costs)
                 is_final = True
                 fused_result = replace(result, operators=operators, fused_facts=facts)
-            if not _is_current(artifact, result):
+            if not result.is_current(artifact):
                 return result.unfused("the files changed during the fusion")
             if fused_result.fused_facts is not None:
                 fused_result = replace(fused_result, rewritten=self._cache.keep(file))
-        self._write(content, fused_result, is_final=is_final)
+        self._write(fused_result, is_final=is_final)
         return fused_result
 
     def _run_fusion(
@@ -407,54 +364,13 @@ class LoadChecker:
     def _is_stopped(self, error: AttnserveError) -> bool:
         """Whether a child ended because the server or a user ended it."""
         is_signal = isinstance(error, WorkerCrashed) and -(error.status or 0) in STOPS
-        return self._is_closed or is_signal
+        return self.is_closed or is_signal
 
 
 def _size(artifact: Artifact) -> int:
     """The size in bytes of a model and its external data, with the other files of its folder."""
     files = (*artifact.folder.glob("*"), *artifact.folder.glob("*/*"))
     return sum(path.stat().st_size for path in files if path.is_file())
-
-
-def identify(artifact: Artifact) -> CheckResult:
-    """Create the result of a trusted model without check and fusion.
-
-    Raises:
-        InvalidModel: It cannot be read.
-    """
-    content = _content(artifact)
-    facts = GraphFacts.read(artifact)
-    return _result(artifact, content, facts, unfused("the load check is off"))
-
-
-def _content(artifact: Artifact) -> str:
-    """A checksum without external data: listing its files needs the graph, which may crash."""
-    digest = hashlib.sha256(sha256(artifact.model).encode())
-    for name in CONFIGURATION_FILES:
-        path = artifact.companion(name)
-        digest.update(f" {name} {path and sha256(path)}".encode())
-    # The record also contains settings of other files, for example of sentence-transformers.
-    digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
-    return digest.hexdigest()
-
-
-def _result(
-    artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
-) -> CheckResult:
-    """The result for a model; ``content`` is its checksum without the external data."""
-    folder = artifact.folder
-    external = [folder / location for location in facts.external]
-    if any(external_file(artifact.model, location) is None for location in facts.external):
-        raise InvalidModel(
-            f"{artifact.model}: external data is outside its folder",
-            FIX,
-            code="artifact.external_outside",
-        )
-    checksums = tuple((path, sha256(path)) for path in external)
-    digest = hashlib.sha256(content.encode())
-    for path, checksum in checksums:
-        digest.update(f" {path.name} {checksum}".encode())
-    return CheckResult(digest.hexdigest(), checksums, None, operators, facts)
 
 
 class _CheckProcess:
@@ -514,27 +430,19 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 
-def _lacks_resources(weights: int, new: Path | None, runtimes: int) -> str | None:
+def _lacks_resources(weights: int, folder: Path, runtimes: int) -> str | None:
     """Why memory or disk space is insufficient for the fusion of a model; None if sufficient.
 
     Args:
         weights: Their size in bytes.
-        new: Where the fused model is written.
+        folder: Where the fused model is written.
         runtimes: The number of runtimes that are compared.
     """
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()
     if memory > has:
         return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
-    free = shutil.disk_usage(new.parent).free if new is not None else 0
-    if new is not None and weights > free:
+    free = shutil.disk_usage(folder).free
+    if weights > free:
         return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
     return None
-
-
-def _is_current(artifact: Artifact, result: CheckResult) -> bool:
-    """Whether the files are unchanged since the result."""
-    with suppress(InvalidModel, OSError):
-        now = _result(artifact, _content(artifact), result.facts, result.operators)
-        return now.identity == result.identity
-    return False

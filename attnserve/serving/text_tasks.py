@@ -1,23 +1,24 @@
-"""The tasks that a model does with texts, by its outputs and its configuration."""
+"""The tasks that a model does with texts, by its outputs and configuration, and their answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name
-from graph_passes.errors import Refusal
+import numpy as np
 
-__all__ = ["TextTask", "tasks_of", "text_output"]
+from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import VECTOR_OUTPUTS, output_name, pool
+from attnserve.serving.activations import scores_of
+from attnserve.serving.signature import Axes, Signature
+from graph_passes.errors import InvalidData, Refusal
+
+__all__ = ["TextTask", "task_vectors", "tasks_of", "text_output"]
 
 TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
 
 HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
 """Names that exporters give to one vector per token."""
-
-Axes = Mapping[str, Sequence[int | str | None]]
-"""The axes of each input or output: fixed sizes, or names of free axes (None: without a name)."""
 
 
 def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str:
@@ -31,22 +32,50 @@ def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str
     return output_name(names, artifact.output, scores=task not in ("embed", "tokens"))
 
 
-def tasks_of(
-    name: str, artifact: Artifact, inputs: Axes, outputs: Axes
-) -> Mapping[TextTask, Refusal | None]:
+def task_vectors(
+    task: TextTask, output: np.ndarray, mask: np.ndarray | None, artifact: Artifact
+) -> np.ndarray:  # B D, or B S D for "tokens"
+    """The answer of each text of a batch to a task.
+
+    Args:
+        task: "embed" pools token vectors (not normalized), "tokens" gives them all, padding
+            too; "classify" and "rerank" give logits, "sparse" the weight of each token of the
+            vocabulary: the largest log(1 + relu(logit)) of any token (Formal et al. 2021,
+            SPLADE v2).
+        output: The output of ``text_output`` for the batch.
+        mask: The real tokens; None if there is no padding.
+
+    Raises:
+        InvalidArgument, InvalidData: The output has no embeddings or no classes.
+    """
+    if mask is None:
+        mask = np.ones(output.shape[:2], dtype=np.bool_)
+    if task == "embed":
+        return pool(output, mask, artifact.pooling, False, artifact.dimensions)
+    if task == "classify":
+        return scores_of(output, "identity")
+    if task == "tokens":
+        return output.astype(np.float32, copy=False)
+    if task == "sparse":
+        largest = np.where(mask[..., None] != 0, output, 0).max(axis=1)
+        return np.log1p(np.maximum(largest.astype(np.float32), 0))
+    if output.ndim == 2 and output.shape[1] == 1:
+        return output.astype(np.float64)
+    raise InvalidData(f"the output has the shape {list(output.shape)}: expected [batch, 1]")
+
+
+def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refusal | None]:
     """Why a model cannot do each task; None for each that it can do.
 
     Several tasks are possible for one model: a classifier of one class is also a reranker.
-
-    Args:
-        name: The name of the model, for the reasons.
 
     Raises:
         InvalidArgument: The artifact names an output that the model does not have.
         InvalidModel: Its config.json is not valid.
     """
-    used = {task: text_output(task, list(outputs), artifact) for task in get_args(TextTask)}
-    axes = {task: outputs[output] for task, output in used.items()}
+    name, names = signature.model, signature.output_names
+    used = {task: text_output(task, names, artifact) for task in get_args(TextTask)}
+    axes = {task: signature.axes_of(output) for task, output in used.items()}
     scores = axes["classify"]
 
     classifies = _classifies(artifact, used["classify"], scores)
@@ -57,7 +86,7 @@ def tasks_of(
     # What the output of embeddings holds in place of them, and what to do with it.
     vectors, vector_axes = used["embed"], axes["embed"]
     is_logits = vectors.endswith("logits")
-    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in _length_axes(inputs)
+    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in signature.length_axes
     is_fixed = isinstance(vector_axes[-1], int) if vector_axes else False
     is_scored = classifies and vectors == used["classify"]
     instead: tuple[str, str] | None = None
@@ -104,11 +133,6 @@ def tasks_of(
     return refusals
 
 
-def _length_axes(inputs: Axes) -> set[int | str | None]:
-    """The axes of tokens."""
-    return {axes[1] for axes in inputs.values() if len(axes) > 1}
-
-
 def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
     """Whether an axis has the size of the vocabulary of a language model."""
     settings = artifact.settings
@@ -116,7 +140,7 @@ def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
     return axis is not None and axis == artifact.config.get("vocab_size") and is_language_model
 
 
-def _classifies(artifact: Artifact, output: str, axes: Sequence[int | str | None]) -> bool:
+def _classifies(artifact: Artifact, output: str, axes: Axes) -> bool:
     """Whether a model is a classifier: by the name of the output, or by names of classes.
 
     An output that the record names needs an activation there too, or as many names of classes.

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
-from attnserve.serving.loaded_model import Tensor
+from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
 from service.api.requests import (
@@ -26,11 +26,12 @@ from service.api.requests import (
     JsonRoute,
     Name,
     acquire_engine,
+    cancel_on_disconnect,
+    deadline_of,
     get_engine,
     hold_answer,
     model_route,
     read_body,
-    run,
 )
 from service.api.responses import json_response, respond
 from service.api.tensors import (
@@ -217,8 +218,8 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
             "refused": model.operators.get("refused", {}),
             **({"long_rows": asdict(model.long_rows)} if model.long_rows else {}),
         },
-        inputs=_describe(model.inputs),
-        outputs=_describe(model.outputs),
+        inputs=_describe(model.signature.inputs),
+        outputs=_describe(model.signature.outputs),
     )
 
 
@@ -253,13 +254,9 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = acquire_engine(request, name)
     names = [output.name for output in body.outputs]
-    answer = await run(
-        request,
-        engine.infer,
-        inputs,
-        names,
-        timeout_us=body.parameters.timeout,
-        hold=partial(hold_answer, request),
+    deadline = deadline_of(request, body.parameters.timeout)
+    answer = await cancel_on_disconnect(
+        request, engine.infer(inputs, names, deadline, hold=partial(hold_answer, request))
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {

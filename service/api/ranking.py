@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from attnserve.literals import Activation
 from attnserve.serving.activations import scores_of
 from service.api.openai import OpenAIError
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run_task
 from service.api.responses import respond
 from service.api.texts import TextList
 from service.engine.engine import Engine
@@ -86,10 +86,8 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)
     pairs = query_pairs(engine, body.query, body.documents)
-    answer = await run(request, engine.run_task, "rerank", pairs)
-    ranked = ranked_by_score(answer.outputs["rerank"], engine.model.artifact.activation)[
-        : body.top_n
-    ]
+    answer = await run_task(request, engine, "rerank", pairs)
+    ranked = ranked_by_score(answer.vectors, engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}
         | ({"document": {"text": body.documents[at]}} if body.return_documents else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from functools import partial
 from time import perf_counter
@@ -19,9 +19,12 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from attnserve.literals import Side
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import InvalidData
 from service.budget import Budget
-from service.engine.engine import Engine
+from service.engine.answer import TextAnswer
+from service.engine.engine import Engine, Text
 from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, UnknownField
 from service.settings import Settings
@@ -227,23 +230,16 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         raise kind(f"{where}: {first['msg']}", field=field) from error
 
 
-async def run(
-    request: Request,
-    work: Callable[..., Coroutine[Any, Any, T]],
-    *args: Any,
-    timeout_us: int | None = None,
-    **options: Any,
-) -> T:
-    """Await ``work(*args, deadline=deadline, **options)``; cancel it if the client disconnects.
+def deadline_of(request: Request, timeout_us: int | None = None) -> float:
+    """When the time limit of a request ends, on the clock of ``perf_counter``.
 
-    The time limit starts with the last byte of the body (``read_body``).
+    It starts with the last byte of the body (``read_body``).
 
     Args:
         timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
 
     Raises:
         InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
-        ClientGone: The client disconnected.
     """
     settings: Settings = request.app.state.settings
     timeout = request.headers.get("x-timeout-ms", settings.timeout_ms)
@@ -257,9 +253,28 @@ async def run(
             f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}",
             "send a number in this range, or leave the header out",
         )
-    timeout_s = min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
-    deadline = request.state.started + timeout_s
-    return await cancel_on_disconnect(request, work(*args, deadline=deadline, **options))
+    return request.state.started + min(
+        timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf
+    )
+
+
+async def run_task(
+    request: Request,
+    engine: Engine,
+    task: TextTask,
+    texts: Sequence[Text],
+    *,
+    truncate: bool = True,
+    side: Side | None = None,
+) -> TextAnswer:
+    """Run ``Engine.run_task`` within the time limit, until the client disconnects.
+
+    Raises:
+        InvalidData: See ``deadline_of``.
+        ClientGone: The client disconnected.
+    """
+    work = engine.run_task(task, texts, truncate=truncate, side=side, deadline=deadline_of(request))
+    return await cancel_on_disconnect(request, work)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:

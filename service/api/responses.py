@@ -15,7 +15,9 @@ from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
-from service.engine.engine import Answer, Engine
+from service.cost import Cost
+from service.engine.answer import Answer, TextAnswer
+from service.engine.engine import Engine
 
 JSON = orjson.OPT_SERIALIZE_NUMPY
 
@@ -51,14 +53,15 @@ async def respond(
         cost_field: The field of ``content`` for the cost. ``content`` is then serialized when the
             time is known, and its "outputs" may hold large arrays, flat, as "data".
     """
-    if sum(array.size for array in answer.outputs.values()) > SLICE and not cost_field:
+    if isinstance(answer, TextAnswer) and answer.vectors.size > SLICE:
         content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
     total_ms = (perf_counter() - request.state.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
     engine.metrics.record_request(cost)
-    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **cost}
-    headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in cost.items()}
+    fields = cost.to_json()
+    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **fields}
+    headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in fields.items()}
     headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
     headers["x-model-version"] = engine.version
     precisions = dict.fromkeys(engine.model.precisions[name] for name in answer.runtimes)
@@ -69,7 +72,7 @@ async def respond(
     background = answer.follow_up and BackgroundTask(answer.follow_up)
     arrays: list[np.ndarray] = []
     if cost_field:
-        body, arrays = _without_large({**content, cost_field: cost})
+        body, arrays = _without_large({**content, cost_field: fields})
     media_type = "application/octet-stream" if raw else "application/json"
     raw_bytes = sum(map(len, raw))
     if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
@@ -125,26 +128,18 @@ async def _parts(
             yield tensor[start : start + SLICE_BYTES]
 
 
-def _cost(answer: Answer, total_ms: float, provider: str) -> dict[str, int | float]:
-    """The cost of ``answer``, by the names of the v2 parameters.
-
-    ``macs`` and ``flops`` are absent if the graph cannot be counted, ``gpu_bytes`` without a GPU,
-    and ``out_of_calibration`` (rows outside of the calibration data) if there are none.
-    ``rss_bytes`` covers this process, ``gpu_bytes`` the whole device.
-    """
-    cost: dict[str, int | float] = {
-        "queue_ms": round(answer.result.queue_ms, 3),
-        "tokenize_ms": round(answer.result.prepare_ms, 3),
-        "compute_ms": round(answer.result.compute_ms, 3),
-        "total_ms": round(total_ms, 3),
-        "tokens": answer.tokens,
-        "padding_waste": round(answer.padding_waste, 4),
-    }
-    if answer.out_of_calibration:
-        cost["out_of_calibration"] = answer.out_of_calibration
-    if (macs := answer.macs) is not None:
-        cost |= {"macs": macs, "flops": 2 * macs}
-    cost["rss_bytes"] = rss_bytes()
-    if provider == "cuda" and (bytes_in_use := gpu_bytes()) is not None:
-        cost["gpu_bytes"] = bytes_in_use
-    return cost
+def _cost(answer: Answer, total_ms: float, provider: str) -> Cost:
+    macs = answer.macs
+    return Cost(
+        queue_ms=round(answer.result.queue_ms, 3),
+        tokenize_ms=round(answer.result.prepare_ms, 3),
+        compute_ms=round(answer.result.compute_ms, 3),
+        total_ms=round(total_ms, 3),
+        tokens=answer.tokens,
+        padding_waste=round(answer.padding_waste, 4),
+        out_of_calibration=answer.out_of_calibration or None,
+        macs=macs,
+        flops=None if macs is None else 2 * macs,
+        rss_bytes=rss_bytes(),
+        gpu_bytes=gpu_bytes() if provider == "cuda" else None,
+    )

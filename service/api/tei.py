@@ -11,30 +11,51 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 from fastapi import APIRouter, Depends, Request, Response
-from pydantic import BaseModel, Field, NonNegativeInt, PlainValidator, PositiveInt
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel
 
 from attnserve import __version__
-from attnserve.literals import Side
 from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
+from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
 from service.api.ranking import query_pairs, ranked_by_score
 from service.api.requests import (
     Body,
     JsonRoute,
-    Name,
     acquire_engine,
+    cancel_on_disconnect,
+    deadline_of,
     get_engine,
     parse_json,
     read_body,
-    run,
+    run_task,
 )
 from service.api.responses import json_response, respond
+from service.api.tei_bodies import (
+    ClassifierModel,
+    ClassifierType,
+    DecodeRequest,
+    EmbedAllRequest,
+    EmbeddingModel,
+    EmbeddingType,
+    EmbedRequest,
+    EmbedSparseRequest,
+    Info,
+    PredictRequest,
+    Rank,
+    RerankerType,
+    RerankRequest,
+    SimilarityParameters,
+    SimilarityRequest,
+    SimpleToken,
+    SparseValue,
+    TeiBody,
+    TokenizeRequest,
+)
 from service.api.texts import (
     Prediction,
     VectorOptions,
@@ -57,10 +78,9 @@ from service.errors import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
+# -- errors ---------------------------------------------------------------------------------------
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-InputType = str | list[TokenId]
+ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
 
 class TeiError(BaseModel):
@@ -69,269 +89,6 @@ class TeiError(BaseModel):
     error: str
     error_type: ErrorType
 
-
-# -- inputs ---------------------------------------------------------------------------------------
-
-
-def _is_ids(value: Any) -> bool:
-    """Whether a value is a non-empty list of token ids."""
-    return (
-        type(value) is list
-        and set(map(type, value)) == {int}
-        and 0 <= min(value) <= max(value) < 2**31
-    )
-
-
-def _require(value: Any, is_valid: bool, expected: str) -> Any:
-    if value == []:
-        raise EmptyBatch("the batch is empty", "send at least one input")
-    if not is_valid:
-        raise PydanticCustomError("input", "{expected}", {"expected": f"expected {expected}"})
-    return value
-
-
-def _to_inputs(value: Any) -> list[str | list[int]]:
-    items = [value] if isinstance(value, str) or _is_ids(value) else value
-    is_valid = type(items) is list and all(isinstance(x, str) or _is_ids(x) for x in items)
-    return _require(items, is_valid, "a text, a non-empty list of token ids, or a list of these")
-
-
-def _to_ids(value: Any) -> list[list[int]]:
-    rows = [value] if _is_ids(value) else value
-    is_valid = type(rows) is list and all(_is_ids(row) for row in rows)
-    return _require(rows, is_valid, "a non-empty list of token ids, or a list of these")
-
-
-def _to_texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    is_valid = type(texts) is list and all(isinstance(text, str) for text in texts)
-    return _require(texts, is_valid, "a text, or a list of texts")
-
-
-def _to_list(value: Any) -> list[str]:
-    if isinstance(value, str):
-        raise PydanticCustomError("input", "expected a list of texts")
-    return _to_texts(value)
-
-
-def _to_sequences(value: Any) -> tuple[bool, list[str | tuple[str, str]]]:
-    """(whether it is a batch, its texts and pairs)."""
-    is_batch = type(value) is list and not all(isinstance(item, str) for item in value)
-    items = value if is_batch else [[value] if isinstance(value, str) else value]
-    is_valid = all(
-        type(item) is list and len(item) in (1, 2) and set(map(type, item)) == {str}
-        for item in items
-    )
-    is_valid = is_valid and (is_batch or isinstance(value, str) or len(value) == 2)
-    _require(
-        value, is_valid, 'a text, a pair of texts, or a batch such as [["a text"], ["a", "b"]]'
-    )
-    return is_batch, [item[0] if len(item) == 1 else (item[0], item[1]) for item in items]
-
-
-Single = Annotated[list[str], Field(min_length=1, max_length=1)]
-Pair = Annotated[list[str], Field(min_length=2, max_length=2)]
-Inputs = Annotated[
-    list[str | list[int]],
-    PlainValidator(_to_inputs, json_schema_input_type=InputType | list[InputType]),
-]
-Ids = Annotated[
-    list[list[int]],
-    PlainValidator(_to_ids, json_schema_input_type=list[TokenId] | list[list[TokenId]]),
-]
-Texts = Annotated[list[str], PlainValidator(_to_texts, json_schema_input_type=str | list[str])]
-TextList = Annotated[list[str], PlainValidator(_to_list, json_schema_input_type=list[str])]
-Sequences = Annotated[
-    tuple[bool, list[str | tuple[str, str]]],
-    PlainValidator(_to_sequences, json_schema_input_type=str | Pair | list[Single | Pair]),
-]
-
-
-# -- requests and answers -------------------------------------------------------------------------
-
-
-class TeiBody(Body):
-    """Shared fields; both are extensions."""
-
-    model: Name | None = None
-    """The model; by default that of the path, the only one, or the default model."""
-    version: Name | None = None
-    """Version of the model; the highest if omitted."""
-
-
-class Prompted(Body):
-    """A prompt of the model."""
-
-    prompt_name: str | None = None
-    """A prompt of the model before each text; none if omitted."""
-
-
-class Truncated(Body):
-    """What happens to texts that are too long."""
-
-    truncate: bool = False
-    """Truncate texts that are too long; false refuses them."""
-    truncation_direction: Literal["Left", "Right", "left", "right"] = "right"
-    """The side at which they lose tokens."""
-
-    @property
-    def side(self) -> Side:
-        return "left" if self.truncation_direction.lower() == "left" else "right"
-
-
-class EmbedAllRequest(TeiBody, Prompted, Truncated):
-    """Texts or token ids to embed: one vector per token."""
-
-    inputs: Inputs
-
-
-class EmbedSparseRequest(EmbedAllRequest):
-    """Texts or token ids to embed: weights of the vocabulary."""
-
-
-class EmbedRequest(EmbedAllRequest):
-    """Texts or token ids to embed: one vector per text."""
-
-    normalize: bool = True
-    """Scale vectors to length one."""
-    dimensions: PositiveInt | None = None
-    """Return only the first dimensions of each vector."""
-
-
-class RerankRequest(TeiBody, Truncated):
-    """A query, and texts to order by their relevance to it."""
-
-    query: str
-    texts: TextList
-    raw_scores: bool = False
-    """Return the logits; by default the activation of the model, a sigmoid if it states none."""
-    return_text: bool = False
-    """Return the texts too."""
-
-
-class PredictRequest(TeiBody, Truncated):
-    """Texts or pairs of texts to classify."""
-
-    inputs: Sequences
-    """A text, a pair of texts, or a batch: [["a text"], ["another"], ["one of", "a pair"]]."""
-    raw_scores: bool = False
-    """Return the logits of the classes."""
-
-
-class SimilarityInput(Body):
-    """A text, and the texts to compare with it."""
-
-    source_sentence: str
-    sentences: TextList
-
-
-class SimilarityParameters(Prompted, Truncated):
-    """How the texts are embedded."""
-
-
-class SimilarityRequest(TeiBody):
-    """Texts to compare."""
-
-    inputs: SimilarityInput
-    parameters: SimilarityParameters | None = None
-
-
-class TokenizeRequest(TeiBody, Prompted):
-    """Texts to tokenize."""
-
-    inputs: Texts
-    add_special_tokens: bool = True
-
-
-class DecodeRequest(TeiBody):
-    """Token ids to decode."""
-
-    ids: Ids
-    skip_special_tokens: bool = True
-
-
-class SparseValue(Body):
-    """The weight of a token of the vocabulary."""
-
-    index: NonNegativeInt
-    value: float
-
-
-class Rank(Body):
-    """The score of one text."""
-
-    index: NonNegativeInt
-    """Position of the text in the request."""
-    score: float
-    text: str | None = None
-
-
-class SimpleToken(Body):
-    """A token; ``start`` and ``stop`` count characters, and are null for special tokens."""
-
-    id: TokenId
-    text: str
-    special: bool
-    start: NonNegativeInt | None = None
-    stop: NonNegativeInt | None = None
-
-
-class EmbeddingModel(Body):
-    """The pooling of an embedding model."""
-
-    pooling: str
-
-
-class ClassifierModel(Body):
-    """The labels of a classifier."""
-
-    id2label: dict[str, str]
-    label2id: dict[str, NonNegativeInt]
-
-
-class EmbeddingType(Body):
-    """A model of embeddings."""
-
-    embedding: EmbeddingModel
-
-
-class ClassifierType(Body):
-    """A classifier."""
-
-    classifier: ClassifierModel
-
-
-class RerankerType(Body):
-    """A reranker."""
-
-    reranker: ClassifierModel
-
-
-class Info(Body):
-    """The served model and the limits of the server."""
-
-    model_id: str
-    """What was exported, else the name of the model."""
-    model_sha: str | None = None
-    model_dtype: str
-    """The data types that the model computes with."""
-    model_type: ClassifierType | EmbeddingType | RerankerType
-    served_model_name: str
-    max_concurrent_requests: NonNegativeInt
-    """Maximum number of waiting texts."""
-    max_input_length: NonNegativeInt
-    """Maximum number of tokens of a text; that of a request if the model has no limit."""
-    max_batch_tokens: NonNegativeInt
-    max_batch_requests: NonNegativeInt | None = None
-    max_client_batch_size: NonNegativeInt
-    auto_truncate: bool
-    tokenization_workers: NonNegativeInt
-    version: str
-    sha: str | None = None
-    docker_label: str | None = None
-
-
-# -- errors ---------------------------------------------------------------------------------------
 
 ROUTES = (
     "/embed", "/embed_all", "/embed_sparse", "/rerank", "/predict", "/similarity", "/tokenize",
@@ -419,11 +176,10 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, special tokens too, not pooled."""
     engine = _engine(request, body)
-    answer = await run(
-        request, engine.run_task, "tokens", _prompted(engine, body), truncate=body.truncate,
-        side=body.side,
-    )  # fmt: skip
-    vectors = np.split(answer.outputs["tokens"], list(accumulate(answer.lengths))[:-1])
+    answer = await run_task(
+        request, engine, "tokens", _prompted(engine, body), truncate=body.truncate, side=body.side
+    )
+    vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
     return await respond(request, engine, answer, vectors)
 
 
@@ -431,13 +187,12 @@ async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
 async def embed_sparse(request: Request, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
     engine = _engine(request, body)
-    answer = await run(
-        request, engine.run_task, "sparse", _prompted(engine, body), truncate=body.truncate,
-        side=body.side,
-    )  # fmt: skip
+    answer = await run_task(
+        request, engine, "sparse", _prompted(engine, body), truncate=body.truncate, side=body.side
+    )
     content = [
         [{"index": int(at), "value": float(row[at])} for at in np.flatnonzero(row)]
-        for row in answer.outputs["sparse"]
+        for row in answer.vectors
     ]
     return await respond(request, engine, answer, content)
 
@@ -447,13 +202,13 @@ async def rerank(request: Request, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
     engine = _engine(request, body)
     pairs = query_pairs(engine, body.query, body.texts)
-    answer = await run(
-        request, engine.run_task, "rerank", pairs, truncate=body.truncate, side=body.side
+    answer = await run_task(
+        request, engine, "rerank", pairs, truncate=body.truncate, side=body.side
     )
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
-        for at, score in ranked_by_score(answer.outputs["rerank"], activation)
+        for at, score in ranked_by_score(answer.vectors, activation)
     ]
     return await respond(request, engine, answer, ranks)
 
@@ -463,8 +218,8 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     """The classes of a text or pair, most likely first; for a batch, a list of these."""
     engine = _engine(request, body)
     is_batch, texts = body.inputs
-    answer = await run(
-        request, engine.run_task, "classify", texts, truncate=body.truncate, side=body.side
+    answer = await run_task(
+        request, engine, "classify", texts, truncate=body.truncate, side=body.side
     )
     predictions = classes(engine, answer, raw_scores=body.raw_scores)
     return await respond(request, engine, answer, predictions if is_batch else predictions[0])
@@ -490,7 +245,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
     work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
-    rows = await run(request, engine.tokenize, texts, work)
+    rows = await cancel_on_disconnect(
+        request, engine.tokenize(texts, work, deadline=deadline_of(request))
+    )
     return json_response(
         [
             [
@@ -514,7 +271,10 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     engine = _engine(request, body)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(await run(request, engine.tokenize, rows, work))
+    texts = await cancel_on_disconnect(
+        request, engine.tokenize(rows, work, deadline=deadline_of(request))
+    )
+    return json_response(texts)
 
 
 @_route("/info", "GET")
@@ -553,13 +313,13 @@ async def ping(request: Request) -> Response:
     return await health(request)
 
 
-MAIN: Sequence[tuple[Callable[[Engine], bool], Any, type[Body]]] = (
-    (lambda engine: engine.model.can("sparse"), embed_sparse, EmbedSparseRequest),
-    (lambda engine: engine.model.can("rerank"), rerank, RerankRequest),
-    (lambda engine: engine.model.can("classify"), predict, PredictRequest),
-    (lambda _: True, embed, EmbedRequest),
+MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
+    ("sparse", embed_sparse, EmbedSparseRequest),
+    ("rerank", rerank, RerankRequest),
+    ("classify", predict, PredictRequest),
+    ("embed", embed, EmbedRequest),
 )
-"""The main route of each kind of model: (whether a model is of it, route, request)."""
+"""(task, route, request). The main route of a model is that of its first task, else the last."""
 
 
 @router.post("/", include_in_schema=False)
@@ -570,7 +330,7 @@ async def invoke(request: Request) -> Response:
     content = await read_body(request)
     named = parse_json(content, TeiBody)
     engine = get_engine(request, request.path_params.get("name", named.model), named.version)
-    _, route, schema = next(row for row in MAIN if row[0](engine))
+    _, route, schema = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
     return await route(request, parse_json(content, schema))
 
 

@@ -20,9 +20,18 @@ from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.serving.activations import scores_of
 from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, run
+from service.api.requests import (
+    Body,
+    JsonRoute,
+    Name,
+    acquire_engine,
+    cancel_on_disconnect,
+    deadline_of,
+    run_task,
+)
 from service.api.responses import json_response, respond
-from service.engine.engine import Answer, Engine, Text
+from service.engine.answer import TextAnswer
+from service.engine.engine import Engine, Text
 from service.errors import InvalidField
 
 router = APIRouter(prefix="/texts", tags=["Texts"], route_class=JsonRoute)
@@ -156,7 +165,7 @@ async def embed_texts(
     side: Side | None = None,
     normalize: bool | None = None,
     default_prompt: bool = True,
-) -> tuple[Answer, np.ndarray]:
+) -> tuple[TextAnswer, np.ndarray]:
     """Embed texts with the chosen prompt, and token ids without a prompt.
 
     Vectors are cut to ``options.dimensions`` and then normalized.
@@ -172,8 +181,8 @@ async def embed_texts(
     """
     artifact, dimensions = engine.model.artifact, options.dimensions
     prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
-    answer = await run(request, engine.run_task, "embed", prompted, truncate=truncate, side=side)
-    vectors = answer.outputs["embed"]
+    answer = await run_task(request, engine, "embed", prompted, truncate=truncate, side=side)
+    vectors = answer.vectors
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise InvalidField(
             f"dimensions is {dimensions}, but vectors of {engine.name} have {vectors.shape[1]}",
@@ -262,7 +271,7 @@ async def predict(request: Request, body: TextPredictRequest) -> Response:
     engine = acquire_engine(request, body.model, body.version)
     prompt = engine.model.artifact.prompt()
     texts = [prompt + text for text in body.inputs]
-    answer = await run(request, engine.run_task, "classify", texts, truncate=body.truncate)
+    answer = await run_task(request, engine, "classify", texts, truncate=body.truncate)
     predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(request, engine, answer, content)
@@ -287,14 +296,16 @@ async def tokenize(request: Request, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings = await run(request, engine.tokenize, body.inputs, work)
+    encodings = await cancel_on_disconnect(
+        request, engine.tokenize(body.inputs, work, deadline=deadline_of(request))
+    )
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
 
 
 def classes(
-    engine: Engine, answer: Answer, top_k: int | None = None, *, raw_scores: bool = False
+    engine: Engine, answer: TextAnswer, top_k: int | None = None, *, raw_scores: bool = False
 ) -> list[list[dict[str, Any]]]:
     """The classes of each text with their scores, most likely first."""
     labels = engine.model.labels
@@ -304,7 +315,7 @@ def classes(
             {"label": labels.get(index, str(index)), "score": float(scores[index])}
             for index in np.argsort(-scores, kind="stable")[:top_k].tolist()
         ]
-        for scores in scores_of(answer.outputs["classify"], activation)
+        for scores in scores_of(answer.vectors, activation)
     ]
 
 

@@ -11,7 +11,7 @@ import orjson
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from attnserve.serving.loaded_model import Tensor
+from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES
 from graph_passes.errors import InvalidData
 from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_route
@@ -152,8 +152,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
         "version_policy": {"all": {}},
         # A row has at least one token, so max_padded_tokens also bounds the rows of a request.
         "max_batch_size": settings.max_padded_tokens if batches else 0,
-        "input": [_tensor(tensor, batches) for tensor in model.inputs],
-        "output": [_tensor(tensor, batches) for tensor in model.outputs],
+        "input": [_tensor(tensor, batches) for tensor in model.signature.inputs],
+        "output": [_tensor(tensor, batches) for tensor in model.signature.outputs],
         "instance_group": [
             {
                 "name": engine.name,

@@ -1,28 +1,22 @@
-"""Dynamic batching: requests are split into rows, and rows of several requests share a run.
+"""Dynamic batching: rows of several requests share a run, and every request gets its own results.
 
-A **row** is one text, or one index of the batch axis of tensors. Rows of equal key can share a
-batch, which is padded to its longest row. The cost of a batch is its padded tokens (rows x longest)
-and stays within a budget. A row that is longer than the budget runs alone.
-
-``Queue`` chooses the rows of a batch; it has no clock and no threads. ``Batcher`` runs the batches
-in a thread pool and gives every request its own results.
+``Queue`` chooses the rows of a batch. ``Batcher`` runs the batches in a thread pool.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
-from bisect import bisect_left, insort
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Generic
 
 from attnserve.runtime.stop import STOP, Stop
 from attnserve.serving.loaded_model import ModelFailed
+from service.engine.row_queue import AnyRow, P, Queue, R, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 STUCK_S = 30.0
@@ -33,118 +27,6 @@ RECENT_RUNS = 32
 
 ANSWER_MARGIN = 0.12
 """Fraction of a request's time limit that is reserved for receiving it and sending its answer."""
-
-
-@dataclass(slots=True, eq=False)
-class Row:
-    """A unit of work that can share a run with rows of the same ``key``.
-
-    Attributes:
-        key: Rows of equal key can share a run.
-        tokens: Number of tokens that a run computes for the row, at least 1.
-        payload: The value that ``Batcher`` passes to its ``run``.
-        real_tokens: Number of tokens without the padding of a model with a fixed length; None if
-            equal to ``tokens``.
-        request: The request of the row; set by the batcher.
-        number: Position in the order of arrival; set by the queue.
-        result: The result of the run; set by the batcher.
-    """
-
-    key: Hashable
-    tokens: int
-    payload: Any
-    real_tokens: int | None = None
-    request: Any = None
-    number: int = 0
-    result: Any = None
-
-
-class Queue:
-    """Waiting rows, and the choice of rows that run together.
-
-    Requests take turns, so that a short one does not wait for all rows of a large one. A batch
-    consists of the oldest row of the request whose turn it is and the rows of the closest lengths,
-    up to the budget. A row joins only if its added padding costs no more than a separate run.
-
-    Args:
-        budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
-        overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
-        max_rows: Maximum rows of a batch; None for no limit.
-    """
-
-    def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
-        self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
-        self._waiting: OrderedDict[Any, OrderedDict[int, Row]] = OrderedDict()
-        """The rows of each request by number; the first request has the next turn."""
-        self._sorted: dict[Hashable, list[tuple[int, int, Row]]] = {}
-        self._next = 0
-        self._rows = 0
-        self.tokens = 0
-
-    def __len__(self) -> int:
-        return self._rows
-
-    @property
-    def next(self) -> Row:
-        """The oldest row of the request that has the next turn."""
-        return next(iter(next(iter(self._waiting.values())).values()))
-
-    @property
-    def requests(self) -> Iterable[Any]:
-        """The requests with waiting rows."""
-        return self._waiting.keys()
-
-    def add(self, row: Row) -> None:
-        """Add a row to those of its request; a new request has the last turn."""
-        row.number = self._next
-        self._next += 1
-        self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
-        self._rows += 1
-        insort(self._sorted.setdefault(row.key, []), (row.tokens, row.number, row))
-        self.tokens += row.tokens
-
-    def discard(self, row: Row) -> None:
-        """Remove ``row`` if it still waits."""
-        if self._waiting.get(row.request, {}).get(row.number) is row:
-            rows = self._sorted[row.key]
-            at = bisect_left(rows, (row.tokens, row.number))
-            self._remove(rows, at, at + 1)
-
-    def take(self) -> list[Row]:
-        """Remove and return the next batch, shortest row first; the queue must not be empty."""
-        oldest = self.next
-        self._waiting.move_to_end(oldest.request)
-        rows = self._sorted[oldest.key]
-        low = bisect_left(rows, (oldest.tokens, oldest.number))
-        high = low + 1  # the batch is rows[low:high]
-        while self.max_rows is None or high - low < self.max_rows:
-            size = high - low + 1
-            longest = rows[high - 1][0]
-            # Of each neighbor: the padding that it would add, and whether it is the longer one.
-            padding_costs: list[tuple[int, bool]] = []
-            if low > 0 and size * longest <= self.budget:
-                padding_costs.append((longest - rows[low - 1][0], False))
-            if high < len(rows) and size * rows[high][0] <= self.budget:
-                padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
-            padding, is_above = min(padding_costs, default=(math.inf, False))
-            if padding > self.overhead:
-                break
-            low, high = (low, high + 1) if is_above else (low - 1, high)
-        return self._remove(rows, low, high)
-
-    def _remove(self, rows: list[tuple[int, int, Row]], low: int, high: int) -> list[Row]:
-        removed = [row for _, _, row in rows[low:high]]
-        del rows[low:high]
-        for row in removed:
-            waiting = self._waiting[row.request]
-            del waiting[row.number]
-            if not waiting:
-                del self._waiting[row.request]
-            self._rows -= 1
-            self.tokens -= row.tokens
-        if not rows:
-            del self._sorted[removed[0].key]
-        return removed
 
 
 @dataclass(frozen=True)
@@ -179,28 +61,32 @@ class BatchRun:
 
 
 @dataclass(frozen=True)
-class RequestResult:
-    """Results of the rows of a request, with the time of its stages.
+class RequestResult(Generic[P, R]):
+    """The rows of a request with their results, and the time of its stages.
 
     ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
     the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
     and ``queue_ms`` the rest.
     """
 
-    rows: list[Row]
-    results: list[Any]
+    rows: Sequence[Row[P, R]]
     queue_ms: float
     compute_ms: float
     batches: list[tuple[BatchRun, int]]
-    prepare_ms: float = 0.0
+    prepare_ms: float
+
+    @property
+    def results(self) -> list[R]:
+        """The result of each row."""
+        return [row.result for row in self.rows]
 
 
 @dataclass(eq=False)
 class _OpenRequest:
-    future: asyncio.Future[RequestResult]
+    future: asyncio.Future[RequestResult[Any, Any]]
     started: float
     deadline: float | None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[AnyRow] = field(default_factory=list)
     queued_at: float = 0.0
     has_waited: bool = False
     """Whether no slot was free when its rows were queued."""
@@ -236,7 +122,7 @@ class Batcher:
 
     def __init__(
         self,
-        run: Callable[[Hashable, list[Any]], BatchResult],
+        run: Callable[[Any, list[Any]], BatchResult],
         *,
         budget: int,
         overhead: int = 0,
@@ -292,7 +178,9 @@ class Batcher:
                 f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
             )
 
-    async def submit(self, rows: Sequence[Row], deadline: float | None = None) -> RequestResult:
+    async def submit(
+        self, rows: Sequence[Row[P, R]], deadline: float | None = None
+    ) -> RequestResult[P, R]:
         """Run ``rows`` in one or more batches.
 
         Args:
@@ -315,12 +203,12 @@ class Batcher:
 
     async def submit_from(
         self,
-        prepare: Callable[[], Sequence[Row]],
+        prepare: Callable[[], Sequence[Row[P, R]]],
         count: int,
         deadline: float | None = None,
         *,
         is_short: bool = False,
-    ) -> RequestResult:
+    ) -> RequestResult[P, R]:
         """Run rows that ``prepare`` makes in a thread.
 
         Args:
@@ -382,7 +270,7 @@ class Batcher:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
         return _OpenRequest(loop.create_future(), now, deadline)
 
-    async def _wait(self, request: _OpenRequest) -> RequestResult:
+    async def _wait(self, request: _OpenRequest) -> RequestResult[Any, Any]:
         timer = None
         if request.deadline is not None:
             delay = request.deadline - request.started
@@ -423,7 +311,7 @@ class Batcher:
             run.abandoned_at = run.abandoned_at or perf_counter()
             run.stop.set()
 
-    def _deliver(self, done: list[tuple[list[Row], BatchRun | Exception]]) -> None:
+    def _deliver(self, done: list[tuple[list[AnyRow], BatchRun | Exception]]) -> None:
         for rows, batch in done:
             counts = Counter(row.request for row in rows)
             try:
@@ -452,10 +340,14 @@ class Batcher:
     # -- in a thread of a pool --------------------------------------------------------------------
 
     def _prepare(
-        self, request: _OpenRequest, prepare: Callable[[], Sequence[Row]], count: int, in_slot: bool
+        self,
+        request: _OpenRequest,
+        prepare: Callable[[], Sequence[AnyRow]],
+        count: int,
+        in_slot: bool,
     ) -> None:
         """Prepare and enqueue the rows of a request; in a slot, run what is due."""
-        rows: Sequence[Row] = ()
+        rows: Sequence[AnyRow] = ()
         error: Exception | None = None
         start = perf_counter()
         run = _SlotRun({request})
@@ -481,14 +373,14 @@ class Batcher:
         else:
             self._start_batches()
 
-    def _run_batches(self, batch: list[Row] | None) -> None:
+    def _run_batches(self, batch: list[AnyRow] | None) -> None:
         """Run ``batch`` and then every batch that is due."""
         while batch is not None:
             done = self._compute(batch)
             batch = self._take_batch(freed=1)
             self._loop.call_soon_threadsafe(self._deliver, done)
 
-    def _compute(self, rows: list[Row]) -> list[tuple[list[Row], BatchRun | Exception]]:
+    def _compute(self, rows: list[AnyRow]) -> list[tuple[list[AnyRow], BatchRun | Exception]]:
         """Run a batch. If it fails, run each request separately: only faulty requests fail."""
         start = perf_counter()
         run = _SlotRun({row.request for row in rows})
@@ -500,7 +392,7 @@ class Batcher:
         except BaseException as error:
             if run.abandoned_at is not None:
                 return [(rows, DeadlineExceeded("the run was cancelled: no request waits for it"))]
-            by_request: dict[Any, list[Row]] = {}
+            by_request: dict[Any, list[AnyRow]] = {}
             for row in rows:
                 by_request.setdefault(row.request, []).append(row)
             if len(by_request) == 1:
@@ -515,7 +407,7 @@ class Batcher:
         tokens = sum(row.real_tokens or row.tokens for row in rows)
         return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, start, ended, result))]
 
-    def _take_batch(self, freed: int = 0) -> list[Row] | None:
+    def _take_batch(self, freed: int = 0) -> list[AnyRow] | None:
         """Free finished slots, then take a slot and the due batch; None if either is missing."""
         with self._lock:
             self._free_slots += freed
@@ -537,7 +429,7 @@ class Batcher:
 
     # -- with the lock held -----------------------------------------------------------------------
 
-    def _enqueue(self, request: _OpenRequest, rows: Sequence[Row], now: float) -> None:
+    def _enqueue(self, request: _OpenRequest, rows: Sequence[AnyRow], now: float) -> None:
         request.rows = list(rows)
         request.queued_at = now
         request.remaining = len(rows)
@@ -568,7 +460,7 @@ class Batcher:
         return is_late
 
 
-def _check_not_empty(rows: Sequence[Row]) -> Sequence[Row]:
+def _check_not_empty(rows: Sequence[AnyRow]) -> Sequence[AnyRow]:
     if not rows:
         raise ValueError("a request needs at least one row")
     return rows
@@ -583,13 +475,12 @@ def _as_exception(error: BaseException) -> Exception:
     return failed
 
 
-def _request_result(request: _OpenRequest) -> RequestResult:
+def _request_result(request: _OpenRequest) -> RequestResult[Any, Any]:
     spans = sorted((batch.started, batch.ended) for batch, _ in request.batches)
     compute_s = _union(spans)
     total_s = max(end for _, end in spans) - request.started
     return RequestResult(
         request.rows,
-        [row.result for row in request.rows],
         queue_ms=max(total_s - compute_s - request.prepare_s, 0) * 1e3,
         compute_ms=compute_s * 1e3,
         batches=request.batches,

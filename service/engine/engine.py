@@ -13,10 +13,9 @@ import logging
 import math
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, repeat
 from time import perf_counter_ns
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,12 +23,15 @@ from attnserve.data.token_statistics import CalibrationRange, row_ids
 from attnserve.literals import Side
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
 from attnserve.models.tokenizer import Encoding, TextEncoder
-from attnserve.runtime.interface import row_length
+from attnserve.runtime.interface import Feed, row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
-from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult, Row
-from service.engine.shadow import FollowUp, Shadow
+from service.engine.answer import RowOutputs, TensorAnswer, TextAnswer
+from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
+from service.engine.request_limits import check_limit, check_size, check_texts
+from service.engine.row_queue import Row
+from service.engine.shadow import Shadow
 from service.errors import (
     DeadlineExceeded,
     NotFound,
@@ -38,7 +40,7 @@ from service.errors import (
     TooLarge,
     hide_folders,
 )
-from service.metrics import ModelMetrics
+from service.metrics import ModelMetrics, StageNanoseconds
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -64,52 +66,25 @@ REASONS: Mapping[type[BaseException], str] = {
 }
 """Labels of failed requests in the metrics."""
 
-SHORT_CHARACTERS = 2000
-"""Maximum number of characters of a request whose texts are tokenized in the thread of the run if
-it is free, else separately from longer texts (``Batcher.submit_from``). It takes about 1 ms."""
-
 COPIES = 2
 """Number of copies of the output tensors of a request: per row, and joined for the answer."""
 
 log = logging.getLogger("attnserve")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """Outputs and cost of a request.
+class RowKey(NamedTuple):
+    """What the rows of one run have in common.
 
-    ``lengths`` has the tokens of each text. ``tokens`` excludes padding, ``padded_tokens`` includes
-    it. ``out_of_calibration`` counts the rows outside of the calibration data. ``follow_up`` is
-    called after the answer was sent.
+    Attributes:
+        task: None for tensors.
+        outputs: The names of the outputs that they need.
+        group: What else must be equal. For texts their runtime and, without a mask, their length;
+            for tensors their shapes, or a unique object if the row runs alone.
     """
 
-    outputs: dict[str, np.ndarray]
-    result: RequestResult
-    tokens: int
-    padded_tokens: int
-    out_of_calibration: int
-    follow_up: FollowUp | None
-    lengths: Sequence[int] = ()
-
-    @property
-    def runtimes(self) -> list[str]:
-        """The names of the runtimes that computed it."""
-        return list(dict.fromkeys(batch.result.runtime for batch, _ in self.result.batches))
-
-    @property
-    def macs(self) -> int | None:
-        """The request's share of the MACs of the padded batches; None if they cannot be counted."""
-        macs = 0
-        for batch, count in self.result.batches:
-            if batch.result.macs is None:
-                return None
-            macs += batch.result.macs * count // batch.rows
-        return macs
-
-    @property
-    def padding_waste(self) -> float:
-        """The fraction of ``padded_tokens`` that was padding."""
-        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+    task: TextTask | None
+    outputs: tuple[str, ...]
+    group: Hashable
 
 
 class Engine:
@@ -190,11 +165,11 @@ class Engine:
 
     async def infer(
         self,
-        inputs: Mapping[str, np.ndarray],
+        inputs: Feed,
         outputs: Sequence[str] = (),
         deadline: float | None = None,
         hold: Callable[[int, float | None], Awaitable[None]] | None = None,
-    ) -> Answer:
+    ) -> TensorAnswer:
         """Run the model on tensors.
 
         Args:
@@ -210,36 +185,36 @@ class Engine:
             DeadlineExceeded: The deadline passed.
             NotReady: The model is broken, or out of memory.
         """
-        with self._counted() as stages:
-            model = self.model
-            model.check_outputs(outputs)
-            model.check(inputs)
-            names = tuple(outputs or (output.name for output in model.outputs))
+        with self._counted() as started_ns:
+            model, signature = self.model, self.model.signature
+            signature.check_outputs(outputs)
+            signature.check(inputs)
+            names = tuple(outputs) or signature.output_names
             size = sum(array.nbytes for array in inputs.values())
-            _check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
-            padded_tokens = math.prod(model.ids(inputs).shape[:2])
+            check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
+            padded_tokens = math.prod(signature.ids(inputs).shape[:2])
             shapes = row = {name: array.shape for name, array in inputs.items()}
             if model.rows_are_independent:  # the batcher bounds the rows of a run
                 row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-            _check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
-            size = self._check_size(shapes, row, names)
+            check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
+            size = check_size(model, self.settings, shapes, row, names)
             if hold is not None:
                 await hold(COPIES * size, deadline)
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
-            start_ns = perf_counter_ns()
+            computed_ns = perf_counter_ns()
             arrays = [join_values(parts) for parts in zip(*result.results, strict=True)]
             size = sum(array.nbytes for array in arrays)
-            _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-            answer = Answer(
+            check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
+            answer = TensorAnswer(
                 outputs=dict(zip(names, arrays, strict=True)),
                 result=result,
-                tokens=model.tokens(inputs),
+                tokens=signature.tokens(inputs),
                 padded_tokens=padded_tokens,
                 out_of_calibration=self._count_outside(row_ids(inputs)),
-                follow_up=self._shadow.follow_up(self, None, names, result),
+                follow_up=self._shadow.follow_up(self, None, names, result.rows),
             )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - start_ns)
+            self._record_success(result, started_ns, computed_ns)
         return answer
 
     async def run_task(
@@ -250,13 +225,13 @@ class Engine:
         truncate: bool = True,
         side: Side | None = None,
         deadline: float | None = None,
-    ) -> Answer:
-        """Embed, classify or rerank texts; ``outputs[task]`` has one row per text.
+    ) -> TextAnswer:
+        """Embed, classify or rerank texts; ``vectors`` has one row per text.
 
         Args:
             task: A row holds the embedding of a text ("embed"), the logits of its classes
-                ("classify"), or the logit of a query and a text ("rerank"). See ``Model.vectors``.
-                "tokens" has one row per token of all texts (``Answer.lengths``).
+                ("classify"), or the logit of a query and a text ("rerank"). See ``task_vectors``.
+                "tokens" has one row per token of all texts (``TextAnswer.lengths``).
             texts: At least one.
             truncate: Truncate texts that are too long; False refuses them.
             side: The side at which they lose tokens; None for that of the tokenizer.
@@ -272,48 +247,37 @@ class Engine:
         model = self.model
         if (refusal := model.tasks[task]) is not None:
             raise NotFound(refusal.reason, refusal.fix, code=f"model.{refusal.code}")
-        with self._counted() as stages:
-            is_short = self._check_texts(texts)
-            names = [model.text_output(task)]
+        with self._counted() as started_ns:
+            is_short = check_texts(model, self.settings, texts)
+            names = (model.text_output(task),)
 
-            def rows() -> list[Row]:  # in a thread
+            def rows() -> list[Row[Encoding, RowOutputs]]:  # in a thread
                 encodings = model.encode(texts, truncate=truncate, side=side)
                 tokens = sum(map(len, encodings))
-                _check_limit(tokens, self.settings.max_tokens, "tokens")
+                check_limit(tokens, self.settings.max_tokens, "tokens")
                 # Pooling makes the answer small, but the run needs the memory for its longest row.
                 longest = max(encodings, key=len)
                 shapes = model.text_shapes(longest)
-                size = self._check_size(shapes, shapes, names) // max(len(longest), 1)
+                size = check_size(model, self.settings, shapes, shapes, names) // len(longest)
                 size *= tokens if task == "tokens" else len(encodings)
-                _check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
-                fixed = model.fixed_tokens
-                return [
-                    Row(
-                        # Rows of one key have one runtime, and without a mask one length.
-                        (task, model.runtime_of(fixed or len(encoding)))
-                        if model.takes_mask
-                        else (task, len(encoding)),
-                        fixed or len(encoding),
-                        encoding,
-                        real_tokens=len(encoding),
-                    )
-                    for encoding in encodings
-                ]
+                check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
+                return [self._text_row(task, names, encoding) for encoding in encodings]
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
-            start_ns = perf_counter_ns()
-            join = np.concatenate if task == "tokens" else join_values
-            lengths = [len(row.payload) for row in result.rows]
-            answer = Answer(
-                outputs={task: join(result.results)},
+            computed_ns = perf_counter_ns()
+            vectors = [vector for (vector,) in result.results]
+            encodings = [row.payload for row in result.rows]
+            lengths = list(map(len, encodings))
+            answer = TextAnswer(
+                vectors=np.concatenate(vectors) if task == "tokens" else join_values(vectors),
+                lengths=lengths,
                 result=result,
                 tokens=sum(lengths),
-                lengths=lengths,
                 padded_tokens=sum(count * batch.longest for batch, count in result.batches),
-                out_of_calibration=self._count_outside(row.payload.ids for row in result.rows),
-                follow_up=self._shadow.follow_up(self, task, names, result, texts),
+                out_of_calibration=self._count_outside(encoding.ids for encoding in encodings),
+                follow_up=self._shadow.follow_up(self, task, names, result.rows, texts),
             )
-            _add_stages(stages, result, output_ns=perf_counter_ns() - start_ns)
+            self._record_success(result, started_ns, computed_ns)
         return answer
 
     async def tokenize(
@@ -331,15 +295,16 @@ class Engine:
             TooLarge: Too many texts or characters in one request.
             Overloaded, DeadlineExceeded, NotReady: See ``infer``.
         """
-        with self._counted(is_inference=False):
-            is_short = self._check_texts(texts)
+        with self._counted():
+            is_short = check_texts(self.model, self.settings, texts)
             encoder = self.model.encoder
             assert encoder is not None
+
+            def rows() -> list[Row[T, T]]:  # in a thread
+                return [Row((), 1, item) for item in work(encoder)]
+
             result = await self._tokenizer.submit_from(
-                lambda: [Row((), 1, item) for item in work(encoder)],
-                len(texts),
-                deadline,
-                is_short=is_short,
+                rows, len(texts), deadline, is_short=is_short
             )
         return result.results
 
@@ -383,69 +348,79 @@ class Engine:
     # -- runs -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _counted(self, *, is_inference: bool = True) -> Generator[dict[str, int]]:
-        """Count a request; the caller fills in the yielded durations of its stages."""
+    def _counted(self) -> Generator[int]:
+        """Count a request while it is open, and its failure; yields its start in nanoseconds."""
         start_ns = perf_counter_ns()
-        stages: dict[str, int] = {}
         self.in_flight += 1
         self.acquire()
         try:
             if self._broken is not None:
                 raise NotReady(f"{self.name} is not ready: {self._broken}", "try again later")
-            yield stages
+            yield start_ns
         except BaseException as error:
             kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
             self.metrics.record_failure(perf_counter_ns() - start_ns, REASONS[kind])
             raise
-        else:
-            if is_inference:
-                self.metrics.record_success(perf_counter_ns() - start_ns, stages)
         finally:
             self.in_flight -= 1
             self.release()
 
-    def _tensor_rows(self, inputs: Mapping[str, np.ndarray], names: tuple[str, ...]) -> list[Row]:
-        ids = self.model.ids(inputs)
+    def _record_success(
+        self, result: RequestResult[Any, RowOutputs], started_ns: int, computed_ns: int
+    ) -> None:
+        """Record an answered request, from its start and the end of its last run."""
+        now_ns = perf_counter_ns()
+        runs = [batch.result.stage_ns for batch, _ in result.batches]
+        before, inside, after = map(sum, zip(*runs, strict=True))
+        stages = StageNanoseconds(
+            queue=int(result.queue_ms * 1e6),
+            compute_input=int(result.prepare_ms * 1e6) + before,
+            compute_infer=inside,
+            compute_output=now_ns - computed_ns + after,
+        )
+        self.metrics.record_success(now_ns - started_ns, stages)
+
+    def _text_row(
+        self, task: TextTask, names: tuple[str, ...], encoding: Encoding
+    ) -> Row[Encoding, RowOutputs]:
+        model, length = self.model, len(encoding)
+        tokens = model.fixed_tokens or length
+        group = (model.runtime_of(tokens), None if model.signature.takes_mask else length)
+        return Row(RowKey(task, names, group), tokens, encoding, real_tokens=length)
+
+    def _tensor_rows(self, inputs: Feed, names: tuple[str, ...]) -> list[Row[Feed, RowOutputs]]:
+        ids = self.model.signature.ids(inputs)
         length = max(1, ids.shape[1] if ids.ndim > 1 else 1)
         rows = split_rows(inputs) if self.model.rows_are_independent else None
         if rows is None:
             count = ids.shape[0] if ids.ndim else 1
-            return [Row(("alone", names, object()), length * max(1, count), dict(inputs))]
-        key = ("together", names, tuple((name, inputs[name].shape[1:]) for name in sorted(inputs)))
-        return [Row(key, length, row) for row in rows]
+            return [Row(RowKey(None, names, object()), length * max(1, count), inputs)]
+        shapes = tuple((name, inputs[name].shape[1:]) for name in sorted(inputs))
+        return [Row(RowKey(None, names, shapes), length, row) for row in rows]
 
-    def _run(self, key: Hashable, payloads: list[Any]) -> BatchResult:
+    def _run(self, key: RowKey, payloads: list[Any]) -> BatchResult:
         """Run one batch, in a thread of the batcher."""
-        assert isinstance(key, tuple)
-        model = self.model
+        model, task = self.model, key.task
         start_ns = perf_counter_ns()
-        is_text = key[0] not in ("alone", "together")
-        if is_text:
-            inputs = model.text_inputs(payloads)
-            names = [model.text_output(key[0])]
-        else:
-            inputs = join_rows(payloads)
-            names = key[1]
-        prepared = perf_counter_ns()
-        outputs = tuple(model.run(inputs, names).values())
-        inferred = perf_counter_ns()
-        if len(payloads) > 1 or is_text:
+        inputs = join_rows(payloads) if task is None else model.text_inputs(payloads)
+        prepared_ns = perf_counter_ns()
+        outputs = tuple(model.run(inputs, key.outputs).values())
+        inferred_ns = perf_counter_ns()
+        if len(payloads) > 1 or task is not None:
             check_rows(inputs, outputs)
-        rows = range(len(payloads))
-        if is_text:
-            vectors = model.vectors(key[0], inputs, outputs[0])
-            results: Sequence[Any] = [vectors[index : index + 1] for index in rows]
-            if key[0] == "tokens":
-                assert model.encoder is not None
-                mask = model.encoder.mask(payloads)
-                results = [vectors[index][mask[index]] for index in rows]
+        results: list[RowOutputs]
+        if task is not None:
+            results = [(row,) for row in model.text_rows(task, payloads, inputs, outputs[0])]
         elif len(payloads) == 1:
             results = [outputs]
         else:
-            results = [tuple(output[index : index + 1] for output in outputs) for index in rows]
+            results = [
+                tuple(output[index : index + 1] for output in outputs)
+                for index in range(len(payloads))
+            ]
         macs = model.macs(inputs)
-        ended = perf_counter_ns()
-        stage_ns = prepared - start_ns, inferred - prepared, ended - inferred
+        ended_ns = perf_counter_ns()
+        stage_ns = prepared_ns - start_ns, inferred_ns - prepared_ns, ended_ns - inferred_ns
         return BatchResult(results, macs, model.runtime_of(row_length(inputs)), stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
@@ -456,49 +431,6 @@ class Engine:
         for reason in chain.from_iterable(reasons_by_row):
             self.metrics.record_outside(reason)
         return len(reasons_by_row)
-
-    def _check_size(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        row: Mapping[str, tuple[int, ...]],
-        outputs: Sequence[str],
-    ) -> int:
-        """Refuse a request that needs too much memory, by its shapes and the shapes of one row.
-
-        Returns:
-            The bytes of its output tensors.
-        """
-        size = self.model.output_bytes(shapes, outputs)
-        _check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
-        needed = self.model.run_bytes(row)
-        limit = self.settings.max_run_bytes
-        if needed is not None and needed > limit:
-            raise TooLarge(
-                f"an operator of {self.name} needs {needed} bytes at this length: at most {limit}",
-                "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
-            )
-        return size
-
-    def _check_texts(self, texts: Sequence[Text]) -> bool:
-        """Refuse too many or too long texts.
-
-        Returns:
-            Whether they are short in total (``SHORT_CHARACTERS``).
-        """
-        if self.model.encoder is None:
-            raise NotFound(
-                f"{self.name} has no tokenizer.json, which texts need",
-                f"send token ids to /v2/models/{self.name}/infer",
-            )
-        _check_limit(len(texts), self.settings.max_inputs, "texts")
-        limit = self.settings.max_text_chars
-        counts = [sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in texts]
-        for index, count in enumerate(counts):
-            if count > limit:
-                raise TooLarge(
-                    f"text {index} has {count} characters: at most {limit}", "cut it into parts"
-                )
-        return sum(counts) <= SHORT_CHARACTERS
 
     # -- failures ---------------------------------------------------------------------------------
 
@@ -542,20 +474,3 @@ class Engine:
     def _replace(self) -> None:
         self.model.close()  # the old session goes first: there may be no memory for both
         self.model = self._reload()
-
-
-def _check_limit(count: int, limit: int, what: str) -> None:
-    if count > limit:
-        raise TooLarge(
-            f"{count} {what} in one request: at most {limit}", "send several smaller requests"
-        )
-
-
-def _add_stages(stages: dict[str, int], result: RequestResult, *, output_ns: int) -> None:
-    """Nanoseconds of one request, by stage of the v2 protocol."""
-    runs = [batch.result.stage_ns for batch, _ in result.batches]
-    before, inside, after = map(sum, zip(*runs, strict=True))
-    stages["queue"] = int(result.queue_ms * 1e6)
-    stages["compute_input"] = int(result.prepare_ms * 1e6) + before
-    stages["compute_infer"] = inside
-    stages["compute_output"] = output_ns + after

@@ -13,7 +13,7 @@ import logging
 import pickle
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +23,9 @@ from weakref import WeakKeyDictionary
 import orjson
 
 from attnserve.data.text_sample import TextSample
+from attnserve.models.tokenizer import Encoding
 from attnserve.runtime.cache import write_atomically
+from attnserve.runtime.interface import Feed
 from attnserve.serving.comparison_process import (
     ComparisonProcess,
     RowSampler,
@@ -32,7 +34,8 @@ from attnserve.serving.comparison_process import (
 )
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError
-from service.engine.batcher import RequestResult
+from service.engine.answer import FollowUp, RowOutputs
+from service.engine.row_queue import Row
 from service.metrics import Metrics, Version
 from service.settings import Settings
 
@@ -48,9 +51,6 @@ MAX_FILES = 64
 """Maximum number of rows of other workers that wait for worker 0."""
 
 IDLE_POLL_S = 0.1
-
-FollowUp = Callable[[], Awaitable[None]]
-"""Callback after the answer was sent."""
 
 log = logging.getLogger("attnserve")
 
@@ -138,24 +138,23 @@ class Shadow:
         engine: ServedModel,
         task: TextTask | None,
         names: Sequence[str],
-        result: RequestResult,
+        rows: Sequence[Row[Encoding, RowOutputs] | Row[Feed, RowOutputs]],
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
         """Create the callback after the answer; None for most requests.
 
         Args:
             names: Names of the outputs.
-            result: For each row its outputs, or the vector of a text.
+            rows: The rows of the request, with their results.
             texts: The texts of the request.
         """
         sampled_texts = [] if self._texts is None else self._texts.choose(texts)
         sample = None
         if self._is_sampled(engine):
-            index = random.randrange(len(result.rows))
-            outputs = result.results[index] if task is None else (result.results[index],)
+            row = random.choice(rows)
             key = (engine.name, engine.version)
-            served = dict(zip(names, outputs, strict=True))
-            sample = ServedRow(key, engine.content, task, result.rows[index].payload, served)
+            served = dict(zip(names, row.result, strict=True))
+            sample = ServedRow(key, engine.content, task, row.payload, served)
         if not sampled_texts and sample is None:
             return None
 

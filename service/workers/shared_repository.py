@@ -12,8 +12,8 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from time import monotonic, time
 
 from attnserve.runtime.isolation import error_from_json, error_to_json
@@ -46,7 +46,7 @@ class SharedRepository(Repository):
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
-        super().__init__(settings, metrics, folder=state.path, worker=worker)
+        super().__init__(settings, metrics, folder=state.path, worker=worker, alone=state.lock)
         self._worker, self._state = worker, state
         self._status = Status(worker)
         self.serving = False
@@ -57,6 +57,7 @@ class SharedRepository(Repository):
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
+        metrics.watch = self._states
         metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
         metrics.workers = lambda: self.workers[1]
         metrics.seconds = state.seconds
@@ -78,7 +79,7 @@ class SharedRepository(Repository):
     def workers(self) -> tuple[int, int]:
         return self._state.workers, self.serving + len(self._peers())
 
-    def _why_not_ready(self, engine: Engine) -> str | None:
+    def why_not_ready(self, engine: Engine) -> str | None:
         if not engine.ready:
             return engine.reason
         others = [peer for peer in self._peers() if not peer.runs(engine.name, engine.version)]
@@ -100,18 +101,18 @@ class SharedRepository(Repository):
         if target is None:
             await super().start()
             async with self._state.lock():
-                self._set_target(*self._engines, *self._failures)
+                self._set_target(*self.loader.by_name, *self.loader.failures)
             return
         await self._apply(target)
         self._require_models()
-        self._missing |= {name for name, model in target.models.items() if model.failures}
+        self.loader.missing |= {name for name, model in target.models.items() if model.failures}
         try:
             await self.shadow.start()  # of worker 0 if it is a replacement
         except AttnserveError as error:
             log.warning("the original is not loaded: %s", str(error).replace("\n", "; "))
-        self._started = True
+        self.loader.started = True
 
-    async def _change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
+    async def change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
         """Apply ``change`` in every worker.
 
         Raises:
@@ -129,12 +130,6 @@ class SharedRepository(Repository):
             await self._wait_for_peers(self._set_target(name))
         if failure is not None:
             raise failure
-
-    @asynccontextmanager
-    async def _alone(self) -> AsyncGenerator[None]:
-        # One after the other: a replacement holds the old and the new weights.
-        async with self._state.lock():
-            yield
 
     # -- life cycle -------------------------------------------------------------------------------
 
@@ -175,7 +170,7 @@ class SharedRepository(Repository):
 
     def _require_models(self) -> None:
         """Raise the error of a model if none is loaded; otherwise the others are served."""
-        if self._error is not None and not self._engines:
+        if self._error is not None and not self.loader.by_name:
             raise self._error
 
     @property
@@ -243,28 +238,25 @@ class SharedRepository(Repository):
 
     async def _apply_model(self, name: str, target: TargetModel) -> None:
         failure: AttnserveError | None = None
-        contents = self._contents_of(name)
+        contents = self.loader.contents_of(name)
         if contents != target.contents:
             try:
                 if target.contents:
-                    await self._replace(name, target.contents)
+                    await self.loader.replace(name, target.contents)
                 else:
-                    await self._remove(name)
+                    await self.loader.remove(name)
             except AttnserveError as error:  # may be a version that failed in every worker
                 failure = error
-        engines = self._engines.get(name, {})
-        for version, engine in list(engines.items()):
+        for version, engine in list(self.loader.by_name.get(name, {}).items()):
             if engine.content not in (target.contents.get(version), contents.get(version)):
-                self._retire(engines.pop(version))  # two workers must not serve different files
-        if not engines:
-            self._engines.pop(name, None)
-        if self._contents_of(name) != target.contents:
+                self.loader.retire(engine)  # two workers must not serve different files
+        if self.loader.contents_of(name) != target.contents:
             raise failure or InvalidModel(
                 f"{name}: its files have changed since another worker loaded them",
                 "load it again",
                 code="model.changed",
             )
-        self._failures[name] = dict(target.failures)
+        self.loader.failures[name] = dict(target.failures)
 
     def _set_target(self, *names: str) -> int:
         """Set the versions of ``names`` that are loaded here as the target of all workers.
@@ -276,13 +268,13 @@ class SharedRepository(Repository):
         """
         before = self._state.target() or TargetState(0, {})
         models = before.models | {
-            name: TargetModel(self._contents_of(name), self._failures.get(name, {}))
+            name: TargetModel(self.loader.contents_of(name), self.loader.failures.get(name, {}))
             for name in names
         }
         generation = before.generation + 1
         self._state.set_target(TargetState(generation, models))
         self._generation = generation
-        if all(self._contents_of(name) == model.contents for name, model in models.items()):
+        if all(self.loader.contents_of(name) == model.contents for name, model in models.items()):
             self._error = None
         return generation
 
@@ -309,14 +301,14 @@ class SharedRepository(Repository):
             ready=self._ready_here,
             generation=self._generation,
             error=None if self._error is None else error_to_json(self._error),
-            models=super()._watch(),
+            models=self.loader.states(),
             rss_bytes=rss_bytes(),
         )
         if status != self._status:
             self._state.set_status(status)
             self._status = status
 
-    def _watch(self) -> list[VersionState]:
+    def _states(self) -> list[VersionState]:
         """The versions that are loaded here, with the queue and requests of all workers."""
         theirs = [state for peer in self._peers() for state in peer.models]
 
@@ -328,4 +320,4 @@ class SharedRepository(Repository):
                 ready=all(status.ready for status in every),
             )
 
-        return [merged(state) for state in super()._watch()]
+        return [merged(state) for state in self.loader.states()]

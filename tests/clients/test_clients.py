@@ -161,7 +161,8 @@ def ask(
         **addresses, "key": KEY, "model": "minilm", "texts": TEXTS, "query": QUERY,
         "many": MANY, "dimensions": DIMENSIONS, "foreign_ids": HELLO_WORLD,
         "ids": [encoding.ids for encoding in model.encode(TEXTS)],
-        "inputs": [one.name for one in model.inputs], "output": model.text_output("embed"),
+        "inputs": [one.name for one in model.signature.inputs],
+        "output": model.text_output("embed"),
         "reranker": "reranker", "ranker_query": "a", "ranked": RANKED,
     }  # fmt: skip
     job.write_text(json.dumps(content))

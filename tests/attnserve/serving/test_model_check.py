@@ -27,8 +27,9 @@ from attnserve.models.onnx_files import data_file
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from attnserve.serving import check_cache, model_check
 from attnserve.serving.check_cache import CheckCache, compiled_file
+from attnserve.serving.check_result import identify
 from attnserve.serving.graph_facts import GraphFacts
-from attnserve.serving.model_check import LoadChecker, identify
+from attnserve.serving.model_check import LoadChecker
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.fixtures.checked_child import Child
@@ -237,7 +238,7 @@ def test_check_time_limit_and_waiting_follow_macs(
             waited.append(timeout or 0)
             raise TimeoutError
 
-    def start(artifact: object, content: str, result: object, timeout_s: float) -> Future[Any]:
+    def start(artifact: object, result: object, timeout_s: float) -> Future[Any]:
         limits.append(timeout_s)
         return Fusion()
 

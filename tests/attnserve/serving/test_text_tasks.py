@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from attnserve.models.artifact import open_artifact
+from attnserve.serving.signature import Axes, Signature, Tensor
 from attnserve.serving.text_tasks import tasks_of
 from graph_passes.errors import InvalidArgument
 from tests.errors import raises
@@ -59,7 +62,12 @@ def refusals(folder: Path, outputs: Any, config: Any, record: Any) -> Any:
     write_model(folder / "model.onnx", "<ir_version: 10> g (float[n] x) => (float[n] x) {}")
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "attnserve.json").write_text(json.dumps(record))
-    return tasks_of("m", open_artifact(folder), INPUTS, outputs)
+    signature = Signature("m", tensors(INPUTS), tensors(outputs), {})
+    return tasks_of(signature, open_artifact(folder))
+
+
+def tensors(axes: Mapping[str, Axes]) -> list[Tensor]:
+    return [Tensor(name, np.dtype(np.float32), axes[name]) for name in axes]
 
 
 @pytest.mark.parametrize("case", TABLE)

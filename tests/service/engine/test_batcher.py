@@ -17,19 +17,20 @@ from hypothesis import strategies as st
 from attnserve.runtime.stop import STOP
 from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
 from service.engine import batcher as batcher_module
-from service.engine.batcher import Batcher, BatchResult, BatchRun, Queue, RequestResult, Row
+from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
+from service.engine.row_queue import AnyRow, Queue, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 from tests.errors import raises
 
 LENGTHS = st.integers(1, 40)
 
 
-def row(tokens: int, key: Hashable = "text", payload: Any = None) -> Row:
+def row(tokens: int, key: Hashable = "text", payload: Any = None) -> AnyRow:
     return Row(key, tokens, payload)
 
 
-def drained(queue: Queue) -> list[list[Row]]:
-    batches: list[list[Row]] = []
+def drained(queue: Queue) -> list[list[AnyRow]]:
+    batches: list[list[AnyRow]] = []
     while len(queue):
         batches.append(queue.take())
     return batches
@@ -105,7 +106,7 @@ def test_queue_any_arrivals_keep_invariants(
 ) -> None:
     """``None`` among the arrivals is a slot that becomes free."""
     queue = Queue(budget, overhead, max_rows)
-    waiting: list[Row] = []
+    waiting: list[AnyRow] = []
     seen: Counter[int] = Counter()
 
     def take() -> None:
@@ -123,7 +124,7 @@ def test_queue_any_arrivals_keep_invariants(
         assert len(queue) == len(waiting)
         assert queue.tokens == sum(one.tokens for one in waiting)
 
-    rows: list[Row] = []
+    rows: list[AnyRow] = []
     for arrival in arrivals:
         if arrival is not None:
             rows.append(row(*arrival))
@@ -171,8 +172,8 @@ class Preparation:
         if not held:
             self.go.set()
 
-    def of(self, *payloads: Any) -> Callable[[], list[Row]]:
-        def make() -> list[Row]:
+    def of(self, *payloads: Any) -> Callable[[], list[AnyRow]]:
+        def make() -> list[AnyRow]:
             self.started.set()
             assert self.go.wait(10)
             self.threads.append(threading.current_thread().name.partition("_")[0])
@@ -193,7 +194,7 @@ def play(
     return batcher
 
 
-def rows(*payloads: Any, tokens: int = 5) -> list[Row]:
+def rows(*payloads: Any, tokens: int = 5) -> list[AnyRow]:
     return [row(tokens, payload=payload) for payload in payloads]
 
 
@@ -318,7 +319,7 @@ def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
     run, preparation = Recorder(), Preparation()
 
     async def script(batcher: Batcher) -> None:
-        def submit(payload: int, **options: bool) -> asyncio.Future[RequestResult]:
+        def submit(payload: int, **options: bool) -> asyncio.Future[RequestResult[Any, Any]]:
             return start(batcher.submit_from(preparation.of(payload), 1, **options))
 
         first = submit(1, is_short=True)
@@ -365,7 +366,7 @@ def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None
         threading.Event().wait(seconds)
         took_ms[stage] = 1e3 * (perf_counter() - started)
 
-    def make() -> list[Row]:
+    def make() -> list[AnyRow]:
         timed("prepare", 0.05)
         return rows(1)
 

@@ -19,8 +19,9 @@ import attnserve
 from attnserve.models import onnx_files
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.serving import graph_facts, model_check
+from attnserve.serving.check_result import CheckResult
 from attnserve.serving.loaded_model import ModelFailed
-from attnserve.serving.model_check import CheckResult, LoadChecker
+from attnserve.serving.model_check import LoadChecker
 from service.api.triton import configuration
 from service.engine.repository import Repository
 from service.metrics import Metrics
@@ -56,7 +57,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
             told,
             runtime=engine.model.runtime,
             precision=engine.model.precision,
-            vectors=found.outputs["embed"],
+            vectors=found.vectors,
             macs=found.macs,
             plan=engine.model.artifact.plan_id,
             config={name: config[name] for name in ("input", "output", "max_batch_size")},
@@ -116,7 +117,7 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
     async def script(repository: Repository) -> None:
         model = repository.engine().model
         found = await repository.engine().run_task("embed", texts)
-        vectors.append(found.outputs["embed"])
+        vectors.append(found.vectors)
         if not model.long_rows:
             return
         assert (model.runtime, model.rows_are_independent) == ("onnxruntime+openvino", True)
@@ -124,7 +125,7 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
         for row, text in zip(found.result.rows, texts, strict=True):
             alone = await repository.engine().run_task("embed", [text])
             assert alone.runtimes == ["openvino" if row.tokens > 8 else "onnxruntime"]
-            np.testing.assert_allclose(alone.outputs["embed"][0], row.result[0], atol=1e-6)
+            np.testing.assert_allclose(alone.vectors[0], row.result[0], atol=1e-6)
             lengths.append([row.tokens])
 
     play(bert, script, runtime="auto")
@@ -209,7 +210,7 @@ def test_repository_checked_model_is_not_read_in_the_server(
 
 
 async def ask(repository: Repository) -> np.ndarray:
-    return (await repository.engine().run_task("embed", ["a man", "a dog"])).outputs["embed"]
+    return (await repository.engine().run_task("embed", ["a man", "a dog"])).vectors
 
 
 def test_repository_serves_original_until_it_is_fused_in_the_background(
@@ -225,7 +226,7 @@ def test_repository_serves_original_until_it_is_fused_in_the_background(
         fused = repository.engine()
         assert fused.content == plain.content and fused.model.operators["rewritten"] is True
         assert np.abs(await ask(repository) - before).max() < 1e-6
-        await repository.settled()
+        await repository.loader.settled()
         with pytest.raises(ModelFailed):  # the first session is freed
             plain.model.run({})
 
@@ -248,7 +249,7 @@ def test_repository_load_of_an_unfused_model_fuses_it_later(
         assert repository.engine() is plain  # nothing new is known
         monkeypatch.setattr(model_check, "available_bytes", free)
         await repository.load("bert")
-        await repository.settled()
+        await repository.loader.settled()
         fused = repository.engine()
         assert fused is not plain and fused.model.operators["rewritten"] is True
         assert np.abs(await ask(repository) - before).max() < 1e-6
@@ -287,7 +288,7 @@ def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> No
     async def script(repository: Repository) -> None:
         while not children:
             await asyncio.sleep(0.05)
-            running = repository._checker._children
+            running = repository.loader._checker._children
             children.extend(child for child in running if child.poll() is None)
 
     play(bert, script)
@@ -329,7 +330,7 @@ def test_workers_share_one_fusion_and_all_serve_its_result(
         assert all(one.model.operators == model_check.PENDING for one in plain)
 
         def running() -> int:
-            children = [child for worker in workers for child in worker._checker._children]
+            children = [child for worker in workers for child in worker.loader._checker._children]
             return sum(child.poll() is None for child in children)
 
         while not running():

@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidArgument, InvalidModel
+from service.engine.model_loader import ModelLoader
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from service.settings import Settings
@@ -275,7 +276,7 @@ def test_load_replaced_engine_answers_accepted_requests(
         answer = await old.infer({"x": np.ones(1, np.float32)})
         assert answer.outputs["y"] == [1]
         old.release()
-        await repository.settled()
+        await repository.loader.settled()
         with raises(NotReady, "model.not_ready", "unloaded"):  # its session is freed
             await old.infer({"x": np.ones(1, np.float32)})
 
@@ -322,7 +323,7 @@ def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> N
         write_broken(tmp_path / "a" / "2")
         with raises(InvalidModel, "artifact.not_onnx"):
             await repository.load("a")
-        await repository.settled()
+        await repository.loader.settled()
         assert await ask(repository, "a") == 1
         shutil.rmtree(tmp_path / "a" / "2")
         write_scale(tmp_path / "a" / "2", 3)
@@ -364,7 +365,7 @@ def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
     async def script(repository: Repository) -> None:
         async def cycle() -> None:
             await repository.unload("tiny")
-            await repository.settled()
+            await repository.loader.settled()
             await repository.load("tiny")
             await repository.engine("tiny").run_task("embed", ["a b"])
 
@@ -393,7 +394,7 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
         grown: list[float] = []
         for _ in range(10):
             await repository.unload("large")
-            await repository.settled()
+            await repository.loader.settled()
             await repository.load("large")
             grown.append((psutil.Process().memory_info().rss - before) / size)
         print("copies of the weights:", [round(copies, 2) for copies in grown])
@@ -435,7 +436,7 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         write_scale(tmp_path / name, 1)
     client = start(tmp_path)
     go, running, most = threading.Event(), 0, 0
-    load = Repository._load
+    load = ModelLoader._load
 
     def held(*args: Any, **options: Any) -> Any:
         nonlocal running, most
@@ -445,7 +446,7 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         running -= 1
         return load(*args, **options)
 
-    monkeypatch.setattr(Repository, "_load", held)
+    monkeypatch.setattr(ModelLoader, "_load", held)
     answers: list[Any] = []
     threads = [
         threading.Thread(
@@ -599,7 +600,7 @@ def test_load_failed_probe_is_refused_and_others_serve(
     write_scale(tmp_path / "evil", 1)
     interpreter(command)
     chosen = repository.settings.model_copy(update={"probe": True})
-    monkeypatch.setattr(repository, "settings", chosen)
+    monkeypatch.setattr(repository.loader, "settings", chosen)
     with raises(InvalidModel, code, text):
         client.portal.call(repository.load, "evil")  # type: ignore[union-attr]
     evil = repository.index()[0]
@@ -633,7 +634,7 @@ def test_load_checked_files_are_not_probed_again(
     tried: list[Path] = []
 
     async def script(repository: Repository) -> None:
-        checker = repository._checker
+        checker = repository.loader._checker
         monkeypatch.setattr(
             checker,
             "_try",

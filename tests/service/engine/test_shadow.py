@@ -309,7 +309,7 @@ def test_scores_of_an_equal_classifier_meet_the_guarantee(activation: str, tmp_p
     artifact = open_artifact(folder)
     comparison = LiveComparison(artifact, CPU)
     served = Model(artifact, RunnerOptions(ONE_THREAD))
-    comparison.watch("c", artifact, served.signature, "kl")
+    comparison.watch("c", artifact, served.signature.input_types, "kl")
     assert served.encoder is not None
     for place in range(40):
         inputs = served.text_inputs(served.encode(["a " * (1 + place % 5) + "b"]))

@@ -530,9 +530,9 @@ def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path)
         assert one.ready and two.ready and one.workers == (2, 2)
         state.set_status(replace(_status(state, 1), ready=False))
         assert one.ready and two.ready  # half of the workers are
-        one._missing.add("gone")
+        one.loader.missing.add("gone")
         assert not one.ready
-        one._missing.clear()
+        one.loader.missing.clear()
         state.remove_status(1)  # it died
         assert one.ready and one.workers == (2, 1)
 
@@ -599,12 +599,12 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
-        two._load = out_of_memory  # type: ignore[method-assign, assignment]
+        two.loader._load = out_of_memory  # type: ignore[method-assign, assignment]
         with raises(NotReady, "model.unexpected", "MemoryError"):
             await one.load("tiny")
         assert one._ready_here and not two._ready_here
         assert one.ready and two.ready  # one of two can answer
-        del two._load
+        del two.loader._load
         await one.load("tiny")
         assert two.versions("tiny") == ["1", "2"] and two._ready_here
 
@@ -624,12 +624,12 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
-        two._load = out_of_memory  # type: ignore[method-assign, assignment]
+        two.loader._load = out_of_memory  # type: ignore[method-assign, assignment]
         with pytest.raises(NotReady):
             await one.load("tiny")
         monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
         if heals:
-            del two._load
+            del two.loader._load
         deadline = monotonic() + 10
         while not (two._ready_here if heals else ended):
             assert monotonic() < deadline

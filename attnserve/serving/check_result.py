@@ -1,0 +1,111 @@
+"""The result of a load check, and the checksum of all files of a model that it belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from attnserve.models.artifact import Artifact
+from attnserve.models.checksums import sha256
+from attnserve.models.onnx_validation import external_file
+from attnserve.serving.graph_facts import GraphFacts
+from attnserve.serving.operator_report import OperatorReport, unfused
+from graph_passes.errors import InvalidModel
+
+__all__ = ["FIX", "CheckResult", "content_of", "identify"]
+
+CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
+"""Files beside the model that change its results."""
+
+FIX = "do not use this file; if you made it, check it with onnx.checker.check_model"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A model that passed the check.
+
+    Attributes:
+        content: A checksum of its files except the external data (``content_of``).
+        identity: A checksum of all its files.
+        external: Its external data files with their checksums.
+        rewritten: The model with fused operators; None if the original is run.
+        operators: The operators that are run.
+        facts: Facts of the original.
+        fused_facts: Facts of the fused model; None if the original is run.
+        fusion: Future result of the fusion in the background; None if none runs.
+    """
+
+    content: str
+    identity: str
+    external: tuple[tuple[Path, str], ...]
+    rewritten: Path | None
+    operators: OperatorReport
+    facts: GraphFacts = field(compare=False)
+    fused_facts: GraphFacts | None = field(default=None, compare=False)
+    fusion: Future[CheckResult] | None = field(default=None, compare=False)
+
+    @classmethod
+    def of(
+        cls, artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
+    ) -> CheckResult:
+        """The result for a model that is run as it was exported.
+
+        Raises:
+            InvalidModel: External data cannot be read, or is outside of the folder.
+        """
+        if any(external_file(artifact.model, location) is None for location in facts.external):
+            raise InvalidModel(
+                f"{artifact.model}: external data is outside its folder",
+                FIX,
+                code="artifact.external_outside",
+            )
+        external = (artifact.folder / location for location in facts.external)
+        checksums = tuple((path, sha256(path)) for path in external)
+        digest = hashlib.sha256(content.encode())
+        for path, checksum in checksums:
+            digest.update(f" {path.name} {checksum}".encode())
+        return cls(content, digest.hexdigest(), checksums, None, operators, facts)
+
+    def is_current(self, artifact: Artifact) -> bool:
+        """Whether all files of the model are unchanged."""
+        with suppress(InvalidModel, OSError):
+            now = self.of(artifact, content_of(artifact), self.facts, self.operators)
+            return now.identity == self.identity
+        return False
+
+    @property
+    def external_is_current(self) -> bool:
+        """Whether the external data is unchanged."""
+        with suppress(InvalidModel):
+            return all(sha256(path) == checksum for path, checksum in self.external)
+        return False
+
+    def unfused(self, why: str) -> CheckResult:
+        """The result for the model as it was exported, and why it is run."""
+        return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
+
+
+def identify(artifact: Artifact) -> CheckResult:
+    """Create the result of a trusted model without check and fusion.
+
+    Raises:
+        InvalidModel: It cannot be read.
+    """
+    content = content_of(artifact)
+    facts = GraphFacts.read(artifact)
+    return CheckResult.of(artifact, content, facts, unfused("the load check is off"))
+
+
+def content_of(artifact: Artifact) -> str:
+    """A checksum without external data: listing its files needs the graph, which may crash."""
+    digest = hashlib.sha256(sha256(artifact.model).encode())
+    for name in CONFIGURATION_FILES:
+        path = artifact.companion(name)
+        digest.update(f" {name} {path and sha256(path)}".encode())
+    # The record also contains settings of other files, for example of sentence-transformers.
+    digest.update(json.dumps(artifact.record.to_json(), sort_keys=True).encode())
+    return digest.hexdigest()

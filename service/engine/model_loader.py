@@ -1,0 +1,379 @@
+"""Loads, replaces and frees the models of one process.
+
+A new version is loaded and warmed up before the old one stops; the old one answers its accepted
+requests before its session is freed. A model whose operators are fused in the background is
+replaced in the same way when that has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+from attnserve.models.artifact import open_artifact
+from attnserve.models.model_folder import ModelLocation, find_models
+from attnserve.serving.backends import RunnerOptions
+from attnserve.serving.check_result import CheckResult, identify
+from attnserve.serving.checked_loading import CheckedModel, load_checked
+from attnserve.serving.loaded_model import Model
+from attnserve.serving.model_check import LoadChecker
+from attnserve.serving.operator_report import OperatorReport, unfused
+from graph_passes.errors import AttnserveError, InvalidModel
+from service.engine.engine import Engine
+from service.engine.shadow import Shadow
+from service.errors import NotReady, UnknownModel, hide_folders
+from service.metrics import Metrics, VersionState
+from service.settings import Settings
+
+NOT_BATCH_INVARIANT = (
+    "its dynamic quantization makes an answer depend on the other rows of a run, so that every row "
+    "runs alone; convert the float32 model with `attnserve optimize` to let rows share a run"
+)
+
+log = logging.getLogger("attnserve")
+
+
+class ModelLoader:
+    """The loaded models of this process.
+
+    Args:
+        settings: The path, and how to serve its models.
+        metrics: Receives the measurements of the engines.
+        shadow: Receives the rows of answered requests.
+        folder: Folder for the results of load checks; see ``LoadChecker``.
+        alone: Waits until no other process replaces fused models.
+
+    Attributes:
+        by_name: The engines by name and version.
+        loading: The names and versions that are being loaded.
+        failures: Why loads failed, by name and version.
+        missing: Models that could not be loaded at the start.
+        known: The names of the models that were last found on disk.
+        started: Whether the start has ended. Until then, a path that cannot be read is an error of
+            the settings.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        metrics: Metrics,
+        shadow: Shadow,
+        *,
+        folder: Path | None,
+        alone: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        self.settings, self._metrics, self._shadow, self._alone = settings, metrics, shadow, alone
+        self._new_checker = partial(
+            LoadChecker,
+            device=settings.device,
+            timeout_s=settings.probe_timeout_s,
+            rewrite=settings.rewrite,
+            folder=folder,
+            cached=settings.probe_cache,
+        )
+        self._checker = self._new_checker()
+        self.by_name: dict[str, dict[str, Engine]] = {}
+        self.loading: set[tuple[str, str]] = set()
+        self.failures: dict[str, dict[str, str]] = {}
+        self.missing: set[str] = set()
+        self.known: frozenset[str] = frozenset()
+        self.started = False
+        self._changing = asyncio.Lock()
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._fusing: set[asyncio.Task[None]] = set()
+
+    def engines(self) -> list[Engine]:
+        """All engines, sorted by name and version."""
+        return [
+            versions[version]
+            for _, versions in sorted(self.by_name.items())
+            for version in sorted(versions, key=int)
+        ]
+
+    def contents_of(self, name: str) -> dict[str, str]:
+        """The checksum of each loaded version of a model."""
+        return {version: engine.content for version, engine in self.by_name.get(name, {}).items()}
+
+    def states(self) -> list[VersionState]:
+        """The state of each engine."""
+        return [
+            VersionState(
+                engine.name,
+                engine.version,
+                engine.waiting,
+                engine.in_flight,
+                engine.ready,
+                engine.model.runtime,
+                engine.model.precision,
+            )
+            for engine in self.engines()
+        ]
+
+    async def replace(self, name: str, versions: Collection[str] | None = None) -> None:
+        """Load ``versions`` of ``name``, None for all; they replace the loaded ones.
+
+        A version that cannot be loaded does not keep the others from it.
+
+        Raises:
+            UnknownModel: It is not on disk.
+            AttnserveError: A version cannot be loaded; the loaded one stays in place.
+        """
+        async with self._changing:
+            locations = (await asyncio.to_thread(self.find)).get(name, {})
+            if versions is not None:
+                locations = {
+                    version: locations[version] for version in versions if version in locations
+                }
+            if not locations:
+                raise UnknownModel(f"unknown model {name!r}: it is not on disk")
+            serving = self.by_name.get(name, {})
+            following: dict[str, Engine] = {}
+            first_error: AttnserveError | None = None
+            for version in sorted(locations, key=int):
+                key = (name, version)
+                self.loading.add(key)
+                try:
+                    engine = await self._prepare(name, version, locations[version])
+                    self.failures.get(name, {}).pop(version, None)
+                except AttnserveError as error:
+                    reason = hide_folders(error.what, self.settings.model)
+                    self.failures.setdefault(name, {})[version] = reason
+                    first_error = first_error or error
+                    if version not in serving:
+                        continue
+                    engine = serving[version]
+                finally:
+                    self.loading.discard(key)
+                following[version] = engine
+            if following:  # otherwise those that were loaded stay
+                self.by_name[name] = following
+                for engine in serving.values():
+                    if engine not in following.values():
+                        self._free(engine)
+            if first_error is not None:
+                raise first_error
+
+    async def remove(self, name: str) -> None:
+        """Retire all versions of a model.
+
+        Raises:
+            UnknownModel: It is neither loaded nor on disk.
+        """
+        async with self._changing:
+            if name not in self.by_name and name not in await asyncio.to_thread(self.find):
+                raise UnknownModel(f"unknown model {name!r}: it is not on disk")
+            engines = self.by_name.pop(name, None)
+            self.missing.discard(name)
+            for engine in (engines or {}).values():
+                self._free(engine)
+            self.failures.pop(name, None)
+
+    def retire(self, engine: Engine) -> None:
+        """Refuse new requests for an engine, and free it when the accepted ones are answered."""
+        versions = self.by_name[engine.name]
+        del versions[engine.version]
+        if not versions:
+            del self.by_name[engine.name]
+        self._free(engine)
+
+    def stop(self) -> None:
+        """End the check of a model that is being loaded, and fusions in the background."""
+        self._checker.close()
+        for task in self._fusing:
+            task.cancel()
+
+    async def settled(self) -> None:
+        """Wait until all replaced and removed engines are freed."""
+        while self._retiring:
+            await asyncio.gather(*self._retiring)
+
+    async def close(self) -> None:
+        """Answer the accepted requests, then free all models; they can be loaded again."""
+        self.stop()
+        for engine in self.engines():
+            self.retire(engine)
+        await self.settled()
+        self._checker = self._new_checker()
+        self.started = False
+
+    # -- loading ----------------------------------------------------------------------------------
+
+    async def _prepare(self, name: str, version: str, location: ModelLocation) -> Engine:
+        """The engine of the model at ``location``: the current one if unchanged, else a new one."""
+        served_engine = self.by_name.get(name, {}).get(version)
+
+        def is_served(checked: CheckResult) -> bool:
+            """Whether ``served_engine`` runs it, and nothing new is known of its fusion."""
+            if (
+                served_engine is None
+                or not served_engine.ready
+                or checked.identity != served_engine.content
+            ):
+                return False
+            done = served_engine.model.operators
+            is_news = checked.rewritten is not None or checked.fusion is not None
+            return done["rewritten"] or "pending" in done or not is_news
+
+        try:
+            checked_model = await asyncio.to_thread(self._load, name, version, location, is_served)
+        except AttnserveError:
+            raise
+        except Exception as error:  # a failure of one model must not affect the others
+            log.exception("%s version %s cannot be loaded", name, version)
+            raise NotReady(
+                f"{name} cannot be loaded: {type(error).__name__}",
+                "see the log of the server",
+                code="model.unexpected",
+            ) from error
+        if checked_model is None:
+            assert served_engine is not None
+            return served_engine
+        return self._serve(name, version, location, checked_model)
+
+    def _serve(
+        self, name: str, version: str, location: ModelLocation, checked_model: CheckedModel
+    ) -> Engine:
+        """Create the engine of a loaded model; it is replaced after a fusion in the background."""
+
+        def reload() -> Model:
+            again = self._load(name, version, location)
+            if again is None or again.identity != checked_model.identity:
+                raise NotReady(f"the files of {name} have changed", "load it again")
+            return again.model
+
+        engine = Engine(
+            checked_model.model,
+            self.settings.for_model(name),
+            self._metrics.series(name, version),
+            reload,
+            self._shadow,
+            version=version,
+            content=checked_model.identity,
+        )
+        if self.started:
+            log_operators(engine)
+        if checked_model.fusion is not None:
+            task = asyncio.ensure_future(self._serve_fused(engine, location, checked_model.fusion))
+            self._fusing.add(task)
+            task.add_done_callback(self._fusing.discard)
+        return engine
+
+    async def _serve_fused(
+        self, engine: Engine, location: ModelLocation, fusion: Future[CheckResult]
+    ) -> None:
+        """Replace an engine by the engine of the fused model, after the fusion."""
+        name, version = engine.name, engine.version
+        checked = await asyncio.wrap_future(fusion)
+        # One after the other: a replacement holds the old and the new weights.
+        async with self._alone(), self._changing:
+            if self.by_name.get(name, {}).get(version) is not engine or self._checker.is_closed:
+                return
+            if checked.rewritten is None:
+                engine.model.operators = self._shown(checked.operators)
+                log_operators(engine)
+                return
+            try:
+                checked_model = await asyncio.to_thread(self._load, name, version, location)
+            except Exception as error:  # the model is served as it is
+                log.warning("%s version %s is not fused: %s", name, version, error)
+                engine.model.operators = self._shown(unfused(str(error)))
+                return
+            assert checked_model is not None
+            if checked_model.identity != engine.content:  # the files were replaced
+                await asyncio.to_thread(checked_model.model.close)
+                return
+            if checked_model.fusion is not None:  # its result was not stored: do not retry forever
+                reason = "the result of the load check could not be stored"
+                engine.model.operators = unfused(reason)
+                await asyncio.to_thread(checked_model.model.close)
+                return
+            self.by_name[name][version] = self._serve(name, version, location, checked_model)
+            self._free(engine)
+
+    def _load(
+        self,
+        name: str,
+        version: str,
+        location: ModelLocation,
+        is_served: Callable[[CheckResult], bool] = lambda checked: False,
+    ) -> CheckedModel | None:
+        """Load the model; None if ``is_served``, see ``load_checked``.
+
+        Raises:
+            InvalidModel: It cannot be loaded, or changed during loading.
+        """
+        settings = self.settings.for_model(name)
+        options = RunnerOptions(
+            settings.device,
+            cuda=settings.cuda,
+            cuda_graphs=settings.cuda_graphs,
+            concurrency=settings.concurrency,
+            spinning=not settings.shares_cores,
+        )
+        open_model = partial(Model, options=options, name=name)
+        check = self._checker.check if settings.probe else identify
+        artifact = open_artifact(location.path, location.shared)
+        checked_model = load_checked(artifact, check, open_model, is_served)
+        if checked_model is None:
+            return None
+        model = checked_model.model
+        model.operators = self._shown(model.operators)
+        if model.int8_warning is not None:
+            log.warning("%s version %s: %s", name, version, model.int8_warning)
+        if not model.batch_invariant:
+            log.warning("%s version %s: %s", name, version, NOT_BATCH_INVARIANT)
+        return checked_model
+
+    def _shown(self, operators: OperatorReport) -> OperatorReport:
+        """A report of operators without paths of this server, because clients see it."""
+        hide = partial(hide_folders, served=self.settings.model)
+        if operators["rewritten"] is True:
+            refused = operators.get("refused", {})
+            return {**operators, "refused": {name: hide(why) for name, why in refused.items()}}
+        return {**operators, "why": hide(operators["why"])}
+
+    def _free(self, engine: Engine) -> None:
+        task = asyncio.ensure_future(engine.retire())
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def find(self) -> Mapping[str, Mapping[str, ModelLocation]]:
+        """The models on disk, by name and version.
+
+        Raises:
+            InvalidModel: The file or folder does not exist or cannot be read.
+            NotReady: The path was readable when the server started, and is not now.
+        """
+        try:
+            models = find_models(self.settings.model, must_exist=self.started)
+        except OSError as error:
+            if self.started:
+                raise NotReady("the model repository cannot be read", "try again later") from error
+            raise InvalidModel(
+                f"{self.settings.model}: cannot be read: {error.strerror}", "check its permissions"
+            ) from error
+        self.known = frozenset(models)
+        return models
+
+
+def log_operators(engine: Engine) -> None:
+    """Log the operator fusion of a model, or why there was none."""
+    done = engine.model.operators
+    if done["rewritten"] is True:
+        attention, gelu = done["attention"], done["gelu"]
+        fused = f" with fused operators ({attention} attention, {gelu} GELU)"
+        log.info(
+            "%s runs%s in %s: speed-up %.2fx, cosine %.9f",
+            engine.name,
+            fused if attention or gelu else "",
+            engine.model.runtime,
+            done["speedup"],
+            done["min_cosine"],
+        )
+    elif engine.settings.probe and engine.settings.rewrite:
+        log.info("%s runs without fused operators: %s", engine.name, done["why"])

@@ -1,0 +1,75 @@
+"""The limits of a request: bytes, texts, characters and the memory of its run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnserve.models.tokenizer import Encoding, Text
+from attnserve.serving.loaded_model import Model
+from service.errors import NotFound, TooLarge
+from service.settings import Settings
+
+SHORT_CHARACTERS = 2000
+"""Maximum number of characters of a request whose texts are tokenized in the thread of the run if
+it is free, else separately from longer texts (``Batcher.submit_from``). It takes about 1 ms."""
+
+
+def check_limit(count: int, limit: int, what: str) -> None:
+    """Raise ``TooLarge`` if ``count`` is above ``limit``."""
+    if count > limit:
+        raise TooLarge(
+            f"{count} {what} in one request: at most {limit}", "send several smaller requests"
+        )
+
+
+def check_size(
+    model: Model,
+    settings: Settings,
+    shapes: Mapping[str, tuple[int, ...]],
+    row: Mapping[str, tuple[int, ...]],
+    outputs: Sequence[str],
+) -> int:
+    """Refuse a request that needs too much memory, by its shapes and the shapes of one row.
+
+    Returns:
+        The bytes of its output tensors.
+
+    Raises:
+        TooLarge: Its outputs, or an operator of its run, have too many bytes.
+    """
+    size = model.signature.output_bytes(shapes, outputs)
+    check_limit(size, settings.max_tensor_bytes, "bytes of output tensors")
+    needed = model.run_bytes(row)
+    limit = settings.max_run_bytes
+    if needed is not None and needed > limit:
+        raise TooLarge(
+            f"an operator of {model.name} needs {needed} bytes at this length: at most {limit}",
+            "send a shorter input, or raise ATTNSERVE_MAX_RUN_BYTES",
+        )
+    return size
+
+
+def check_texts(model: Model, settings: Settings, texts: Sequence[Text | Encoding]) -> bool:
+    """Refuse too many or too long texts.
+
+    Returns:
+        Whether they are short in total (``SHORT_CHARACTERS``).
+
+    Raises:
+        NotFound: The model has no tokenizer.
+        TooLarge: There are too many texts, or one has too many characters.
+    """
+    if model.encoder is None:
+        raise NotFound(
+            f"{model.name} has no tokenizer.json, which texts need",
+            f"send token ids to /v2/models/{model.name}/infer",
+        )
+    check_limit(len(texts), settings.max_inputs, "texts")
+    limit = settings.max_text_chars
+    counts = [sum(map(len, text)) if isinstance(text, tuple) else len(text) for text in texts]
+    for index, count in enumerate(counts):
+        if count > limit:
+            raise TooLarge(
+                f"text {index} has {count} characters: at most {limit}", "cut it into parts"
+            )
+    return sum(counts) <= SHORT_CHARACTERS

@@ -1,0 +1,134 @@
+"""The queue of rows: which rows share a run.
+
+A **row** is one text, or one index of the batch axis of tensors. Rows of equal key can share a
+batch, which is padded to its longest row. The cost of a batch is its padded tokens (rows x longest)
+and stays within a budget. A row that is longer than the budget runs alone. The queue has no clock
+and no threads.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+P = TypeVar("P")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, eq=False)
+class Row(Generic[P, R]):
+    """A unit of work that can share a run with rows of the same ``key``.
+
+    Attributes:
+        key: Rows of equal key can share a run.
+        tokens: Number of tokens that a run computes for the row, at least 1.
+        payload: The value that ``Batcher`` passes to its ``run``.
+        real_tokens: Number of tokens without the padding of a model with a fixed length; None if
+            equal to ``tokens``.
+        request: The request of the row; set by the batcher.
+        number: Position in the order of arrival; set by the queue.
+        result: The result of the run; set by the batcher.
+    """
+
+    key: Hashable
+    tokens: int
+    payload: P
+    real_tokens: int | None = None
+    request: Any = None
+    number: int = 0
+    result: R = field(init=False, repr=False)
+
+
+AnyRow = Row[Any, Any]
+
+
+class Queue:
+    """Waiting rows, and the choice of rows that run together.
+
+    Requests take turns, so that a short one does not wait for all rows of a large one. A batch
+    consists of the oldest row of the request whose turn it is and the rows of the closest lengths,
+    up to the budget. A row joins only if its added padding costs no more than a separate run.
+
+    Args:
+        budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
+        overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
+        max_rows: Maximum rows of a batch; None for no limit.
+    """
+
+    def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
+        self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
+        self._waiting: OrderedDict[Any, OrderedDict[int, AnyRow]] = OrderedDict()
+        """The rows of each request by number; the first request has the next turn."""
+        self._sorted: dict[Hashable, list[tuple[int, int, AnyRow]]] = {}
+        self._next = 0
+        self._rows = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    @property
+    def next(self) -> AnyRow:
+        """The oldest row of the request that has the next turn."""
+        return next(iter(next(iter(self._waiting.values())).values()))
+
+    @property
+    def requests(self) -> Iterable[Any]:
+        """The requests with waiting rows."""
+        return self._waiting.keys()
+
+    def add(self, row: AnyRow) -> None:
+        """Add a row to those of its request; a new request has the last turn."""
+        row.number = self._next
+        self._next += 1
+        self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
+        self._rows += 1
+        insort(self._sorted.setdefault(row.key, []), (row.tokens, row.number, row))
+        self.tokens += row.tokens
+
+    def discard(self, row: AnyRow) -> None:
+        """Remove ``row`` if it still waits."""
+        if self._waiting.get(row.request, {}).get(row.number) is row:
+            rows = self._sorted[row.key]
+            at = bisect_left(rows, (row.tokens, row.number))
+            self._remove(rows, at, at + 1)
+
+    def take(self) -> list[AnyRow]:
+        """Remove and return the next batch, shortest row first; the queue must not be empty."""
+        oldest = self.next
+        self._waiting.move_to_end(oldest.request)
+        rows = self._sorted[oldest.key]
+        low = bisect_left(rows, (oldest.tokens, oldest.number))
+        high = low + 1  # the batch is rows[low:high]
+        while self.max_rows is None or high - low < self.max_rows:
+            size = high - low + 1
+            longest = rows[high - 1][0]
+            # Of each neighbor: the padding that it would add, and whether it is the longer one.
+            padding_costs: list[tuple[int, bool]] = []
+            if low > 0 and size * longest <= self.budget:
+                padding_costs.append((longest - rows[low - 1][0], False))
+            if high < len(rows) and size * rows[high][0] <= self.budget:
+                padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
+            padding, is_above = min(padding_costs, default=(math.inf, False))
+            if padding > self.overhead:
+                break
+            low, high = (low, high + 1) if is_above else (low - 1, high)
+        return self._remove(rows, low, high)
+
+    def _remove(self, rows: list[tuple[int, int, AnyRow]], low: int, high: int) -> list[AnyRow]:
+        removed = [row for _, _, row in rows[low:high]]
+        del rows[low:high]
+        for row in removed:
+            waiting = self._waiting[row.request]
+            del waiting[row.number]
+            if not waiting:
+                del self._waiting[row.request]
+            self._rows -= 1
+            self.tokens -= row.tokens
+        if not rows:
+            del self._sorted[removed[0].key]
+        return removed
