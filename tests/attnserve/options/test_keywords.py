@@ -7,15 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 
 import attnserve
-from attnserve.options import Options, keywords
-from tests.attnserve.options.cases import CASES, GROUPS
+from attnserve.options import keywords
 from tests.attnserve.options.make_keywords import FILE, module
 
 ROOT = Path(attnserve.__file__).parents[1]
