@@ -38,13 +38,13 @@ def read_names(value: Any) -> Any:
 
 def read_ranks(value: Any) -> Any:
     """One integer, or several as a tuple, from a text; other values as they are."""
-    ranks = read_integers(value)
+    ranks = _numbers(value, int, "integers")
     return ranks[0] if isinstance(value, str) and len(ranks) == 1 else ranks
 
 
-def read_integers(value: Any) -> Any:
-    """The integers in a text, separated by commas; other values as they are."""
-    return _numbers(value, int, "integers")
+def read_counts(value: Any) -> Any:
+    """The integers in a text, separated by commas, or one integer; other values as they are."""
+    return (value,) if isinstance(value, int) else _numbers(value, int, "integers")
 
 
 def read_weights(value: Any) -> Any:
@@ -133,7 +133,7 @@ MEASURE = (
 Cosine = Annotated[float, Field(ge=-1, le=1, examples=[0.99]), Cli(metavar="COSINE")]
 Counts = Annotated[
     tuple[Annotated[int, Field(ge=1)], ...],
-    BeforeValidator(read_integers, json_schema_input_type=Sequence[int] | str),
+    BeforeValidator(read_counts, json_schema_input_type=int | Sequence[int] | str),
     Field(examples=["1,8"]),
 ]
 MeasureName = Annotated[Measure, Field(description=MEASURE)]

@@ -142,6 +142,6 @@ class ScoringKeywords(TypedDict, total=False):
 class TimingKeywords(TypedDict, total=False):
     """The fields of ``Timing``."""
 
-    batches: Sequence[int] | str
-    sequences: Sequence[int] | str
+    batches: int | Sequence[int] | str
+    sequences: int | Sequence[int] | str
     rounds: int | None

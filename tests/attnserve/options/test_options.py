@@ -59,6 +59,7 @@ def test_help_of_every_option_is_its_docstring_or_that_of_its_type():
         (Target(sequence="128"), {"sequence": 128}),  # type: ignore[arg-type]
         (Data(calib="a.txt"), {"calib": (Path("a.txt"),)}),  # type: ignore[arg-type]
         (Timing(batches="1,8"), {"batches": (1, 8)}),  # type: ignore[arg-type]
+        (Timing(batches=8), {"batches": (8,)}),  # type: ignore[arg-type]
     ],
 )
 def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
@@ -123,7 +124,8 @@ def test_value_of_another_type_is_named(group: type[Options], name: str, value: 
     [
         (Rewrites, "collab_dk"), (Rewrites, "head_dk"), (Rewrites, "prune"), (Goal, "keep"),
         (Goal, "recover"), (Target, "batch"), (Target, "sequence"), (Run, "threads"),
-        (Run, "seed"), (Write, "min_cosine"), (Training, "minutes"),
+        (Run, "seed"), (Write, "min_cosine"), (Training, "minutes"), (Timing, "rounds"),
+        (Timing, "batches"),
     ],
 )  # fmt: skip
 def test_boolean_is_no_number(group: type[Options], name: str, value: bool):
