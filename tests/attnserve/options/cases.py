@@ -66,7 +66,7 @@ def invalid(group: type[Options], name: str) -> list[Any]:
         return [*map(about.kind, numbers), math.nan, "nonsense"]
     members = get_args(about.kind)
     if get_origin(about.kind) is tuple and about.bounds:
-        items = [(value,) for bound in about.bounds for value in outside(bound)]
+        items = [(members[0](value),) for bound in about.bounds for value in outside(bound)]
         return [*items, ("nonsense",), "nonsense"]
     if get_origin(about.kind) is tuple and get_origin(members[0]) is Literal:
         return ["nonsense", ("nonsense",)]
