@@ -17,7 +17,18 @@ if TYPE_CHECKING:
     from attnserve.checks.inspect import inspect
     from attnserve.exporters.hugging_face import export
     from attnserve.integrations.mteb import evaluate_mteb
-    from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
+    from attnserve.options import (
+        Comparison,
+        Data,
+        Goal,
+        Rewrites,
+        Run,
+        Scoring,
+        Target,
+        Timing,
+        Training,
+        Write,
+    )
     from attnserve.planning.optimize import optimize
     from attnserve.planning.plan_command import plan
     from attnserve.planning.recover_command import recover
@@ -26,11 +37,14 @@ if TYPE_CHECKING:
     from attnserve.reports.model_report import report
 
 __all__ = [
+    "Comparison",
     "Data",
     "Goal",
     "Rewrites",
     "Run",
+    "Scoring",
     "Target",
+    "Timing",
     "Training",
     "Write",
     "__version__",
@@ -63,9 +77,7 @@ _MODULES = {
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
     "verify_again": "attnserve.planning.verify_again",
-    **dict.fromkeys(
-        ("Data", "Goal", "Rewrites", "Run", "Target", "Training", "Write"), "attnserve.options"
-    ),
+    **{name: "attnserve.options" for name in __all__ if name[0].isupper()},
 }
 """The module that defines each function and each group of options."""
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -29,7 +29,8 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Run, with_keywords
+from attnserve.options import Run, Timing, with_keywords
+from attnserve.options.keywords import RunKeywords, TimingKeywords
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
 from attnserve.runtime.interface import RunFailed
@@ -199,28 +200,31 @@ class BenchReport:
         }
 
 
+class _Keywords(TimingKeywords, RunKeywords):
+    """The fields of the groups of ``bench``."""
+
+
 @with_keywords
 def bench(
     models: Sequence[Path | str],
     *,
-    batches: Sequence[int] = (1,),
-    sequences: Sequence[int] = (128,),
+    timing: Timing = Timing(),
     run: Run = Run(threads=1),
-    rounds: int | None = None,
     progress: Progress | None = None,
+    **fields: Unpack[_Keywords],
 ) -> BenchReport:
     """Measure models in interleaved order, at every batch and sequence.
 
     On CUDA inputs and outputs stay on the device; copies from and to the host are not timed.
-    float32 products do not use TF32.
+    float32 products do not use TF32. The fields of the groups are keywords too:
+    ``bench(models, batches=(1, 8), threads=2)``.
 
     Args:
         models: .onnx files or artifact folders; speed-ups are relative to the first.
-        batches: Batch sizes to measure at, in rows.
-        sequences: Lengths to measure at, in tokens per row.
-        run: Provider, without fallback, threads and seed; one thread by default.
-        rounds: Samples per model and shape; None for about ``SHAPE_SECONDS`` per shape, and as long
+        timing: Shapes to measure at: batch sizes in rows, and lengths in tokens per row. Rounds are
+            samples per model and shape; None for about ``SHAPE_SECONDS`` per shape, and as long
             again for decoders with a cache.
+        run: Provider, without fallback, threads and seed; one thread by default.
         progress: Called with (stage, hundredths of a shape done, in total).
 
     Raises:
@@ -229,9 +233,12 @@ def bench(
         InvalidModel: A model cannot be read, or its process died.
         MissingExtra: ONNX Runtime is not installed.
     """
-    _check_arguments(models, batches, sequences, rounds)
+    if not models:
+        raise InvalidArgument(
+            "`models` is empty", "pass at least one value", code="benchmark.empty"
+        )
     machine = describe_machine(run.device)
-    workloads = [Workload.of(*shape) for shape in product(batches, sequences)]
+    workloads = [Workload.of(*shape) for shape in product(timing.batches, timing.sequences)]
     subjects = [_examine(model, workloads, run) for model in models]
     results: list[Measurement] = []
     phases = 3 if any(subject.cache_bytes for subject in subjects) else 1
@@ -245,10 +252,10 @@ def bench(
 
             samplers = [child.feed(workload) for child in children]
             times_ms = BENCHMARK.measure(
-                samplers, SHAPE_SECONDS, rounds=rounds, progress=partial(report, 0)
+                samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(report, 0)
             )
             samples = [tuple(row) for row in times_ms.tolist()]
-            decodings = _measure_decoding(children, workload, rounds, report)
+            decodings = _measure_decoding(children, workload, timing.rounds, report)
             results += [
                 Measurement(
                     model=child.subject.model,
@@ -387,30 +394,6 @@ def _cache_bytes(graph: ir.Model, workload: Workload) -> int:
     one, two = (example_inputs(graph, replace(workload, past=past)) for past in (1, 2))
     names = [name for name in one if not is_mask(name)]
     return sum(two[name].nbytes - one[name].nbytes for name in names) // workload.batch
-
-
-def _check_arguments(
-    models: Sequence[Path | str],
-    batches: Sequence[int],
-    sequences: Sequence[int],
-    rounds: int | None,
-) -> None:
-    for option, values in (("models", models), ("batches", batches), ("sequences", sequences)):
-        if len(values) == 0:
-            raise InvalidArgument(
-                f"`{option}` is empty", "pass at least one value", code="benchmark.empty"
-            )
-    for option, least, values in (
-        ("batches", 1, batches),
-        ("sequences", 1, sequences),
-        ("rounds", 1, () if rounds is None else (rounds,)),
-    ):
-        if min(values, default=least) < least:
-            raise InvalidArgument(
-                f"`{option}` is {min(values)}: expected at least {least}",
-                "raise it",
-                code="benchmark.range",
-            )
 
 
 class _Runner:

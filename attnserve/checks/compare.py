@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +14,6 @@ from attnserve.checks.measures import not_finite_rows
 from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_progress
 from attnserve.data.datasets import load_inputs
-from attnserve.literals import Measure
 from attnserve.models.artifact import open_artifact
 from attnserve.models.cache_inputs import (
     empty_axes,
@@ -30,8 +29,9 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
 from attnserve.models.recorded import present
 from attnserve.models.rows import fixed_axes, row_count
-from attnserve.options import Run, with_keywords
-from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.options import Comparison, Run, with_keywords
+from attnserve.options.keywords import ComparisonKeywords, RunKeywords
+from attnserve.paths import StrPath
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session, owned
@@ -50,20 +50,23 @@ KEPT_SHARE = 0.25
 of the model's size; the larger limit applies."""
 
 
+class _Keywords(ComparisonKeywords, RunKeywords):
+    """The fields of the groups of ``verify``."""
+
+
 @with_keywords
 def verify(
     original: StrPath,
     new: StrPath,
     *,
-    data: StrPath | Sequence[StrPath] | None = None,
-    measure: Measure = "auto",
-    tokenizer: StrPath | None = None,
+    comparison: Comparison = Comparison(),
     run: Run = Run(),
     progress: Progress | None = None,
+    **fields: Unpack[_Keywords],
 ) -> Fidelity:
     """Compare the outputs of a new model with those of its original, on data or random inputs.
 
-    ``measure`` is the measure of quality on ``data``; "auto" chooses it by the kind of each output.
+    The fields of the groups are keywords too: ``verify(original, new, data="texts.txt")``.
 
     If the caches of the new model have other shapes, both start from empty caches (``compare``).
 
@@ -78,9 +81,11 @@ def verify(
     axes = fixed_axes(value.shape for value in after.graph.inputs if value.shape)
     narrower = before if axes == (None, None) else after
     meter = None
-    files = as_paths(data)
-    if files:
-        rows = load_inputs(files, narrower, artifact, tokenizer=as_path(tokenizer), split=False)
+    measure = comparison.measure
+    if comparison.data:
+        rows = load_inputs(
+            comparison.data, narrower, artifact, tokenizer=comparison.tokenizer, split=False
+        )
         batches, source = rows.fit, rows.source.file
         check_measure(measure, rows)
         meter = QualityMeter(before, artifact, measure=measure, data=rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from attnserve.checks.scores import Score
 from attnserve.checks.tasks import TASKS, OpenModel
@@ -15,41 +16,36 @@ from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_prog
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.options import Run, with_keywords
-from attnserve.paths import StrPath, as_path
+from attnserve.options import Run, Scoring, with_keywords
+from attnserve.options.keywords import RunKeywords, ScoringKeywords
+from attnserve.paths import StrPath
 from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
-from graph_passes.errors import InvalidArgument
 
 __all__ = ["evaluate", "score_session"]
+
+
+class _Keywords(ScoringKeywords, RunKeywords):
+    """The fields of the groups of ``evaluate``."""
 
 
 @with_keywords
 def evaluate(
     model: StrPath,
     *,
-    task: TaskName,
-    data: StrPath,
-    pooling: Pooling | None = None,
-    max_length: int | None = None,
-    tokenizer: StrPath | None = None,
+    scoring: Scoring = Scoring(),
     run: Run = Run(),
     batch_size: int = 32,
     progress: Progress | None = None,
+    **fields: Unpack[_Keywords],
 ) -> Score:
     """Score ``model`` on the rows of a file.
 
+    The fields of the groups are keywords too: ``evaluate(model, task="sts", data="dev.tsv")``.
+
     Args:
         model: An .onnx file or an artifact folder.
-        task: One of ``TASKS``.
-        data: The file. Tables are tab-separated with a header line; other columns are ignored.
-            "sts": score, sentence1, sentence2. "classification": label, text (or sentence).
-            "rerank": query, document, relevance. "retrieval": a folder with queries, documents
-            and qrels. "perplexity": a text per line, or .npz. "token-classification": CoNLL.
-            "image-classification": .npz with the inputs of the model, and label.
-        pooling: "mean", "cls", "last" or "none"; None for that of the artifact.
-        max_length: Longer texts are truncated to this many tokens; None for that of the artifact.
-        tokenizer: A tokenizer.json; None for the one in the model's folder.
+        scoring: The task and its data, which are required.
         run: Provider and threads, and the seed of the bootstrap.
         batch_size: Texts per batch.
         progress: Called with (stage, texts done, texts in total).
@@ -60,10 +56,7 @@ def evaluate(
         InvalidArgument: An argument does not fit this model.
         CheckFailed: The model returns NaN, or the same cosine for every pair.
     """
-    if task not in TASKS:
-        raise InvalidArgument(
-            f"`task` is {task!r}: expected {' or '.join(TASKS)}", "choose one", code="evaluate.task"
-        )
+    task, data = scoring.require()
     artifact = open_artifact(model)
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
     session = open_session(artifact.model, run.device)
@@ -71,10 +64,10 @@ def evaluate(
         session,
         artifact,
         task=task,
-        data=Path(data),
-        pooling=pooling,
-        max_length=max_length,
-        tokenizer=as_path(tokenizer),
+        data=data,
+        pooling=scoring.pooling,
+        max_length=scoring.max_length,
+        tokenizer=scoring.tokenizer,
         batch_size=batch_size,
         context=run.context(progress or ignore_progress),
     )

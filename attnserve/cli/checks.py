@@ -24,8 +24,7 @@ from attnserve.cli.display import (
     set_log_level,
     shorten_names,
 )
-from attnserve.literals import Pooling, TaskName
-from attnserve.options import Run
+from attnserve.options import Comparison, Run, Scoring, Timing
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -146,32 +145,8 @@ def verify(
     new: Annotated[
         Path | None, typer.Argument(metavar="NEW", help="The rewritten model.", show_default=False)
     ] = None,
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Text, .npz or a folder of .npz (default: random inputs); can be repeated.",
-        ),
-    ] = None,
-    again: Annotated[
-        bool,
-        typer.Option(
-            "--again",
-            metavar="",
-            help="Repeat the verification that attnserve.json of NEW records, on the calibration"
-            " data or on new data. Exit with code 1 if a guarantee does not hold.",
-        ),
-    ] = False,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="With --again: labeled data of a goal with a task."),
-    ] = None,
-    measure: opt.CheckMeasure = "auto",
-    tokenizer: opt.DataTokenizer = None,
-    min_cosine: Annotated[
-        float | None,
-        typer.Option(metavar="COSINE", help="Exit with code 1 if the mean cosine is lower."),
-    ] = None,
+    comparison: Comparison = Comparison(),
+    requirements: opt.Requirements = opt.Requirements(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
@@ -181,32 +156,23 @@ def verify(
     """
     from graph_passes.errors import CheckFailed, InvalidArgument
 
-    if min_cosine is not None and not -1 <= min_cosine <= 1:
-        raise InvalidArgument(
-            f"`min_cosine` is {min_cosine}: expected a value between -1 and 1",
-            "pass for example 0.98",
-            code="compare.min_cosine",
-        )
-    if not again and (new is None or eval_data is not None):
-        raise InvalidArgument(
-            "NEW is missing" if new is None else "`eval_data` is given without `again`",
-            "give ORIGINAL and NEW, or `again`",
-            code="verify.usage",
-        )
     guarantees: VerifyAgainReport | None = None
     with progress_bars(show) as progress:
-        if again:
+        if requirements.again:
             before, after = (None, original) if new is None else (original, new)
             guarantees = attnserve.verify_again(
-                after, before, data=data or (), eval_data=eval_data, measure=measure,
-                tokenizer=tokenizer, run=run, progress=progress,
-            )  # fmt: skip
-            report = guarantees.fidelity
-        else:
-            report = attnserve.verify(
-                original, new or "", data=data, measure=measure, tokenizer=tokenizer, run=run,
+                after, before, comparison=comparison, eval_data=requirements.eval_data, run=run,
                 progress=progress,
             )  # fmt: skip
+            report = guarantees.fidelity
+        elif new is None:
+            raise InvalidArgument(
+                "NEW is missing", "give ORIGINAL and NEW, or `again`", code="verify.usage"
+            )
+        else:
+            report = attnserve.verify(
+                original, new, comparison=comparison, run=run, progress=progress
+            )
     if show.json_:
         print_json((guarantees or report).to_json())
     else:
@@ -238,6 +204,7 @@ def verify(
     if not show.quiet:
         for warning in warnings:
             print_message(f"warning: {warning}")
+    min_cosine = requirements.min_cosine
     if min_cosine is not None and report.mean_cosine < min_cosine:
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
@@ -289,44 +256,21 @@ def _require_guarantees(report: VerifyAgainReport, show: opt.Show) -> None:
 )
 def evaluate(
     model: opt.Model,
-    task: Annotated[TaskName | None, typer.Option(help="The task whose score is computed.")] = None,
-    data: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A .tsv file with a header line; a folder (retrieval), text (perplexity), CoNLL"
-            " (token-classification) or .npz (image-classification). With --mteb, a folder with the"
-            " data sets of the tasks (default: the cache, or a download).",
-        ),
-    ] = None,
-    pooling: Annotated[
-        Pooling | None,
-        typer.Option(help="Pooling of the token outputs (default: the artifact's, else mean)."),
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Truncate texts to N tokens.")
-    ] = None,
-    tokenizer: opt.DataTokenizer = None,
+    scoring: Scoring = Scoring(),
     mteb: opt.Mteb = opt.Mteb(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
     """Compute a task score, such as a correlation, an accuracy, nDCG or perplexity."""
-    _check_evaluate(
-        task=task, data=data, pooling=pooling, max_length=max_length, tokenizer=tokenizer,
-        mteb=mteb.mteb, output=mteb.output, force=mteb.force,
-    )  # fmt: skip
+    _check_evaluate(scoring, mteb)
     with progress_bars(show) as progress:
-        if task is None or data is None:
+        if mteb.mteb:
             report = attnserve.evaluate_mteb(
-                model, mteb.mteb, data=data, output=mteb.output, force=mteb.force, run=run,
+                model, mteb.mteb, data=scoring.data, output=mteb.output, force=mteb.force, run=run,
                 progress=progress,
             )  # fmt: skip
         else:
-            report = attnserve.evaluate(
-                model, task=task, data=data, pooling=pooling, max_length=max_length,
-                tokenizer=tokenizer, run=run, progress=progress,
-            )  # fmt: skip
+            report = attnserve.evaluate(model, scoring=scoring, run=run, progress=progress)
     content = report.to_json()
     if show.json_:
         print_json(content)
@@ -335,7 +279,7 @@ def evaluate(
         print_line(", ".join(f"{key} {_format(value)}" for key, value in row.items()))
 
 
-def _check_evaluate(**given: object) -> None:
+def _check_evaluate(scoring: Scoring, mteb: opt.Mteb) -> None:
     """Check that the options belong to a task with data, or to tasks of MTEB.
 
     Raises:
@@ -343,7 +287,7 @@ def _check_evaluate(**given: object) -> None:
     """
     from graph_passes.errors import InvalidArgument
 
-    names = {name for name, value in given.items() if value}
+    names = {name for group in (scoring, mteb) for name, _ in group.changed()}
     others = {"output", "force"} if "task" in names else {"pooling", "max_length", "tokenizer"}
     if ("task" in names) == ("mteb" in names) or ("data" not in names and "task" in names):
         what, how = "expected `task` with `data`, or `mteb`", "give one of them"
@@ -371,31 +315,13 @@ def bench(
         list[Path],
         typer.Argument(metavar="MODEL...", help="Models; speed-ups are relative to the first."),
     ],
-    batch: Annotated[
-        str, typer.Option(metavar="N,...", help="Batch sizes, separated by commas.")
-    ] = "1",
-    seq: Annotated[
-        str, typer.Option(metavar="N,...", help="Sequence lengths, separated by commas.")
-    ] = "128",
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Interleaved rounds per shape (default: about 8 seconds)."
-        ),
-    ] = None,
+    timing: Timing = Timing(),
     show: opt.Show = opt.Show(),
     run: Run = ONE_THREAD,
 ) -> None:
     """Measure the latency and memory of models in interleaved rounds."""
     with progress_bars(show) as progress:
-        report = attnserve.bench(
-            models,
-            batches=opt.parse_integers("--batch", batch, minimum=1),
-            sequences=opt.parse_integers("--seq", seq, minimum=1),
-            run=run,
-            rounds=rounds,
-            progress=progress,
-        )
+        report = attnserve.bench(models, timing=timing, run=run, progress=progress)
     if show.json_:
         print_json(report.to_json())
         return

@@ -157,9 +157,9 @@ def _option(
     """
     value_type = _shown_type(about)
     text = _help(field)
-    group_sets_default = (
-        kind.reads_environment or about.cli.is_text or get_origin(value_type) is list
-    )
+    if about.cli.is_text and default is not None:  # the text that the field reads
+        default = ",".join(map(str, default)) or None
+    group_sets_default = kind.reads_environment or get_origin(value_type) is list
     if group_sets_default:  # Typer gets none, and the help names it
         text += _default_text(default)
         default = None

@@ -54,7 +54,7 @@ class _Console(Console):
 out = _Console(highlight=False)
 err = _Console(stderr=True, soft_wrap=True, highlight=False)
 
-RENAMED = {"sequence": "seq", "sequences": "seq", "batches": "batch"}
+RENAMED = {"sequence": "seq"}
 """Parameters of the Python functions whose options have another name."""
 
 SPELLED = {"refit": ("refit", "--no-refit")}

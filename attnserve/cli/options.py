@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import typer
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from attnserve.literals import Measure
-from attnserve.options import Cli, Data, Options, Training, Write
-from attnserve.options.fields import read_names
+from attnserve.options import Cli, Data, Options, Write
+from attnserve.options.fields import Cosine, File, fail, read_names
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
 
@@ -33,7 +32,6 @@ Model = Annotated[
     Path, typer.Argument(metavar="MODEL", help="An .onnx file or an artifact folder.")
 ]
 INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder of .npz"
-CheckMeasure = Annotated[Measure, typer.Option(help=Training.model_fields["measure"].description)]
 DataTokenizer = Annotated[
     Path | None, typer.Option(metavar="FILE", help=Data.model_fields["tokenizer"].description)
 ]
@@ -66,6 +64,26 @@ class Show(Options):
     """Hide progress and warnings."""
     verbose: Annotated[bool, Cli(flags=("--verbose", "-v"))] = False
     """Print details, and the traceback of an error."""
+
+
+class Requirements(Options):
+    """What ``verify`` requires of the new model."""
+
+    area = "verify"
+
+    again: bool = False
+    """Repeat the verification that attnserve.json of NEW records, on the calibration data or on new
+    data. Exit with code 1 if a guarantee does not hold."""
+    eval_data: File | None = None
+    """With `again`: labeled data of a goal with a task."""
+    min_cosine: Cosine | None = None
+    """Exit with code 1 if the mean cosine is lower."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.eval_data is not None and not self.again:
+            fail("`eval_data` is given without `again`", "give `again` too", "verify.usage")
+        return self
 
 
 class Mteb(Options):
@@ -102,28 +120,3 @@ def limit_threads(threads: int) -> int:
 
 LIBRARY_THREADS = frozenset({"MKL_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"})
 """Variables with the number of threads of numpy, scipy and PyTorch."""
-
-
-def parse_integers(option: str, text: str, *, minimum: int | None = None) -> list[int]:
-    """Split comma-separated integers.
-
-    Raises:
-        InvalidArgument: A value is not an integer, or is less than ``minimum``.
-    """
-    from graph_passes.errors import InvalidArgument
-
-    try:
-        numbers = [int(part) for part in text.split(",")]
-    except ValueError as error:
-        raise InvalidArgument(
-            f"{option} is {text!r}: expected integers, separated by commas",
-            f"for example {option} 1,8",
-            code="cli.integers",
-        ) from error
-    if minimum is not None and min(numbers) < minimum:
-        raise InvalidArgument(
-            f"{option} is {text!r}: expected integers of at least {minimum}",
-            f"for example {option} {minimum}",
-            code="cli.integers",
-        )
-    return numbers

@@ -1,10 +1,11 @@
 """The options of the commands, as types. Each option is stated once, in ``groups``.
 
-The first paragraph of a field's docstring is its help (only a text with computed values is a
-``description``), its bounds are its check, and its value travels to the code that uses it. The
-options of the command line (``attnserve.cli.command``), the keywords of the Python functions
-(``with_keywords``), the reference and the tests of invalid values are generated from these types.
-Nothing heavy is imported: ``attnserve --help`` needs them.
+The first paragraph of a field's docstring is its help (a text that several fields share, or with
+computed values, is a ``description``), its bounds are its check, and its value travels to the code
+that uses it. The options of the command line (``attnserve.cli.command``), the keywords of the
+Python functions (``with_keywords``, and for type checkers ``keywords``), the reference and the
+tests of invalid values are generated from these types. Nothing heavy is imported: ``attnserve
+--help`` needs them.
 """
 
 from attnserve.options.base import (
@@ -21,11 +22,14 @@ from attnserve.options.base import (
 from attnserve.options.fields import Allowed, Lengths, Ranks
 from attnserve.options.groups import (
     GROUPS,
+    Comparison,
     Data,
     Goal,
     Rewrites,
     Run,
+    Scoring,
     Target,
+    Timing,
     Training,
     Write,
     check_files,
@@ -37,6 +41,7 @@ __all__ = [
     "GROUPS",
     "Allowed",
     "Cli",
+    "Comparison",
     "Data",
     "Goal",
     "Lengths",
@@ -45,7 +50,9 @@ __all__ = [
     "Ranks",
     "Rewrites",
     "Run",
+    "Scoring",
     "Target",
+    "Timing",
     "Training",
     "Write",
     "check_files",

@@ -17,18 +17,15 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
-    Literal,
     NamedTuple,
     NoReturn,
     ParamSpec,
-    Protocol,
     TypeGuard,
     TypeVar,
     Union,
     get_args,
     get_origin,
     get_type_hints,
-    overload,
 )
 
 from pydantic import (
@@ -57,21 +54,7 @@ __all__ = [
 ]
 
 P = ParamSpec("P")
-Result = TypeVar("Result", covariant=True)
-
-
-class WithKeywords(Protocol[P, Result]):
-    """How a type checker sees a function of ``with_keywords``.
-
-    The first form has the parameters of the function. In the second one, fields of its groups are
-    keywords too; their names and types are checked by the call alone.
-    """
-
-    @overload
-    def __call__(self, *args: P.args, **values: P.kwargs) -> Result: ...
-
-    @overload
-    def __call__(self, *args: Any, **values: Any) -> Result: ...
+Result = TypeVar("Result")
 
 
 class Switch(NamedTuple):
@@ -127,6 +110,8 @@ class Options(BaseModel):
     """Default help panel of the fields."""
     area: ClassVar[str] = "options"
     """First part of error codes."""
+    codes: ClassVar[Mapping[str, str]] = {}
+    """Error codes of the fields whose code is not ``AREA.range``."""
     reads_environment: ClassVar[bool] = False
     """Whether environment variables set fields that are not given."""
 
@@ -184,7 +169,7 @@ class Options(BaseModel):
         raise InvalidArgument(
             f"`{name}` is {value_text}: expected {expected_values(field, problem['msg'])}",
             "give another value" if example is None else f"for example `{name}` {example}",
-            code=f"{cls.area}.range",
+            code=cls.codes.get(name, f"{cls.area}.range"),
         ) from error
 
     def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
@@ -225,7 +210,10 @@ def field_docstrings(module: str) -> dict[str, dict[str, str]]:
 
 
 def option_type(field: FieldInfo) -> OptionType:
-    """Split the type of a field into its kind, bounds, presentation and example."""
+    """Split the type of a field into its kind, bounds, presentation and example.
+
+    The bounds of the items of a tuple are those of the field.
+    """
     kind: Any = field.annotation
     parts: list[Any] = [field]
     while True:
@@ -235,6 +223,9 @@ def option_type(field: FieldInfo) -> OptionType:
         elif get_origin(kind) in (Union, UnionType):
             members = [member for member in get_args(kind) if member is not NoneType]
             kind = members[0] if len(members) == 1 else str  # several are read from their text
+        elif get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Annotated:
+            item, *annotations = get_args(get_args(kind)[0])
+            kind, parts = tuple[item, ...], [*annotations, *parts]
         else:
             break
     metadata: list[Any] = []
@@ -256,14 +247,19 @@ def option_name(name: str, field: FieldInfo) -> str:
     return flags[0] if flags else "--" + name.replace("_", "-")
 
 
-def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
+def with_keywords(function: Callable[P, Result]) -> Callable[P, Result]:
     """Decorator: the fields of groups of options are keywords of the function too.
 
     ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. A field that
-    several groups have is given to all of them.
+    several groups have is given to all of them. The function has ``**fields`` of a type of
+    ``options.keywords``, from which type checkers know the fields, and which receives none.
     """
     hints = get_type_hints(function)
-    parameters = signature(function).parameters
+    parameters = {
+        name: parameter
+        for name, parameter in signature(function).parameters.items()
+        if parameter.kind is not Parameter.VAR_KEYWORD
+    }
     groups: dict[str, type[Options]] = {
         name: hints[name] for name in parameters if is_group(hints.get(name))
     }
@@ -281,6 +277,11 @@ def with_keywords(function: Callable[P, Result]) -> WithKeywords[P, Result]:
             group_fields = {field: getattr(group, field) for field in group.model_fields_set}
             arguments[name] = kind(**{**group_fields, **fields}) if fields else group
         values = {name: value for name, value in values.items() if name not in keywords}
+        for name in values:
+            if name not in parameters:  # `**fields` would receive it
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                )
         return function(*args, **values, **arguments)
 
     field_parameters = {
@@ -347,10 +348,8 @@ def expected_values(field: FieldInfo, message: str) -> str:
     if message.startswith(VALUE_ERROR):  # raised by the field's reader
         return text
     option = option_type(field)
-    members = get_args(option.kind)
-    if get_origin(option.kind) is tuple and members and get_origin(members[0]) is Literal:
-        members = get_args(members[0])
-    names = [member for member in members if isinstance(member, str)]
+    kind = get_args(option.kind)[0] if get_origin(option.kind) is tuple else option.kind
+    names = [member for member in get_args(kind) if isinstance(member, str)]
     if names:
         return ", ".join(names)
     limits = [
@@ -359,6 +358,6 @@ def expected_values(field: FieldInfo, message: str) -> str:
         for bound in option.bounds
         if getattr(bound, name, None) is not None
     ]
-    if limits and option.kind in (int, float):
-        return f"{'an integer' if option.kind is int else 'a number'}, {' and '.join(limits)}"
+    if limits and kind in (int, float):
+        return f"{'an integer' if kind is int else 'a number'}, {' and '.join(limits)}"
     return text

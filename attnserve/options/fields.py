@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import BeforeValidator, Field
 
-from attnserve.literals import Precision
+from attnserve.literals import Measure, Precision, SearchMeasure
 from attnserve.options.base import Cli, Switch
-from attnserve.paths import as_paths
+from attnserve.paths import StrPath, as_paths
 
 # Panels of the help; ``groups`` has the others.
 CALIBRATION = "Calibration"
@@ -40,6 +40,11 @@ def read_ranks(value: Any) -> Any:
     """One integer, or several as a tuple, from a text; other values as they are."""
     ranks = _numbers(value, int, "integers")
     return ranks[0] if isinstance(value, str) and len(ranks) == 1 else ranks
+
+
+def read_counts(value: Any) -> Any:
+    """The integers in a text, separated by commas, or one integer; other values as they are."""
+    return (value,) if isinstance(value, int) else _numbers(value, int, "integers")
 
 
 def read_weights(value: Any) -> Any:
@@ -118,17 +123,42 @@ Lengths = int | tuple[int, int]
 Ranks = int | tuple[int, ...] | dict[str, int]
 """R of every layer, of each layer in order, or by layer name."""
 
+MEASURE = (
+    "Measure of quality: correlation of text similarities (similarity), agreement of queries on the"
+    " nearest documents of the original (index), order of the documents of a query (tau), R^2 about"
+    " the mean (r2), KL divergence of classes (kl), agreement of the most probable token (top1), or"
+    " mean cosine (cosine). auto chooses by the kind of output."
+)
+
+Cosine = Annotated[float, Field(ge=-1, le=1, examples=[0.99]), Cli(metavar="COSINE")]
+Counts = Annotated[
+    tuple[Annotated[int, Field(ge=1)], ...],
+    BeforeValidator(read_counts, json_schema_input_type=int | Sequence[int] | str),
+    Field(examples=["1,8"]),
+]
+MeasureName = Annotated[Measure, Field(description=MEASURE)]
+SearchMeasureName = Annotated[
+    SearchMeasure,
+    Field(description=f"{MEASURE} score limits the loss of the task score alone."),
+]
 Names = Annotated[
     tuple[str, ...],
-    BeforeValidator(read_names),
+    BeforeValidator(read_names, json_schema_input_type=Sequence[str] | str),
     Field(examples=["0,2"]),
     Cli(metavar="LAYERS", is_text=True),
 ]
 RemovedShare = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
 Minutes = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"])]
-File = Annotated[Path, BeforeValidator(read_path), Cli(metavar="FILE")]
+File = Annotated[
+    Path, BeforeValidator(read_path, json_schema_input_type=StrPath), Cli(metavar="FILE")
+]
 Files = Annotated[
-    tuple[Path, ...], BeforeValidator(read_paths), Cli(metavar="FILE", panel=CALIBRATION)
+    tuple[Path, ...],
+    BeforeValidator(read_paths, json_schema_input_type=StrPath | Sequence[StrPath]),
+    Cli(metavar="FILE", panel=CALIBRATION),
+]
+TokenizerFile = Annotated[
+    File | None, Field(description="tokenizer.json (default: the file beside the model).")
 ]
 Converted = Annotated[
     Precision,

@@ -14,9 +14,8 @@ from attnserve.literals import (
     Alignment,
     Importance,
     LearnedTask,
-    Measure,
     MixingOption,
-    SearchMeasure,
+    Pooling,
     TaskName,
 )
 from attnserve.options.base import Cli, Options
@@ -25,13 +24,18 @@ from attnserve.options.fields import (
     PRECISION,
     Allowed,
     Converted,
+    Cosine,
+    Counts,
     File,
     Files,
     Lengths,
+    MeasureName,
     Minutes,
     Names,
     Ranks,
     RemovedShare,
+    SearchMeasureName,
+    TokenizerFile,
     fail,
     read_lengths,
     read_minutes,
@@ -44,11 +48,14 @@ from graph_passes.analysis.workload import Phase
 
 __all__ = [
     "GROUPS",
+    "Comparison",
     "Data",
     "Goal",
     "Rewrites",
     "Run",
+    "Scoring",
     "Target",
+    "Timing",
     "Training",
     "Write",
     "check_files",
@@ -77,7 +84,9 @@ class Rewrites(Options):
 
     collab_dk: Annotated[
         Ranks | None,
-        BeforeValidator(read_ranks),
+        BeforeValidator(
+            read_ranks, json_schema_input_type=int | Sequence[int] | Mapping[str, int] | str | None
+        ),
         Field(examples=["128, or 128,96 for two layers"]),
         Cli(metavar="R", panel="", is_text=True),
     ] = None
@@ -194,21 +203,18 @@ class Goal(Options):
     """Labeled data in a format of `evaluate`: the share `keep` applies to its score too."""
     task: TaskName | None = None
     """The task of `eval_data`, whose score must be kept."""
-    measure: SearchMeasure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), agreement of queries on
-    the nearest documents of the original (index), order of the documents of a query (tau), R^2
-    about the mean (r2), KL divergence of classes (kl), agreement of the most probable token (top1),
-    or mean cosine (cosine). auto chooses by the kind of output. score limits the loss of the task
-    score alone."""
+    measure: SearchMeasureName = "auto"
     allow: Annotated[
         tuple[Allowed, ...],
-        BeforeValidator(read_names),
+        BeforeValidator(read_names, json_schema_input_type=Sequence[Allowed] | Allowed),
         Field(examples=["ffn"]),
         Cli(metavar="ffn", is_text=True),
     ] = ()
     """Let the search remove feed-forward neurons."""
     recover: Annotated[
-        Minutes | None, BeforeValidator(read_minutes), Cli(metavar="TIME", is_text=True)
+        Minutes | None,
+        BeforeValidator(read_minutes, json_schema_input_type=float | str | None),
+        Cli(metavar="TIME", is_text=True),
     ] = None
     """Train faster models on the calibration data within the search, for example 20m (extra
     torch)."""
@@ -290,14 +296,13 @@ class Data(Options):
     repeated."""
     calib_weights: Annotated[
         tuple[float, ...],
-        BeforeValidator(read_weights),
+        BeforeValidator(read_weights, json_schema_input_type=Sequence[float] | str),
         Field(examples=["3,1"]),
         Cli(metavar="W1,W2,...", is_text=True),
     ] = ()
     """Shares of several `calib` files in the rows to fit, for example 3,1 (default: all rows to fit
     of all files)."""
-    tokenizer: File | None = None
-    """tokenizer.json (default: the file beside the model)."""
+    tokenizer: TokenizerFile = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -365,7 +370,7 @@ class Target(Options):
     """Batch size to optimize for."""
     sequence: Annotated[
         Lengths | None,
-        BeforeValidator(read_lengths),
+        BeforeValidator(read_lengths, json_schema_input_type=Lengths | str | None),
         Field(examples=["128, or 16-512"]),
         Cli(metavar="N|N-M", flags=("--seq",), is_text=True),
     ] = None
@@ -417,9 +422,7 @@ class Write(Options):
     panel = OUTPUT
     area = "write"
 
-    min_cosine: Annotated[
-        float | None, Field(ge=-1, le=1, examples=[0.99]), Cli(metavar="COSINE")
-    ] = None
+    min_cosine: Cosine | None = None
     """Exit with code 1 and write nothing if the mean output cosine is lower."""
     external_data: bool = False
     """Write the weights to a file beside the model."""
@@ -443,11 +446,72 @@ class Training(Options):
     """Train for int8 weights, and write the int8 model."""
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
-    measure: Measure = "auto"
-    """Measure of quality: correlation of text similarities (similarity), agreement of queries on
-    the nearest documents of the original (index), order of the documents of a query (tau), R^2
-    about the mean (r2), KL divergence of classes (kl), agreement of the most probable token (top1),
-    or mean cosine (cosine). auto chooses by the kind of output."""
+    measure: MeasureName = "auto"
 
 
-GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training)
+class Comparison(Options):
+    """What ``verify`` compares two models on."""
+
+    area = "compare"
+
+    data: Annotated[Files, Cli(metavar="FILE")] = ()
+    """Text, .npz or a folder of .npz (default: random inputs); can be repeated."""
+    measure: MeasureName = "auto"
+    tokenizer: TokenizerFile = None
+
+
+class Scoring(Options):
+    """The task of ``evaluate``, its data, and how texts become vectors."""
+
+    area = "evaluate"
+    codes: ClassVar = {"task": "evaluate.task"}
+
+    task: TaskName | None = None
+    """The task whose score is computed."""
+    data: File | None = None
+    """A .tsv file with a header line; a folder (retrieval), text (perplexity), CoNLL
+    (token-classification) or .npz (image-classification). With `mteb`, a folder with the data sets
+    of the tasks (default: the cache, or a download).
+
+    Columns of tables are found by their names; others are ignored. sts: score, sentence1,
+    sentence2. classification: label, text (or sentence). rerank: query, document, relevance. The
+    folder of retrieval has queries, documents and qrels. perplexity: a text per line, or .npz.
+    image-classification: the inputs of the model, and label."""
+    pooling: Pooling | None = None
+    """Pooling of the token outputs (default: the artifact's, else mean)."""
+    max_length: Annotated[int | None, Field(ge=1), Cli(metavar="N")] = None
+    """Truncate texts to N tokens."""
+    tokenizer: TokenizerFile = None
+
+    def require(self) -> tuple[TaskName, Path]:
+        """The task and its data.
+
+        Raises:
+            InvalidArgument: One of them is not given.
+        """
+        if self.task is None or self.data is None:
+            fail("expected `task` with `data`", "give both", "evaluate.usage")
+        return self.task, self.data
+
+
+class Timing(Options):
+    """Shapes and rounds of ``bench``."""
+
+    area = "benchmark"
+
+    batches: Annotated[Counts, Cli(metavar="N,...", flags=("--batch",), is_text=True)] = (1,)
+    """Batch sizes, separated by commas."""
+    sequences: Annotated[Counts, Cli(metavar="N,...", flags=("--seq",), is_text=True)] = (128,)
+    """Sequence lengths, separated by commas."""
+    rounds: Annotated[int | None, Field(ge=1), Cli(metavar="N")] = None
+    """Interleaved rounds per shape (default: about 8 seconds)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in ("batches", "sequences"):
+            if not getattr(self, name):
+                fail(f"`{name}` is empty", "give at least one value", "benchmark.empty")
+        return self
+
+
+GROUPS = (Goal, Rewrites, Data, Target, Run, Write, Training, Comparison, Scoring, Timing)

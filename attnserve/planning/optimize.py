@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import onnx_ir as ir
 
@@ -33,6 +33,14 @@ from attnserve.models.outputs import (
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.recorded import present
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
+from attnserve.options.keywords import (
+    DataKeywords,
+    GoalKeywords,
+    RewritesKeywords,
+    RunKeywords,
+    TargetKeywords,
+    WriteKeywords,
+)
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_warnings import warnings_of
@@ -96,6 +104,12 @@ class OptimizeReport:
         return self.record.to_json("rewrite")
 
 
+class _Keywords(
+    GoalKeywords, RewritesKeywords, DataKeywords, TargetKeywords, RunKeywords, WriteKeywords
+):
+    """The fields of the groups of ``optimize``."""
+
+
 @with_keywords
 def optimize(
     model: StrPath,
@@ -109,6 +123,7 @@ def optimize(
     write: Write = Write(),
     plan: StrPath | None = None,
     progress: Progress = ignore_progress,
+    **fields: Unpack[_Keywords],
 ) -> OptimizeReport:
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 

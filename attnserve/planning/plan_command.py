@@ -6,6 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Unpack
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.job import JobWithData
@@ -13,6 +14,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.options import Data, Goal, Run, Target, with_keywords
+from attnserve.options.keywords import DataKeywords, GoalKeywords, RunKeywords, TargetKeywords
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
@@ -22,6 +24,10 @@ from graph_passes.errors import InvalidArgument, MissingExtra
 __all__ = ["plan"]
 
 log = logging.getLogger("attnserve")
+
+
+class _Keywords(GoalKeywords, DataKeywords, TargetKeywords, RunKeywords):
+    """The fields of the groups of ``plan``."""
 
 
 @with_keywords
@@ -35,6 +41,7 @@ def plan(
     run: Run = Run(),
     force: bool = False,
     progress: Progress = ignore_progress,
+    **fields: Unpack[_Keywords],
 ) -> PlanReport:
     """Search for the fastest plan that keeps the requested quality, and write it as .json and .svg.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -27,6 +27,7 @@ from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.recorded import present
 from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files, with_keywords
+from attnserve.options.keywords import RunKeywords, TrainingKeywords
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
@@ -48,6 +49,10 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
 __all__ = ["recover"]
 
 
+class _Keywords(TrainingKeywords, RunKeywords):
+    """The fields of the groups of ``recover``."""
+
+
 @with_keywords
 def recover(
     model: StrPath,
@@ -61,6 +66,7 @@ def recover(
     openvino: bool = False,
     force: bool = False,
     progress: Progress | None = None,
+    **fields: Unpack[_Keywords],
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, Unpack, cast, get_args
 
 import onnx_ir as ir
 
@@ -24,8 +24,9 @@ from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
 from attnserve.models.search_record import GoalRecord
-from attnserve.options import Goal, Run, with_keywords
-from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.options import Comparison, Goal, Run, with_keywords
+from attnserve.options.keywords import ComparisonKeywords, RunKeywords
+from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
 from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.search.verification import PARTS
@@ -121,33 +122,36 @@ class _Rows(NamedTuple):
         return "verify" if self.part is None else self.part.split
 
 
+class _Keywords(ComparisonKeywords, RunKeywords):
+    """The fields of the groups of ``verify_again``."""
+
+
 @with_keywords
 def verify_again(
     new: StrPath,
     original: StrPath | None = None,
     *,
-    data: StrPath | Sequence[StrPath],
+    comparison: Comparison = Comparison(),
     eval_data: StrPath | None = None,
-    measure: Measure = "auto",
-    tokenizer: StrPath | None = None,
     run: Run = Run(),
     progress: Progress = ignore_progress,
+    **fields: Unpack[_Keywords],
 ) -> VerifyAgainReport:
     """Repeat the verification of a model's last rewrite, and test what its record guarantees.
 
     With the calibration data of the record, the models are compared on the same held-out rows as
     then; with other data, on all its rows. The guarantee is the goal of a search, else the lower
     end of the recorded interval of each quality. It holds if no value is lower by more than
-    rounding, in any recorded runtime that is installed.
+    rounding, in any recorded runtime that is installed. The fields of the groups are keywords too:
+    ``verify_again(new, data="texts.txt")``.
 
     Args:
         new: The rewritten model.
         original: The model that it was made from. By default, the file with the recorded name and
             checksum in the folder of ``new``, above it, or in a folder beside it.
-        data: The calibration data of the record, or other data in the same formats.
+        comparison: The calibration data of the record, or other data in the same formats; the
+            measure of quality, by default the recorded one.
         eval_data: The labeled data of a goal that keeps a score, or other data for its task.
-        measure: The measure of quality; "auto" for the recorded one.
-        tokenizer: A tokenizer.json; None for the one in the model's folder.
         run: Provider, threads and runtime, by default the runtime of the search.
         progress: Called with (stage, runs done, runs in total).
 
@@ -170,12 +174,12 @@ def verify_again(
     # A training reads texts as the trained model does.
     texts = artifact if entry.rewritten is not None and artifact.tokenizer is not None else before
     model, source = load_model(artifact), load_model(before, in_place=True)
-    rows = _read_rows(entry, as_paths(data), source, texts, as_path(tokenizer))
+    rows = _read_rows(entry, comparison.data, source, texts, comparison.tokenizer)
     context = run.context(progress)
     context = replace(context, device=_device(entry, context.device))
     job = JobWithData(
-        texts, source, rows.data, tokenizer=as_path(tokenizer), measure=_measure(entry, measure),
-        context=context,
+        texts, source, rows.data, tokenizer=comparison.tokenizer,
+        measure=_measure(entry, comparison.measure), context=context,
     )  # fmt: skip
     device = context.device
     fidelity = job.compare_held_out(model, rows.first, rows.split)

@@ -7,8 +7,9 @@ import pkgutil
 import tempfile
 from collections import ChainMap
 from collections.abc import Iterator
+from inspect import getdoc
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import onnx_ir as ir
 from prometheus_client.metrics import MetricWrapperBase
@@ -18,6 +19,7 @@ import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
+from attnserve.options import GROUPS, Options, keywords, option_type
 from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
@@ -87,6 +89,27 @@ def _default(parameter: Any) -> str:
     if callable(value) or value is None or isinstance(value, bool):
         return ""
     return f"`{value}`"
+
+
+def options() -> str:
+    """One table of fields per group of options."""
+    return "\n\n".join(map(_group, GROUPS))
+
+
+def _group(kind: type[Options]) -> str:
+    types: dict[str, Any] = vars(keywords)[f"{kind.__name__}Keywords"].__annotations__
+    rows: list[str] = []
+    for name, field in kind.model_fields.items():
+        values = option_type(field).kind
+        choices = get_args(values) if get_origin(values) is Literal else ()
+        text = ", ".join(map(repr, choices)) or f"`{types[name].__forward_arg__}`"
+        default = _setting_default(field.default)
+        meaning = _cell(field.description or "")
+        rows.append(f"| `{name}` | {_cell(text)} | {default} | {meaning} |")
+    header = ["| field | type | default | meaning |", "|---|---|---|---|"]
+    return "\n".join(
+        [f"### {kind.__name__}", "", _paragraphs(getdoc(kind) or ""), "", *header, *rows]
+    )
 
 
 def http() -> str:

@@ -220,9 +220,13 @@ def test_bench_process_that_dies_names_its_model(folder: Path):
 @pytest.mark.parametrize(
     ("options", "code", "value"),
     [
-        ({"rounds": 0}, "benchmark.range", "`rounds` is 0: expected at least 1"),
-        ({"batches": (1, 0)}, "benchmark.range", "`batches` is 0: expected at least 1"),
-        ({"sequences": (-4,)}, "benchmark.range", "`sequences` is -4: expected at least 1"),
+        ({"rounds": 0}, "benchmark.range", "`rounds` is 0: expected an integer, at least 1"),
+        ({"batches": (1, 0)}, "benchmark.range", "`batches` is 0: expected an integer, at least 1"),
+        (
+            {"sequences": (-4,)},
+            "benchmark.range",
+            "`sequences` is -4: expected an integer, at least 1",
+        ),
         ({"sequences": ()}, "benchmark.empty", "`sequences`"),
         ({"threads": -1}, "run.range", "`threads` is -1"),
         ({"provider": "tpu"}, "run.range", "cpu, cuda"),

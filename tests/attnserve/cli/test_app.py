@@ -34,7 +34,7 @@ from tests.attnserve.cli.commands import Cli, Outcome, process, python, refused
         (["evaluate", "m", "--task", "sts", "--data", "d", "--pooling", "max"], "--pooling"),
         (["export", "m", "-o", "d", "--exporter", "magic"], "--exporter"),
         (["bench", "m", "--seq", "a"], "--seq is 'a'"),
-        (["bench", "m", "--batch", "0"], "--batch is '0'"),
+        (["bench", "m", "--batch", "0"], "--batch is 0"),
         (["bench"], "(?i)missing argument"),
         (["serve", "m", "--port", "99999"], "--port"),
     ],

@@ -20,7 +20,7 @@ def test_option_out_of_bounds_exits_2_and_is_named(
 ):
     about = option_type(group.model_fields[name])
     flag = about.cli.flags[0] if about.cli.flags else f"--{name.replace('_', '-')}"
-    text = ",".join(value) if isinstance(value, tuple) else str(value)
+    text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     done = cli(*COMMANDS[group], f"{flag}={text}")
     assert done.code == 2 and flag in done.err
     assert len(done.err.strip().splitlines()) <= 3

@@ -5,18 +5,24 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, get_args, get_origin
 
+from attnserve import options
+from attnserve.cli.options import Mteb, Requirements
 from attnserve.options import (
-    GROUPS,
+    Comparison,
     Data,
     Goal,
     Options,
     Rewrites,
     Run,
+    Scoring,
     Target,
+    Timing,
     Training,
     Write,
     option_type,
 )
+
+GROUPS = (*options.GROUPS, Mteb, Requirements)
 
 COMMANDS: dict[type[Options], list[str]] = {
     Rewrites: ["optimize", "model.onnx"],
@@ -35,6 +41,11 @@ COMMANDS: dict[type[Options], list[str]] = {
         "-o",
         "out",
     ],
+    Comparison: ["verify", "model.onnx", "model.onnx"],
+    Requirements: ["verify", "model.onnx", "model.onnx"],
+    Scoring: ["evaluate", "model.onnx"],
+    Mteb: ["evaluate", "model.onnx"],
+    Timing: ["bench", "model.onnx"],
 }
 """A command that has the options of a group, without them."""
 
@@ -54,6 +65,9 @@ def invalid(group: type[Options], name: str) -> list[Any]:
         numbers = [value for bound in about.bounds for value in outside(bound)]
         return [*map(about.kind, numbers), math.nan, "nonsense"]
     members = get_args(about.kind)
+    if get_origin(about.kind) is tuple and about.bounds:
+        items = [(members[0](value),) for bound in about.bounds for value in outside(bound)]
+        return [*items, ("nonsense",), "nonsense"]
     if get_origin(about.kind) is tuple and get_origin(members[0]) is Literal:
         return ["nonsense", ("nonsense",)]
     return ["nonsense"] if get_origin(about.kind) is Literal else []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
@@ -19,11 +19,13 @@ from attnserve.options import (
     Rewrites,
     Run,
     Target,
+    Timing,
     Training,
     Write,
     with_keywords,
 )
 from attnserve.options.base import field_docstrings
+from attnserve.options.keywords import GoalKeywords, RewritesKeywords
 from graph_passes.errors import InvalidArgument
 from tests.attnserve.options.cases import CASES, GROUPS
 from tests.errors import raises
@@ -34,14 +36,15 @@ def test_value_out_of_bounds_is_refused_and_named(group: type[Options], name: st
     with pytest.raises(InvalidArgument) as caught:
         group(**{name: value})
     assert f"`{name}`" in str(caught.value)
-    assert caught.value.code == f"{group.area}.range"
+    assert caught.value.code == group.codes.get(name, f"{group.area}.range")
 
 
-def test_help_of_every_option_is_its_docstring():
+def test_help_of_every_option_is_its_docstring_or_that_of_its_type():
     for group in GROUPS:
         docstrings = field_docstrings(group.__module__)[group.__name__]
         for name, field in group.model_fields.items():
-            assert field.description == docstrings[name], f"{group.__name__}.{name}"
+            assert field.description, f"{group.__name__}.{name}"
+            assert field.description == docstrings.get(name, field.description)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,8 @@ def test_help_of_every_option_is_its_docstring():
         (Target(sequence="16-512"), {"sequence": (16, 512)}),  # type: ignore[arg-type]
         (Target(sequence="128"), {"sequence": 128}),  # type: ignore[arg-type]
         (Data(calib="a.txt"), {"calib": (Path("a.txt"),)}),  # type: ignore[arg-type]
+        (Timing(batches="1,8"), {"batches": (1, 8)}),  # type: ignore[arg-type]
+        (Timing(batches=8), {"batches": (8,)}),  # type: ignore[arg-type]
     ],
 )
 def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
@@ -69,6 +74,7 @@ def test_values_are_read_from_text(options: Options, expected: dict[str, Any]):
         (Target, "sequence", (512, 16)),
         (Goal, "recover", "20x"), (Data, "calib_weights", "3;1"), (Rewrites, "layers", "0,,1"),
         (Rewrites, "skip", ""),
+        *((Timing, "sequences", text) for text in ("", "x", "8,", "1.5", "0", "8,-4")),
     ],
 )  # fmt: skip
 def test_text_that_is_no_value_is_refused(group: type[Options], name: str, text: Any):
@@ -118,7 +124,8 @@ def test_value_of_another_type_is_named(group: type[Options], name: str, value: 
     [
         (Rewrites, "collab_dk"), (Rewrites, "head_dk"), (Rewrites, "prune"), (Goal, "keep"),
         (Goal, "recover"), (Target, "batch"), (Target, "sequence"), (Run, "threads"),
-        (Run, "seed"), (Write, "min_cosine"), (Training, "minutes"),
+        (Run, "seed"), (Write, "min_cosine"), (Training, "minutes"), (Timing, "rounds"),
+        (Timing, "batches"),
     ],
 )  # fmt: skip
 def test_boolean_is_no_number(group: type[Options], name: str, value: bool):
@@ -132,9 +139,19 @@ def test_seed_outside_of_a_group_is_checked_too(function: Callable[..., Any], ti
         function(tiny, seed=-1)
 
 
+class Keywords(GoalKeywords, RewritesKeywords):
+    pass
+
+
 @with_keywords
-def given(path: str, *, goal: Goal = Goal(), rewrites: Rewrites = Rewrites()) -> Any:
-    return path, goal, rewrites
+def given(
+    path: str,
+    *,
+    goal: Goal = Goal(),
+    rewrites: Rewrites = Rewrites(),
+    **fields: Unpack[Keywords],
+) -> Any:
+    return path, goal, rewrites, *fields
 
 
 def test_keywords_are_the_fields_of_groups():
@@ -142,13 +159,14 @@ def test_keywords_are_the_fields_of_groups():
     assert given("m", keep=0.9, measure="r2", prune=0.5) == expected
     assert given("m", goal=Goal(keep=0.9), measure="r2", prune=0.5) == expected
     assert given("m") == ("m", Goal(), Rewrites())
-    with pytest.raises(TypeError, match="kep"):
-        given("m", kep=0.9)
+    mistyped: dict[str, Any] = {"kep": 0.9}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'kep'"):
+        given("m", **mistyped)
 
 
 def test_group_and_keywords_are_the_same_call(tiny: Path, tmp_path: Path):
     first = attnserve.optimize(tiny, tmp_path / "a", collab_dk=16, mixing="dense", batch=2)
-    groups = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "target": Target(batch=2)}
+    groups: Any = {"rewrites": Rewrites(collab_dk=16, mixing="dense"), "target": Target(batch=2)}
     second = attnserve.optimize(tiny, tmp_path / "b", **groups)
     assert first.changes == second.changes and first.record.batch == second.record.batch == 2
     assert first.output.read_bytes() == second.output.read_bytes()
