@@ -18,10 +18,10 @@ class LayerwiseRunner:
     """Compute values of a model on batches, starting from the values that were cached last.
 
     Each call reads the graph again, so nodes that have not run yet may be edited between calls;
-    nodes that have run are not run again. The cache of a batch holds the ONNX Runtime outputs
-    between the requested values and the ones that are requested later: in a chain of layers the
-    hidden state, the inputs of the next node, and a mask. Values that do not follow from the cache
-    are computed from the model's inputs, which are kept.
+    nodes that have run are not run again. The cache of a batch holds the values at the cut between
+    the requested values and those that are requested later: in a chain of layers the hidden state,
+    the inputs of the next node, and a mask. Values that do not depend on the cache alone are
+    computed from the model's inputs, which are kept.
 
     Args:
         model: It is cloned before it runs and never changed.

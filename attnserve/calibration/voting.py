@@ -229,7 +229,7 @@ def _k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.
     scale = 1e-8 * (float(np.abs(points).max(initial=0.0)) or 1.0)
     points = points + scale * random.standard_normal(points.shape)
     runs: list[tuple[float, np.ndarray]] = []
-    for _ in range(100):  # attempts; a hundred points need about ten iterations of at most 100
+    for _ in range(100):  # attempts, until RESTARTS of them have no empty cluster
         try:
             centers, labels = kmeans2(
                 points, count, iter=100, minit="++", missing="raise", rng=random

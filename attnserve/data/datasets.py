@@ -71,7 +71,7 @@ JOINED = 4
 0.99 of the cosine of sentences and 0.79 of paragraphs if it is calibrated on sentences alone."""
 
 MIN_KIND = 10
-"""The fewest short or long texts of a held-out part that are measured separately."""
+"""Minimum number of short (and of long) texts in a held-out part to measure them separately."""
 
 PATCHES = 64
 """The assumed number of tokens of an image."""
@@ -130,7 +130,8 @@ class Dataset:
         return "document" if id(batch) in file.documents else "query"
 
     def of_queries(self) -> Dataset:
-        """The data for a model that runs queries only: lengths are theirs, if rows have roles."""
+        """The data for a model that runs queries only: if rows have roles, the lengths are those of
+        queries."""
         if not len(self.query_lengths):
             return self
         return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)
@@ -603,7 +604,7 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of the rows, or lists, to fit, and of those of each held-out part, by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
-    stratum, so that all parts have like lengths and come from the whole file.
+    stratum, so that all parts have similar lengths and come from the whole file.
     """
     rows = len(lengths)
     if rows < HELD_OUT_PARTS + 1:
@@ -622,7 +623,7 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
 def _strata(
     lengths: Sequence[int], count: int, random: np.random.Generator
 ) -> list[np.ndarray[Any, Any]]:
-    """Indices in groups of like length; those of equal length are in random order."""
+    """Indices in groups of similar length; those of equal length are in random order."""
     order = np.lexsort((random.permutation(len(lengths)), np.asarray(lengths)))
     return np.array_split(order, count)
 

@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 LINEAR = 1e-3
-"""Maximum error of a score by two rows of the language head, relative to all logits."""
+"""Maximum error of a score that is computed from two rows of the language head, relative to the
+largest logit."""
 
 PAIR_TEMPLATES = {
     "qwen3": (
@@ -41,7 +42,7 @@ def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
     """The token ids of a reranker's score: those in its files, else "yes" and "no".
 
     Raises:
-        InvalidModel: Both are not in the vocabulary.
+        InvalidModel: The vocabulary has neither of these pairs.
     """
     vocabulary = tokenizer.get_vocab()
     score = settings.token_score

@@ -1,4 +1,4 @@
-"""Which caches must be empty for two forms of a model to take the same inputs."""
+"""Caches that must be empty so that two forms of a model take the same inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["empty_axes", "is_reshaped_cache", "require_empty", "shaped_for", "st
 def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     """Inputs that must be empty for two models to be comparable, and their axis of length 0.
 
-    These are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), because
-    one model cannot read the other's cache, those that only the first model has, and all other
-    inputs with the same length P.
+    One model cannot read the other's cache if they differ in heads or head size, such as (B, H, P,
+    K) and (B, 1, P, R). These caches must be empty, and so must those that only the first model
+    has, and all other inputs with the same length P.
     """
     others = {value.name: value for value in after.graph.inputs}
     pairs = ((value, others[value.name]) for value in before.graph.inputs if value.name in others)

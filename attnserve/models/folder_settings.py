@@ -85,7 +85,7 @@ class EmbeddingSettings:
     """Conversion of hidden states to an embedding, by the keys of attnserve.json.
 
     ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
-    an input by name, and ``default_prompt`` the name of the one that is used without a name.
+    an input by name, and ``default_prompt`` the name of the prompt for inputs that name none.
     ``head`` lists the modules after the network, in order, if ``pooling`` and ``normalize`` cannot
     express them. ``pooling`` is then "none", and the graph must compute the modules.
     """
@@ -139,7 +139,7 @@ class FolderSettings:
 
     @property
     def default_prompt(self) -> str | None:
-        """The name of the prompt that is used without a name; None without one."""
+        """The name of the prompt for inputs that name none; None without one."""
         return self.library.default_prompt_name if self.prompts else None
 
     @property
@@ -185,7 +185,7 @@ class FolderSettings:
         )
 
     def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
-        """The activation that turns logits into scores.
+        """The function from logits to scores.
 
         Args:
             classes: The number of logits of a text.

@@ -99,7 +99,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 
 
 class Change(Whole, frozen=True):
-    """One rewrite of one block, in JSON a step.
+    """One rewrite of one block (a step in JSON).
 
     Attributes:
         rewrite: The name of the pass.

@@ -1,4 +1,4 @@
-"""What checks and timings measure, as values that records contain.
+"""Results of checks and timings, as values for records.
 
 Fields that are not recorded are excluded from JSON. A number that the record of an older version
 lacks is NaN, and is not written again.
@@ -49,12 +49,13 @@ UNKNOWN = Losses()
 
 
 class Subject(NamedTuple):
-    """What a quality is measured on.
+    """The output and the texts that a quality is measured on.
 
     Attributes:
         output: The name of the output.
         file: The file of the texts, if there are several; else empty.
-        lengths: The lengths of the texts, if short and long ones are measured apart; else empty.
+        lengths: The lengths of the texts, if short and long ones are measured separately; else
+        empty.
     """
 
     output: str
@@ -81,13 +82,13 @@ class Quality(Recorded, frozen=True):
         split: What it is measured on; see ``Split``. JSON has "prove" for "verify".
         output: The name of the output.
         file: The file of the texts, if there are several.
-        lengths: The lengths of the texts, if short and long texts are measured apart.
-        same_outputs: Names of other outputs that are the same value.
-        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
+        lengths: The lengths of the texts, if short and long texts are measured separately.
+        same_outputs: Names of other outputs that are the same value. not_finite_rows: Rows, counted
+        from 0 in the order in which they were compared, with NaN or
             infinity where the original has none.
         excluded_rows: Rows with NaN in the original's output, which are left out.
-        losses: What a goal limits; not recorded.
-        is_finite: Whether the new model is finite where the original is; not recorded.
+        losses: The losses that a goal limits; not recorded. is_finite: Whether the new model is
+        finite where the original is; not recorded.
     """
 
     measure: str
@@ -188,7 +189,7 @@ class Measured(Recorded, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Add the one field that follows from the other."""
+        """Derive the missing one of ``quality`` and ``qualities`` from the other."""
         if not isinstance(content, dict):
             return content
         fields = cast("dict[str, Any]", content)

@@ -254,7 +254,8 @@ def _stage(folder: Path) -> Generator[Path]:
 
 
 def _move(stage: Path, folder: Path) -> None:
-    """Move the files of ``stage`` to ``folder``; a signal comes before all moves or after them.
+    """Move the files of ``stage`` to ``folder``; a signal is handled before all moves or after
+    them.
 
     The model is moved last, so that its companion files exist when it appears.
     """
@@ -282,7 +283,7 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete the temporary folders of processes that were killed: nobody locks them."""
+    """Delete the temporary folders of processes that were killed: no process locks them."""
     for path in folder.glob(f"{PREFIX}*"):
         with suppress(OSError), open_folder(path) as descriptor:
             is_new = time() - path.stat().st_mtime < ABANDONED_S
@@ -356,7 +357,8 @@ def write_for_libraries(
     *,
     openvino: ir.Model | None = None,
 ) -> None:
-    """Write what other libraries and people read: settings, a model card, and an OpenVINO file.
+    """Write the files for other libraries and for people: settings, a model card, and an OpenVINO
+    file.
 
     Args:
         artifact: The model in ``stage``.

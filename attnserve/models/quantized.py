@@ -1,4 +1,5 @@
-"""Describe a quantized model: its weights, its activations, and whether this CPU is exact."""
+"""Describe a quantized model: its weights, its activations, and whether this CPU computes it
+exactly."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class Recorded(BaseModel, frozen=True):
 
 
 def present(**values: Any) -> dict[str, Any]:
-    """The values that are true: fields that are written only with a value other than 0."""
+    """The values other than 0, None and empty ones: fields that are omitted without such a
+    value."""
     return {name: value for name, value in values.items() if value}
 
 

@@ -46,7 +46,7 @@ TRANSFORMER_FILES = tuple(
 
 WIDTH = "the weights have this size"
 PLACE = "where and how the library loads the files"
-SPEED = "how the library computes, not what"
+SPEED = "only the speed or memory of the library"
 
 LOADING = dict.fromkeys(
     ("cache_dir", "code_revision", "local_files_only", "revision", "token", "trust_remote_code"),
@@ -139,7 +139,7 @@ class Library(SettingsFile):
     prompts: dict[str, str | None] | None = None
     """Texts before an input, by name."""
     default_prompt_name: str | None = None
-    """The prompt that is used without a name."""
+    """The prompt for inputs that name none."""
     similarity_fn_name: Literal["cosine", "dot"] | None = None
     """The similarity of two vectors. Others are refused."""
     truncate_dim: PositiveInt | None = None
@@ -162,7 +162,7 @@ class CallArguments(SettingsFile):
     }
 
     max_length: PositiveInt | None = None
-    """Maximum number of tokens; precedes all other lengths."""
+    """Maximum number of tokens; takes precedence over all other lengths."""
     truncation: Literal[True, "longest_first"] = True
     """Truncation of pairs: the longer text first. Other values are refused."""
     add_special_tokens: Literal[True] = True
@@ -187,7 +187,8 @@ class ProcessingArguments(SettingsFile):
 
 
 class TokenizerArguments(SettingsFile):
-    """``tokenizer_args`` or ``processor_kwargs``: they precede tokenizer_config.json."""
+    """``tokenizer_args`` or ``processor_kwargs``: they take precedence over
+    tokenizer_config.json."""
 
     ignored = {
         **LOADING,
@@ -249,9 +250,9 @@ class Transformer(SettingsFile):
     ignored = {"unpad_inputs": SPEED, "cache_dir": PLACE}
 
     max_seq_length: PositiveInt | None = None
-    """Maximum number of tokens of a text; precedes the one of the tokenizer."""
+    """Maximum number of tokens of a text; takes precedence over that of the tokenizer."""
     do_lower_case: bool | None = None
-    """Whether texts are written in lower case before they are tokenized."""
+    """Whether texts are converted to lower case before they are tokenized."""
     transformer_task: (
         Literal["feature-extraction", "sequence-classification", "text-generation", "any-to-any"]
         | None
@@ -410,7 +411,7 @@ class TransformersConfig(SettingsFile):
     architectures: Any = None
     """A name that ends in ForCausalLM or ForSequenceClassification determines the task."""
     is_causal: Any = True
-    """False for a language model whose tokens see all others: mean pooling by default."""
+    """False for a language model whose tokens attend to all others: mean pooling by default."""
     max_position_embeddings: Any = None
     """The maximum number of tokens."""
     n_positions: Any = None
@@ -491,13 +492,13 @@ class TokenizerConfig(SettingsFile):
     model_max_length: Any = None
     """Maximum number of tokens, if nothing else states one (``max_len`` in old files)."""
     truncation_side: Side | None = None
-    """The side at which long texts lose tokens; precedes the one in tokenizer.json."""
+    """The side at which long texts lose tokens; takes precedence over that in tokenizer.json."""
     pad_token: Any = None
     """The token of padding, if tokenizer.json states none."""
     tokenizer_class: Any = None
     """For BERT's family, the following keys override tokenizer.json, as in transformers."""
     do_lower_case: bool | None = True
-    """Whether words are written in lower case (BERT's family)."""
+    """Whether words are converted to lower case (BERT's family)."""
     strip_accents: bool | None = None
     """Whether accents are removed (BERT's family)."""
     tokenize_chinese_chars: bool | None = True

@@ -61,7 +61,7 @@ FAILS_ON_TEXT = (
     InvalidData, "the tokenizer fails on a text", "use another text, or check the tokenizer",
     "text.tokenizer_failed",
 )  # fmt: skip
-"""The error of a text that a tokenizer was not made for; see ``_errors_as``."""
+"""The error of a text on which a tokenizer fails; see ``_errors_as``."""
 
 BERT_TOKENIZERS = frozenset(
     f"{name}Tokenizer"
@@ -270,7 +270,7 @@ class TextEncoder:
         ]
 
     def decode(self, rows: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """The text of each list of token ids; ids that no token has are left out.
+        """The text of each list of token ids; ids without a token are left out.
 
         Raises:
             InvalidData: The tokenizer fails on the ids.
@@ -484,7 +484,7 @@ def _longest(artifact: Artifact, config: TokenizerConfig) -> int | None:
 
 
 def lower_case(tokenizer: Tokenizer) -> None:
-    """Write texts in lower case before anything else, as ``do_lower_case`` does."""
+    """Convert texts to lower case before anything else, as ``do_lower_case`` does."""
     normalizer: Any = tokenizer.normalizer
     rest = [] if normalizer is None else [normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])

@@ -25,8 +25,9 @@ __all__ = [
 ]
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, each (1 or B, T, P): dimension i of a head turns with
-i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
+"""Cosines and sines of rotary positions, each (1 or B, T, P): dimensions i and i + P/2 of a head
+are rotated as a pair, and those from P on are unchanged (arXiv 2104.09864, in the layout of
+transformers)."""
 
 
 MASK_THRESHOLD = -5000.0

@@ -168,7 +168,7 @@ def reuse_transformer(
     *,
     exact: Callable[[TrainedAttention], AttentionLayer] = FixedHeadAttention.from_trained,
 ) -> list[AttentionLayer]:
-    """Wire the attention layers of a model, in execution order, by algorithm 1.
+    """Connect the attention layers of a model, in execution order, by algorithm 1.
 
     Args:
         configuration: "partial:K" (K heads of all layers but the first and last), "partial:K:P" (of
