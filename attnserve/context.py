@@ -63,8 +63,9 @@ class RunContext:
     """The settings of a run.
 
     Attributes:
-        device: The runtime, provider and threads that run the models. seed: The seed of every
-        random choice. progress: Called after each step of a long stage.
+        device: The runtime, provider and threads that run the models.
+        seed: The seed of every random choice.
+        progress: Called after each step of a long stage.
     """
 
     device: Device = CPU

@@ -135,8 +135,7 @@ class _BlockSums:
 
 
 def _write_root(block: AttentionBlock) -> np.ndarray:
-    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the norm of what a head adds to the
-    output."""
+    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the norm of a head's output."""
     if block.output is None:
         identity = np.eye(block.v_head_size)
         return np.broadcast_to(identity, (block.num_heads, *identity.shape))

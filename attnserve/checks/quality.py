@@ -85,8 +85,8 @@ def limited_losses(scores: Scores) -> Losses:
        - "tau": the share of queries with another best document.
        - "top1": 1 - kl, because one frequent token is easily predicted.
     3. The loss at the 5th percentile of the texts, divided by ``TAIL``. "top1" and "index" use the
-    second measure here, because the agreement of a short text or of ten neighbors is coarse; all
-    others use the measure itself.
+       second measure here, because the agreement of a short text or of ten neighbors is coarse.
+       All others use the measure itself.
     """
     second = scores.second
     conditions = [scores] if second is None else [scores, second]

@@ -130,8 +130,7 @@ class Dataset:
         return "document" if id(batch) in file.documents else "query"
 
     def of_queries(self) -> Dataset:
-        """The data for a model that runs queries only: if rows have roles, the lengths are those of
-        queries."""
+        """The data for a model that runs queries only: with roles, the lengths of queries."""
         if not len(self.query_lengths):
             return self
         return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)

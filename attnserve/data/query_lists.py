@@ -31,8 +31,7 @@ MIN_DOCUMENTS = 2
 
 
 class Lists(NamedTuple):
-    """The query number and the relevance of each row of a batch; NaN if the relevance is
-    unknown."""
+    """The query number and the relevance (NaN if unknown) of each row of a batch."""
 
     query: Int[np.ndarray, " B"]
     relevance: Float[np.ndarray, " B"]

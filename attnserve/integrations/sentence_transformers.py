@@ -55,7 +55,7 @@ def load(
         provider: Execution provider. Inputs and outputs are on the CPU.
         threads: Number of threads of the runtime; 0 is its default.
         options: Arguments of the class of sentence-transformers, such as ``truncate_dim`` and
-            ``prompts``; they take precedence over the settings of the record.
+            ``prompts``; they override the settings of the record.
 
     Returns:
         A ``CrossEncoder`` for models with scores, otherwise a ``SentenceTransformer``.

@@ -15,9 +15,9 @@ __all__ = ["empty_axes", "is_reshaped_cache", "require_empty", "shaped_for", "st
 def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     """Inputs that must be empty for two models to be comparable, and their axis of length 0.
 
-    One model cannot read the other's cache if they differ in heads or head size, such as (B, H, P,
-    K) and (B, 1, P, R). These caches must be empty, and so must those that only the first model
-    has, and all other inputs with the same length P.
+    These are caches whose heads or head size differ, such as (B, H, P, K) and (B, 1, P, R), because
+    neither model can read that of the other; caches that only the first model has; and all other
+    inputs with the same length P.
     """
     others = {value.name: value for value in after.graph.inputs}
     pairs = ((value, others[value.name]) for value in before.graph.inputs if value.name in others)

@@ -55,7 +55,7 @@ class Subject(NamedTuple):
         output: The name of the output.
         file: The file of the texts, if there are several; else empty.
         lengths: The lengths of the texts, if short and long ones are measured separately; else
-        empty.
+            empty.
     """
 
     output: str
@@ -83,12 +83,12 @@ class Quality(Recorded, frozen=True):
         output: The name of the output.
         file: The file of the texts, if there are several.
         lengths: The lengths of the texts, if short and long texts are measured separately.
-        same_outputs: Names of other outputs that are the same value. not_finite_rows: Rows, counted
-        from 0 in the order in which they were compared, with NaN or
+        same_outputs: Names of other outputs that are the same value.
+        not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
             infinity where the original has none.
         excluded_rows: Rows with NaN in the original's output, which are left out.
-        losses: The losses that a goal limits; not recorded. is_finite: Whether the new model is
-        finite where the original is; not recorded.
+        losses: The losses that a goal limits; not recorded.
+        is_finite: Whether the new model is finite where the original is; not recorded.
     """
 
     measure: str

@@ -254,8 +254,7 @@ def _stage(folder: Path) -> Generator[Path]:
 
 
 def _move(stage: Path, folder: Path) -> None:
-    """Move the files of ``stage`` to ``folder``; a signal is handled before all moves or after
-    them.
+    """Move the files of ``stage`` to ``folder``; a signal is handled before or after all moves.
 
     The model is moved last, so that its companion files exist when it appears.
     """
@@ -357,8 +356,7 @@ def write_for_libraries(
     *,
     openvino: ir.Model | None = None,
 ) -> None:
-    """Write the files for other libraries and for people: settings, a model card, and an OpenVINO
-    file.
+    """Write the files for other libraries and people: settings, model card and OpenVINO file.
 
     Args:
         artifact: The model in ``stage``.

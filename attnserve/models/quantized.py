@@ -1,5 +1,4 @@
-"""Describe a quantized model: its weights, its activations, and whether this CPU computes it
-exactly."""
+"""Describe a quantized model: its weights and activations, and its exactness on this CPU."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ class Recorded(BaseModel, frozen=True):
 
 
 def present(**values: Any) -> dict[str, Any]:
-    """The values other than 0, None and empty ones: fields that are omitted without such a
-    value."""
+    """The values that are not 0, None or empty, for fields that are omitted otherwise."""
     return {name: value for name, value in values.items() if value}
 
 

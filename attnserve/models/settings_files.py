@@ -46,7 +46,7 @@ TRANSFORMER_FILES = tuple(
 
 WIDTH = "the weights have this size"
 PLACE = "where and how the library loads the files"
-SPEED = "only the speed or memory of the library"
+SPEED = "how the library computes, not its result"
 
 LOADING = dict.fromkeys(
     ("cache_dir", "code_revision", "local_files_only", "revision", "token", "trust_remote_code"),
@@ -162,7 +162,7 @@ class CallArguments(SettingsFile):
     }
 
     max_length: PositiveInt | None = None
-    """Maximum number of tokens; takes precedence over all other lengths."""
+    """Maximum number of tokens; overrides all other lengths."""
     truncation: Literal[True, "longest_first"] = True
     """Truncation of pairs: the longer text first. Other values are refused."""
     add_special_tokens: Literal[True] = True
@@ -187,8 +187,7 @@ class ProcessingArguments(SettingsFile):
 
 
 class TokenizerArguments(SettingsFile):
-    """``tokenizer_args`` or ``processor_kwargs``: they take precedence over
-    tokenizer_config.json."""
+    """``tokenizer_args`` or ``processor_kwargs``; they override tokenizer_config.json."""
 
     ignored = {
         **LOADING,
@@ -250,7 +249,7 @@ class Transformer(SettingsFile):
     ignored = {"unpad_inputs": SPEED, "cache_dir": PLACE}
 
     max_seq_length: PositiveInt | None = None
-    """Maximum number of tokens of a text; takes precedence over that of the tokenizer."""
+    """Maximum number of tokens of a text; overrides that of the tokenizer."""
     do_lower_case: bool | None = None
     """Whether texts are converted to lower case before they are tokenized."""
     transformer_task: (
@@ -492,7 +491,7 @@ class TokenizerConfig(SettingsFile):
     model_max_length: Any = None
     """Maximum number of tokens, if nothing else states one (``max_len`` in old files)."""
     truncation_side: Side | None = None
-    """The side at which long texts lose tokens; takes precedence over that in tokenizer.json."""
+    """The side at which long texts lose tokens; overrides that in tokenizer.json."""
     pad_token: Any = None
     """The token of padding, if tokenizer.json states none."""
     tokenizer_class: Any = None

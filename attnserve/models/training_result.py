@@ -21,9 +21,10 @@ class TrainingResult:
         tokens: Real tokens of all steps.
         seconds: Time of the training, its measurements included.
         stopped: Why it ended: "time", "no gain" or "not finite".
-        learning_rate: The maximum of the schedule. restarts: Number of restarts with a lower
-        learning rate. since: (step, measurement) of the start or the last restart. loss: The loss
-        on the rows to choose, of the best weights: ``Losses.bounded``, and
+        learning_rate: The maximum of the schedule.
+        restarts: Number of restarts with a lower learning rate.
+        since: (step, measurement) of the start or the last restart.
+        loss: The loss on the rows to choose, of the best weights: ``Losses.bounded``, and
             that of labels.
         first_loss: The same before the training.
         history: (seconds, training loss, loss on the rows to choose) of each measurement.

@@ -217,7 +217,7 @@ def _recovered(
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
     plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
-    before = after = verify_model(job, plain_model, labels)  # errors come before the training
+    before = after = verify_model(job, plain_model, labels)  # raises errors before training
     trained_model = apply_steps(plan.steps, state).result
     training = state.training
     assert training is not None

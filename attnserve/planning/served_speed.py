@@ -2,7 +2,7 @@
 
 Serving fuses the operators of every model. The reference is therefore the fused original: the
 speed-up of fusion is not a gain of a rewrite. Runs of all models are interleaved, and
-each has another length than the one before, as requests have.
+the length changes from run to run, as it does between requests.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def convert_alone(
 
 @contextmanager
 def _conversion(precision: Precision) -> Generator[None]:
-    """Suppress the warnings of a conversion, and turn its exceptions, of many types, into ours."""
+    """Suppress the warnings of a conversion, and raise its exceptions as errors of this package."""
     try:
         with silenced():
             yield

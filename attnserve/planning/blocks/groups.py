@@ -42,7 +42,7 @@ class TiedBlocks:
 
     @property
     def noun(self) -> str:
-        """What the count counts: "heads" or "neurons"."""
+        """The unit of the count: "heads" or "neurons"."""
         return "heads" if self.kind == "attention" else "neurons"
 
     @property
