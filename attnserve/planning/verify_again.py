@@ -136,9 +136,9 @@ def verify_again(
     """Repeat the verification of a model's last rewrite, and test what its record guarantees.
 
     With the calibration data of the record, the models are compared on the recorded held-out rows;
-    with other data, on all rows. The guarantee is the goal of a search, else the lower end of the
-    recorded interval of each quality. It holds if no value is lower by more than rounding, in any
-    recorded runtime that is installed.
+    with other data, on all its rows. The guarantee is the goal of a search, else the lower
+    end of the recorded interval of each quality. It holds if no value is lower by more than
+    rounding, in any recorded runtime that is installed.
 
     Args:
         new: The rewritten model.
