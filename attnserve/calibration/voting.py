@@ -136,8 +136,8 @@ def _products(
     values = values.repeat(block.num_heads // values.shape[1], axis=1)
     queries = token_mask(batch, (B, S))
     keys = token_mask(batch, (B, values.shape[2]))
-    apart = probabilities_by_head(block, probabilities)
-    maps = [(values, keys), (apart, queries), (contexts, queries)]
+    p_by_head = probabilities_by_head(block, probabilities)
+    maps = [(values, keys), (p_by_head, queries), (contexts, queries)]
     return np.stack([_gram(array, real) for array, real in maps])
 
 

@@ -290,7 +290,7 @@ class QualityMeter:
         return sorted(qualities, key=lambda quality: -quality.losses.bounded)
 
     def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
-        """The rows of a batch of ``rows`` rows, those of short and of long texts apart."""
+        """The rows of a batch of ``rows`` rows, with short and long texts separated."""
         data = None if self.data is None else self.data.file_of(batch)
         name = "" if data is None or data is self.data else data.source.file
         # An index holds documents of all lengths.

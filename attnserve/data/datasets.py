@@ -158,7 +158,7 @@ class Dataset:
 
     @cached_property
     def length_edge(self) -> int | None:
-        """The length that separates short and long texts; None if lengths are alike.
+        """The length that separates short and long texts; None if lengths are similar.
 
         Quality is measured for both separately, because similarities within one kind of text are
         harder to keep than those between kinds. Lists of documents are not separated.
@@ -200,7 +200,7 @@ def load_inputs(
         tokenizer: Path of tokenizer.json; by default the artifact's.
         sequence: The length, or range of lengths, of the target workloads. If texts are
             much shorter, rows of mixed lengths up to it, or over the range, are made of several
-            texts of the same part, beside the texts.
+            texts of the same part, in addition to the texts.
         split: Split the distinct rows into parts; False puts all rows into each part, of which
             there is one to verify.
         read: Reads the texts of a file.

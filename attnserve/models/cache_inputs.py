@@ -24,13 +24,13 @@ def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     changed = {a.name or "": a.shape[2] for a, b in pairs if is_reshaped_cache(a, b) and a.shape}
     changed |= stripped_caches(before, after)
     lengths = {str(dim) for dim in changed.values() if not isinstance(dim, int) and dim.value}
-    alike = {
+    equal_length = {
         value.name or "": axis
         for value in before.graph.inputs
         for axis, dim in enumerate(value.shape or ())
         if str(dim) in lengths
     }
-    return {**dict.fromkeys(changed, 2), **alike}
+    return {**dict.fromkeys(changed, 2), **equal_length}
 
 
 def stripped_caches(before: ir.Model, after: ir.Model) -> dict[str, ir.SymbolicDim]:

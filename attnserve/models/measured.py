@@ -147,8 +147,8 @@ class Quality(Recorded, frozen=True):
             else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.searched}"
         )
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
-        apart = [kind for kind in (self.file, self.lengths) if kind]
-        measure = f"{', '.join([self.measure, *apart])}," if apart else self.measure
+        kinds = [kind for kind in (self.file, self.lengths) if kind]
+        measure = f"{', '.join([self.measure, *kinds])}," if kinds else self.measure
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
             f"predictor {self.constant:.3f}){others}"

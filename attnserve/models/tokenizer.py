@@ -289,7 +289,7 @@ class TextEncoder:
         return [token.id for token in before], [token.id for token in reversed(after)]
 
     def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
-        """The encodings of ``tokenizers``. Texts and pairs in a template are encoded apart."""
+        """The encodings of ``tokenizers``. Texts and pairs in a template are encoded separately."""
         if self._template is None or not any(isinstance(text, tuple) for text in texts):
             return self._tokenizer.encode_batch(list(texts))
         pairs = [self._template.fill(*text) for text in texts if isinstance(text, tuple)]

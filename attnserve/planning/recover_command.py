@@ -206,7 +206,7 @@ def _checkpoint_key(
 def _recovered(
     plan: Plan, state: State, job: JobWithData, file: Path
 ) -> tuple[RecoverReport, ir.Model]:
-    """Apply a plan of one training, and verify its result beside the model without it.
+    """Apply a plan of one training, and verify its result and the model without it.
 
     Returns:
         The report, and the model to write.

@@ -426,7 +426,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 def _check_source(model: ir.Model, scheme: Scheme) -> None:
     """Check that there are float32 weights to convert.
 
-    Quantized products stay as they are, beside float ones that are converted.
+    Float products are converted, and quantized ones stay as they are.
 
     Raises:
         InvalidArgument: There are none, or they have another type.
