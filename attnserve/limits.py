@@ -30,7 +30,7 @@ SAME_MS = 1.02
 """The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
 the times of blocks, and is less exact than ``MIN_GAIN``."""
 
-# What a change costs.
+# Minimum benefit of a change.
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by a fused one. It is above
 ``MIN_GAIN``, because the fused model needs a file and a check of its own."""

@@ -101,8 +101,8 @@ class LayerwiseRunner:
 class SegmentedModel:
     """A model that is cut in front of some of its inputs, to vary them one at a time.
 
-    Segment i reads input i and what was computed before it; a run with another value of input i
-    skips the segments before i. One session per segment serves all runs.
+    Segment i reads input i and the results of the segments before; a run with another value of
+    input i skips the segments before i. One session per segment serves all runs.
 
     Args:
         model: It is not changed.

@@ -57,10 +57,10 @@ def voting_to_stay(
     """Group the heads of each layer and elect one head per group (V2S, algorithm 1), by block name.
 
     A head has three feature maps: its values (real keys), its probabilities and its contexts (real
-    queries). Heads are grouped by k-means on what the paper calls E, here all three at once: the
-    cosines between the heads' maps over all data, averaged over the three. Then each batch votes
-    three times in each group, for the head whose map has the largest cosine with the mean map of
-    its group, eta of the paper. The model is used as it is trained: the paper's group-constrained
+    queries). Heads are grouped by k-means on E of the paper, here from all three maps: the cosines
+    between the heads' maps over all data, averaged over the three. Then each batch votes three
+    times in each group, for the head whose map has the largest cosine with the mean map of its
+    group, eta of the paper. The model is used as it is trained: the paper's group-constrained
     training, which makes the groups pronounced, is not part of this.
 
     Only the inner products of heads are stored per batch, H x H for each kind of map.

@@ -62,7 +62,7 @@ Inputs = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Decoding:
-    """Times of a decoder with a cache; None for what the model does not run.
+    """Times of a decoder with a cache; None for runs that the model does not support.
 
     Attributes:
         first_token_ms: Median time of a prompt of ``sequence`` tokens without a cache.

@@ -116,7 +116,7 @@ def require_attention(matches: MatchReport) -> None:
     raise InvalidModel(
         "no attention was found"
         + (f" ({reasons[:400]})" if reasons else ": no softmax has scores of tokens as input"),
-        "`attnserve inspect` lists what was matched, and why the rest was not",
+        "`attnserve inspect` lists the matched blocks, and why others were not matched",
         code="model.no_attention",
     )
 

@@ -198,7 +198,7 @@ def export(
         opset: Opset of ai.onnx; by default 18 for dynamo and 17 for torchscript.
         attention: Attention implementation of transformers; each gives a different graph.
         dimensions: Keep only this many dimensions of an embedding, for models that were trained
-            for it (Matryoshka); None for what the model's files state.
+            for it (Matryoshka); None for the number in the model's files.
         openvino: Write openvino/openvino_model.xml too, which sentence-transformers loads without
             attnserve.
         seed: Seed of the inputs that trace the model and compare it with PyTorch.

@@ -79,7 +79,7 @@ class Quality(Recorded, frozen=True):
         rows: The number of texts.
         documents: The number of documents that the texts search, if the data has a split of queries
             and documents.
-        split: What it is measured on; see ``Split``. JSON has "prove" for "verify".
+        split: The inputs that it is measured on; see ``Split``. JSON has "prove" for "verify".
         output: The name of the output.
         file: The file of the texts, if there are several.
         lengths: The lengths of the texts, if short and long texts are measured separately.

@@ -46,7 +46,7 @@ class Record(Recorded, frozen=True):
     ``Artifact``.
 
     Attributes:
-        source, task, exporter, opset, attention: What was exported, and how.
+        source, task, exporter, opset, attention: The exported model, and the options of the export.
         max_abs_error: The largest difference to PyTorch.
         versions: Versions of the packages that exported it.
         max_length: Maximum number of tokens of a text.

@@ -348,7 +348,7 @@ def check_files(
 
 
 class Target(Options):
-    """What a model is made for: its precision, and the shape at which it should be fast.
+    """The target of a model: its precision, and the shape at which it should be fast.
 
     Costs are reported at this shape.
     """

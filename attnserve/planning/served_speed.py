@@ -307,7 +307,7 @@ def time_models(
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
     total = SECONDS_PER_MODEL * count if seconds is None else seconds
-    progress = context.stage("time what is served")
+    progress = context.stage("time served models")
     with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
             call = _Sessions(models, devices).call

@@ -1,4 +1,4 @@
-"""Repeat the verification that the record of a model states, and test what it guarantees."""
+"""Repeat the verification in the record of a model, and test the recorded guarantees."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def _prepare_copy(
 
 
 def _finish(model: ir.Model, result: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
-    """Restore what the conversion overwrites, and check that the result is converted and runs.
+    """Restore overwritten outputs and metadata, and check that the result is converted and runs.
 
     Args:
         model: The model before the conversion.

@@ -117,7 +117,7 @@ class Scheme:
         runtime: The one runtime that computes it; empty for every runtime.
         oldest_opset: Minimum opset of the model.
         refusal: Returns why this machine does not compute the precision correctly, or None.
-        instead: What to do on such a machine.
+        instead: The fix for such a machine.
     """
 
     name: str

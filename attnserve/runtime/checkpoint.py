@@ -46,7 +46,7 @@ class Checkpoint:
         return read_private(self._path)
 
     def write(self, write: Callable[[IO[bytes]], object]) -> None:
-        """Replace the stored state by what a function writes into a file."""
+        """Replace the stored state by the file that a function writes."""
         try:
             if private_folder(self._folder) is None:
                 raise PermissionError(f"{self._folder} cannot be written")

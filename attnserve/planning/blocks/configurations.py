@@ -45,7 +45,7 @@ __all__ = [
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
 BlockOperator = FusedOperator | Literal["gelu", "as exported"]
-"""What computes a block: one fused operator, or the nodes of the export."""
+"""The implementation of a block: one fused operator, or the nodes of the export."""
 
 AS_EXPORTED: Final = "as exported"
 
@@ -85,7 +85,7 @@ class BlockConfig(ABC):
 
     @property
     def change(self) -> str:
-        """What it changes in the kept heads, in words; empty if it only removes heads."""
+        """The change of the kept heads, in words; empty if it only removes heads."""
         return ""
 
     @property

@@ -28,7 +28,7 @@ NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn"
 
 @dataclass(frozen=True, eq=False)
 class TiedBlocks:
-    """Blocks with the same last weight, which are rewritten in the same way; usually one block.
+    """Blocks with the same last weight, which are rewritten alike; usually one block.
 
     Attributes:
         count: The number of heads or neurons.

@@ -1,4 +1,4 @@
-"""Run passes on a model, refit and certify what they change, and record the changes."""
+"""Run passes on a model, refit and certify the changed blocks, and record the changes."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class PassRunner:
             self.changes += self._run_exact(graph_pass)
 
     def finish(self) -> ApplyReport:
-        """Refit and certify what the passes changed, and return the changes."""
+        """Refit and certify the changed blocks, and return the changes."""
         self._refit()
         self._certify()
         return ApplyReport(
@@ -241,7 +241,7 @@ class PassRunner:
         """Certify every block that was rewritten since the last time.
 
         Raises:
-            InvalidModel: A block is not matched any more, or does not compute what was matched.
+            InvalidModel: A block is not matched any more, or its outputs differ from the reference.
         """
         rewritten = {change.block for change in self.changes if change.needs_certificate}
         if not rewritten:

@@ -103,7 +103,7 @@ class SharingChooser:
             yield f"{block.name} gets " + (
                 "one shared key head: rotary positions rule out sparse mixing"
                 if block.q.rotary_terms
-                else "dense mixing: its cache holds what all heads share"
+                else "dense mixing: its cache holds the dimensions that all heads share"
             )
         if isinstance(outcome, Refusal):
             yield f"{block.name} is left as it is: {outcome}"
