@@ -35,8 +35,8 @@ def last_map_moments(
     """Yield each block's name, and the moments of the input and output of its last linear map.
 
     That is the output projection of attention, and the second product of a feed-forward layer.
-    Blocks are in execution order. Moments of one block are in memory at a time: those of all
-    feed-forwards of an 8-billion-parameter model would take 67 GB.
+    Blocks are in execution order. Moments of one block are in memory at a time: all feed-forwards
+    of an 8-billion-parameter model would take 67 GB.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.

@@ -395,7 +395,7 @@ def _read_file(
 
 
 def _split_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of each part; those of a group are in one part (``_split``)."""
+    """The rows of each part; all rows of a group are in one part (``_split``)."""
     mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
     return [[i for number in part for i in groups[number]] for part in _split(mean_lengths)]
 
@@ -600,7 +600,7 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the rows, or lists, to fit, and of those of each held-out part, by length.
+    """Indices of the rows (or lists) to fit, then of the rows of each held-out part, by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
     stratum, so that all parts have similar lengths and come from the whole file.

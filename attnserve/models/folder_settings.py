@@ -116,7 +116,7 @@ class FolderSettings:
         library: config_sentence_transformers.json.
         transformer: The file of the module Transformer.
         config: The path of config.json, which is read on first use.
-        encoder: The folder of the module Transformer in that of the model, mostly "".
+        encoder: The folder of the module Transformer in the model's folder, mostly "".
     """
 
     folder: Path

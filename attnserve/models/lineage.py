@@ -231,7 +231,7 @@ class LineageEntry(Measured, frozen=True):
     def kept_goal(self) -> float | None:
         """The share of the quality that a search guarantees; None if it guarantees none.
 
-        Without it, the guarantee is that of each quality.
+        Without it, each quality has its own guarantee.
         """
         search = self.search
         if search is None or not search.gain or search.goal.measure == "score":

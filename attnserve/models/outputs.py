@@ -312,8 +312,8 @@ def write_rewritten(
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
 
-    A folder with model.onnx is written for sentence-transformers too, unless it is that of the
-    source, whose files are kept.
+    A folder with model.onnx is written for sentence-transformers too, unless it is the folder of
+    the source, whose files are kept.
 
     Args:
         entry: Added to the lineage of the source.

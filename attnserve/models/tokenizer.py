@@ -190,7 +190,7 @@ class TextEncoder:
 
     @property
     def special_tokens(self) -> int:
-        """The number of tokens that every text gets: special ones, and those of the template."""
+        """The number of tokens that every text gets: special tokens, and tokens of the template."""
         if self._template:
             return len(
                 self._tokenizer.encode(self._template.fill("", ""), add_special_tokens=False)
@@ -412,9 +412,9 @@ class TextEncoder:
 def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncoder:
     """The text encoder of an artifact.
 
-    The maximum length of a text is that of the record within the table of positions, else that of
-    tokenizer_config.json within the positions. Texts lose tokens at the side that the record names,
-    else tokenizer_config.json, else tokenizer.json.
+    The maximum length of a text comes from the record, else from tokenizer_config.json. It is
+    limited by the table of positions. Texts lose tokens at the side that the record names, else
+    tokenizer_config.json, else tokenizer.json.
 
     Args:
         tokenizer: Another tokenizer.json, or its folder; None for that of the artifact.

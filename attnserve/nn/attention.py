@@ -612,8 +612,9 @@ def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def input_projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
     """A linear map for queries, keys or values, initialized as in torch.nn.MultiheadAttention.
 
-    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). With the
-    same variance for any number and size of heads, that of the first logits is the same too.
+    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). If this
+    variance does not depend on the number and size of heads, neither does the variance of the first
+    logits.
     """
     linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.uniform_(linear.weight, -(limit := (1.5 / inputs) ** 0.5), limit)

@@ -89,7 +89,7 @@ class Cli:
     Attributes:
         metavar: The name of the value.
         panel: The panel of the help; "" for the first one.
-        flags: The names, if they are not made from that of the field.
+        flags: The names, if they do not follow from the field's name.
         switches: Flags for single values, before the option that takes any value.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.

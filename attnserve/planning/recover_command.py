@@ -80,8 +80,8 @@ def recover(
             to name this file as its source.
         data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
             tables with labels too.
-        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` are those of
-            int8 models, and without a gain the conversion of ``model`` is returned, which has to be
+        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` describe int8
+            models, and without a gain the conversion of ``model`` is returned, which has to be
             float32. With ``task``, weights are chosen by the sum of both losses; a gain is then a
             smaller sum and no lower score, and the distance to the original may grow.
         run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16

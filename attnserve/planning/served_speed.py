@@ -298,8 +298,8 @@ def time_models(
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
-        runtimes: The names of the runtimes, by default that of the context. The times then are
-            (runtimes x models, rounds): all models in the first runtime come first.
+        runtimes: The names of the runtimes; by default, the runtime of the context. The times then
+            are (runtimes x models, rounds): all models in the first runtime come first.
 
     Returns:
         None if a model accepts none of the shapes.
@@ -335,7 +335,7 @@ def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
 
 
 class _Sessions:
-    """Sessions of models on each device, for interleaved timing; ``call`` is that of ``Worker``."""
+    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``."""
 
     def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
         self.sessions = [open_session(model, device) for device in devices for model in models]

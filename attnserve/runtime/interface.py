@@ -109,7 +109,7 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class LongRows:
-    """Long rows, and the runtime that computes them faster than that of the other rows.
+    """Long rows, and the runtime that computes them, because it is faster for long rows.
 
     Attributes:
         above: Rows with more tokens than this are long. The runtime follows from the row alone, so

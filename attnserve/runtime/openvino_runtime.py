@@ -275,7 +275,7 @@ def _value_info(value: ir.Value) -> _Info:
 
 
 _ELEMENTS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
-"""Names of element types in type strings, where they are not those of numpy."""
+"""Names of element types in type strings that numpy names in another way."""
 
 
 def _numpy_type(info: _Info) -> np.dtype[Any]:

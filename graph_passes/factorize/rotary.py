@@ -44,7 +44,7 @@ class RotaryHeads:
         query: x a_hf.
         key: y b_gf.
         groups: The key group of each query head.
-        is_self: Whether queries and keys are those of the same tokens.
+        is_self: Whether queries and keys come from the same tokens.
         turned: The number of rotated planes, which come first; None for all.
     """
 

@@ -162,7 +162,7 @@ class RewritePass(ir.passes.InPlacePass):
         """Change the graph, and return whether anything changed."""
 
     def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
-        """The interface of the rewritten model; by default that of the model, with ``caches``."""
+        """The interface of the rewritten model; by default as before, with ``caches``."""
         return before.with_caches(self.caches(analyses))
 
     def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:

@@ -217,8 +217,8 @@ def with_token_ids(
     """Texts, and token ids as ``Encoding``; ids are not checked here if not ``is_checked``.
 
     Raises:
-        InvalidField: Ids do not begin and end as those of the model, and ``any_token_ids`` is off:
-            they come from another tokenizer.
+        InvalidField: Ids do not begin and end with the special tokens of the model, and
+            ``any_token_ids`` is off: they come from another tokenizer.
     """
     encoder = engine.model.encoder
     is_checked = is_checked and not engine.settings.any_token_ids

@@ -102,7 +102,7 @@ class ScoredTask:
 
     def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
         """The share of the score that a model keeps; it is not run if its outputs are equal."""
-        # Cosines of single numbers, as a reranker returns, are those of their signs.
+        # Cosines of single numbers, as a reranker returns, compare only their signs.
         is_same = bool(fidelity.outputs) and all(
             output.relative_error < ROUNDING and not output.not_finite_rows
             for output in fidelity.outputs
