@@ -303,7 +303,7 @@ def _is_count(value: Any) -> bool:
 def _unstated(artifact: Artifact, key: str) -> InvalidModel:
     """The error of a missing or invalid setting."""
     return InvalidModel(
-        f"{artifact.folder}: config.json states no valid {key}",
+        f"{artifact.folder}: config.json has no valid {key}",
         "copy config.json of the model to the folder of the .onnx file",
         code="genai.config",
     )

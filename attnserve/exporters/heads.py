@@ -34,7 +34,7 @@ PAIR_TEMPLATES = {
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 }
-"""Templates of rerankers that state none, by ``model_type``: the one of Qwen3-Reranker's authors
+"""Templates of rerankers that have none, by ``model_type``: the one of Qwen3-Reranker's authors
 (Zhang et al. 2025, Qwen3 Embedding)."""
 
 
@@ -86,7 +86,7 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
             return text
     if model_type not in PAIR_TEMPLATES:
         raise InvalidModel(
-            f"{settings.folder}: the model states no template of a query and a document",
+            f"{settings.folder}: the model has no template of a query and a document",
             "add a chat_template.jinja with the roles query and document (sentence-transformers)",
             code="export.no_template",
         )

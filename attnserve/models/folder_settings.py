@@ -189,14 +189,15 @@ class FolderSettings:
 
         Args:
             classes: The number of logits of a text.
-            of_problem: Whether ``problem_type`` counts, if no cross-encoder states an activation.
+            of_problem: Whether ``problem_type`` counts, if no cross-encoder settings name an
+            activation.
 
         Returns:
             None for the default: softmax, or the sigmoid of a single logit. sentence-transformers
             returns the logits of several classes by default; they do not count as an activation.
 
         Raises:
-            InvalidModel: Another activation is stated.
+            InvalidModel: The activation is not supported.
         """
         nested = self.model.sentence_transformers
         activation = (

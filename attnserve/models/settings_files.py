@@ -270,7 +270,7 @@ class Transformer(SettingsFile):
     config_args: ConfigArguments = ConfigArguments()
     """Arguments that load config.json; also named ``config_kwargs``."""
     tokenizer_name_or_path: None = None
-    """Must be null: the tokenizer lies in the folder."""
+    """Must be null: the tokenizer is in the folder."""
     query_length: None = None
     """Must be null."""
     document_length: None = None
@@ -404,9 +404,9 @@ class TransformersConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_type: Any = None
-    """Determines where position ids start, and the tokenizer's class if no file states it."""
+    """Determines where position ids start, and the tokenizer's class if no file names it."""
     tokenizer_class: Any = None
-    """The tokenizer's class, if tokenizer_config.json states none."""
+    """The tokenizer's class, if tokenizer_config.json names none."""
     architectures: Any = None
     """A name that ends in ForCausalLM or ForSequenceClassification determines the task."""
     is_causal: Any = True
@@ -489,11 +489,11 @@ class TokenizerConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_max_length: Any = None
-    """Maximum number of tokens, if nothing else states one (``max_len`` in old files)."""
+    """Maximum number of tokens, if nothing else sets it (``max_len`` in old files)."""
     truncation_side: Side | None = None
     """The side at which long texts lose tokens; overrides that in tokenizer.json."""
     pad_token: Any = None
-    """The token of padding, if tokenizer.json states none."""
+    """The padding token, if tokenizer.json has none."""
     tokenizer_class: Any = None
     """For BERT's family, the following keys override tokenizer.json, as in transformers."""
     do_lower_case: bool | None = True

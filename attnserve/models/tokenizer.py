@@ -143,7 +143,7 @@ class TextEncoder:
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
         padding: The side of padding in a batch.
         template: The text of a pair, with {query} and {document} in place of the two texts. It
-            states all special tokens. None joins pairs as the tokenizer does.
+        contains all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
 

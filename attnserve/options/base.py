@@ -302,7 +302,7 @@ def _check_group(name: str, kind: type[Options], group: object, fields: Collecti
         fields: Names of the group's fields that were given as keywords.
 
     Raises:
-        InvalidArgument: The value has another type, or states a field that is a keyword too.
+        InvalidArgument: The value has another type, or sets a field that is given as a keyword too.
     """
     from graph_passes.errors import InvalidArgument
 

@@ -1,4 +1,4 @@
-"""The groups of options of the commands. Each option is stated once, here."""
+"""The groups of options of the commands. Each option is defined once, here."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ def _checks(
     """Compare the qualities of one runtime with the guarantees.
 
     Raises:
-        InvalidData: The record states qualities of other outputs, files or measures.
+        InvalidData: The record has qualities of other outputs, files or measures.
     """
 
     def key(quality: Quality) -> object:

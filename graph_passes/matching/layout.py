@@ -547,7 +547,7 @@ class LayoutReader:
 def _rows_by_head(
     by_token: np.ndarray, order: tuple[int, int, int, int]
 ) -> tuple[np.ndarray, bool] | None:
-    """Where each element of each head lies in the last axis, and whether tokens are (S, B).
+    """The place of each element of each head in the last axis, and whether tokens are (S, B).
 
     Args:
         by_token: Labels of the context in (B, H, S, V) order, one row per token.

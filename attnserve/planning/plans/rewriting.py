@@ -241,7 +241,7 @@ class PassRunner:
         """Certify every block that was rewritten since the last time.
 
         Raises:
-            InvalidModel: A block is not matched any more, or its outputs differ from the reference.
+            InvalidModel: A block is no longer matched, or its outputs differ from the reference.
         """
         rewritten = {change.block for change in self.changes if change.needs_certificate}
         if not rewritten:
@@ -256,7 +256,7 @@ class PassRunner:
             reason = None if block is None else report.failure(block)
             raise InvalidModel(
                 f"{lost[0]} is not certified after its rewrite: "
-                f"{reason or 'it is not found any more'}",
+                f"{reason or 'it is no longer found'}",
                 DEFECT,
                 code="internal.certificate",
             )

@@ -70,7 +70,7 @@ def list_variants(
     The graph as it is counts only if several runtimes are compared.
 
     Args:
-        path: The file of the first variant; the others lie beside it.
+        path: The file of the first variant; the others are beside it.
     """
     fusions = _fusions(model, passes) if passes else []
     if len(runtimes) > 1:
