@@ -96,9 +96,10 @@ class BlockChange:
 class PassRunner:
     """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
 
-    Lossy passes run one after another. The outputs of the blocks that they changed are refitted to
-    the original's, front to back, before the next exact pass, before a pass that is fitted to
-    refitted blocks, and at the end. Rewritten blocks are certified after each refit and at the end.
+    Lossy passes run one after another. The outputs of the changed blocks are refitted to the
+    original's, front to back. This happens before the next exact pass, before a pass that is fitted
+    to refitted blocks, and at the end. Rewritten blocks are certified after each refit and at the
+    end.
 
     Attributes:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
