@@ -63,7 +63,7 @@ class RunContext:
     """The settings of a run.
 
     Attributes:
-        device: What runs the models.
+        device: The runtime, provider and threads that run the models.
         seed: The seed of every random choice.
         progress: Called after each step of a long stage.
     """
@@ -77,7 +77,8 @@ class RunContext:
         return partial(self.progress, name)
 
     def on_all_threads(self) -> RunContext:
-        """Return a context whose runtime chooses the number of threads, for what is not timed."""
+        """Return a context whose runtime chooses the number of threads, for work that is not
+        timed."""
         return replace(self, device=replace(self.device, threads=0))
 
     def labeled(self, label: str) -> RunContext:

@@ -1,4 +1,4 @@
-"""Confidence intervals: each method once, with what it is for.
+"""Confidence intervals: each method once, with its use.
 
     mean_interval, mean_lower_bound   a mean of independent values, which may be skewed: Student's t
                                       with Hall's correction. Qualities are such means over texts.

@@ -154,7 +154,7 @@ class Job:
         return replace(self, context=self.context.labeled(label))
 
     def on_all_threads(self) -> Self:
-        """The job on as many threads as the runtime chooses, for what is not timed."""
+        """The job on as many threads as the runtime chooses, for work that is not timed."""
         return replace(self, context=self.context.on_all_threads())
 
     def meter(self, *, data: Dataset | None = None, split: Split = "data") -> QualityMeter:

@@ -1,4 +1,4 @@
-"""The limits that decide whether a change of speed is a gain, and whether a loss is allowed.
+"""The thresholds for a speed-up that counts as a gain, and for a loss that is allowed.
 
 Speed-ups are ratios of times, above 1 if the new model is faster. A loss is 1 minus a quality.
 """
@@ -20,17 +20,17 @@ __all__ = [
 
 # ---- speed -----------------------------------------------------------------------------------
 
-# Noise.
+# Noise of timings.
 MIN_GAIN = 1.01
 """The lowest speed-up that counts as a gain. Of models whose speeds differ by less, the one with
-less loss is taken, so that the noise of a timing decides nothing. Of two fused models, the lower
-end of a 95 % interval must reach it."""
+less loss is selected, so that noise does not decide. Of two fused models, the lower end of a 95 %
+interval must reach it."""
 
 SAME_MS = 1.02
 """The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
 the times of blocks, and is less exact than ``MIN_GAIN``."""
 
-# What a change costs.
+# Minimum benefit of a change.
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by a fused one. It is above
 ``MIN_GAIN``, because the fused model needs a file and a check of its own."""
@@ -44,7 +44,7 @@ separate dimensions of one block, before their loss is measured."""
 MIN_SPEEDUP = 0.97
 """The lowest accepted speed-up at any timed length: of a whole model over the original, of a block
 over the exported one, and of a mixing over the fused original, at the upper end of its 95 %
-interval. It is below 1, so that the noise at a single length refuses nothing."""
+interval. It is below 1, so that noise at a single length does not reject a model."""
 
 # ---- quality ---------------------------------------------------------------------------------
 

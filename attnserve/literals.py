@@ -44,8 +44,8 @@ Precision = str
 SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
 Split = Literal["choose", "verify", "held out", "data", "random"]
-"""What a quality is measured on: the rows to choose, those to verify, both, all rows, or random
-inputs."""
+"""The inputs that a quality is measured on: the rows to choose, those to verify, both, all rows, or
+random inputs."""
 TaskName = Literal[
     "sts",
     "classification",

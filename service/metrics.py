@@ -65,7 +65,7 @@ class VersionState(NamedTuple):
         waiting: Rows that wait for a batch.
         in_flight: Requests that wait or run.
         ready: Whether it can run.
-        runtime, precision: What it runs with; see ``Model``.
+        runtime, precision: Its runtimes and data types; see ``Model``.
     """
 
     model: str

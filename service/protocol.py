@@ -25,7 +25,7 @@ MAX_HEAD_BYTES = 65_536
 """Maximum size of the request line and the headers."""
 
 RECEIVE_S = 60.0
-"""Time limit of a request after its first byte; of the first one, after the connection."""
+"""Time limit of a request from its first byte on; for the first one, from the connection on."""
 
 SURPLUS_S = 2.0
 """Time limit for a request on a connection above the limit."""
@@ -221,8 +221,8 @@ class Protocol(HttpToolsProtocol):
     def _make_room(self) -> bool:
         """Close the connection that waits longest for its client, if there is one.
 
-        Order: connections without any request, connections between two requests, young ones of
-        both, and incomplete requests.
+        Order: connections without any request, connections between two requests, young connections
+        of both kinds, and incomplete requests.
         """
         now = self.loop.time()
         order: dict[Protocol, tuple[bool, bool, bool, float]] = {}

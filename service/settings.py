@@ -215,7 +215,7 @@ class Settings(EnvironmentOptions):
     max_body_bytes: PositiveInt = 2_000_000
     """Maximum size of a request body in bytes."""
     max_inputs: PositiveInt = 2048
-    """Maximum number of texts per request; OpenAI's API has the same."""
+    """Maximum number of texts per request; the default is that of OpenAI's API."""
     max_text_chars: PositiveInt = 200_000
     """Maximum number of characters of one text."""
     max_tokens: PositiveInt = 300_000
@@ -225,10 +225,11 @@ class Settings(EnvironmentOptions):
     max_tensor_bytes: PositiveInt = 64_000_000
     """Maximum size in bytes of the input tensors of one request, and of its output tensors."""
     any_token_ids: bool = False
-    """Accept token ids that do not begin as texts of the model do."""
+    """Accept token ids that do not begin with the special token of the model."""
     max_open_bytes: PositiveInt = 256_000_000
     """Maximum size in bytes of the bodies of all open requests (the server answers 429 above it)
-    and of their output tensors, counted twice (requests wait for free memory)."""
+    and of their output tensors (requests wait for free memory). Outputs count twice: they exist per
+    row and joined."""
     max_run_bytes: PositiveInt = 2_000_000_000
     """Maximum number of bytes that one operator reads and writes in the run of one row. Attention
     that is not fused needs 2 x heads x length^2 numbers."""
@@ -277,8 +278,8 @@ class Settings(EnvironmentOptions):
     strict_readiness: bool = True
     """Report not ready until every model that was on disk at the start is loaded or unloaded."""
     rewrite: Annotated[bool, Cli(panel=LOADING)] = True
-    """Fuse operators if the fused model is equivalent (cosine at least 1 - 1e-6), faster in the
-    mean, and at no shape more than 3% slower (upper end of the 95% interval)."""
+    """Fuse operators if the fused model is equivalent (cosine at least 1 - 1e-6), faster on
+    average, and at no shape more than 3% slower (upper end of the 95% interval)."""
     drain_delay_s: Annotated[NonNegativeFloat, Cli(metavar="S", panel=RUN)] = 0
     """Seconds between reporting not ready and closing the socket when the server stops, for a load
     balancer to notice."""

@@ -46,7 +46,8 @@ FIRST_RIDGE = 1e-1
 class Folds:
     """Moments of inputs and targets, in ``FOLDS`` folds (or fewer, one per text).
 
-    From ``MANY_TOKENS`` on, two are enough: the one that ridges are compared on, and the others.
+    From ``MANY_TOKENS`` on, two folds are enough: one to compare ridges on, and one with all other
+    texts.
     """
 
     def __init__(self, sites: Sequence[Site], sequence_first: Mapping[str, bool]) -> None:

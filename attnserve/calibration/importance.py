@@ -267,7 +267,7 @@ class _Change(NamedTuple):
 class _Gated:
     """A copy of a model with a gate on the attention context of each head.
 
-    The gates are graph inputs. Varying one runs only the layers behind it.
+    The gates are graph inputs. To vary one, only the layers after it run.
 
     Attributes:
         gates: By name of the input, a gate of ones for each block.

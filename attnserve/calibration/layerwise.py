@@ -18,10 +18,10 @@ class LayerwiseRunner:
     """Compute values of a model on batches, starting from the values that were cached last.
 
     Each call reads the graph again, so nodes that have not run yet may be edited between calls;
-    nodes that have run are not run again. The cache of a batch holds the ONNX Runtime outputs
-    between the requested values and the ones that are requested later: in a chain of layers the
-    hidden state, the inputs of the next node, and a mask. Values that do not follow from the cache
-    are computed from the model's inputs, which are kept.
+    nodes that have run are not run again. The cache of a batch holds the values at the cut between
+    the requested values and those that are requested later: in a chain of layers the hidden state,
+    the inputs of the next node, and a mask. Values that do not depend on the cache alone are
+    computed from the model's inputs, which are kept.
 
     Args:
         model: It is cloned before it runs and never changed.
@@ -101,8 +101,8 @@ class LayerwiseRunner:
 class SegmentedModel:
     """A model that is cut in front of some of its inputs, to vary them one at a time.
 
-    Segment i reads input i and what was computed before it; a run with another value of input i
-    skips the segments before i. One session per segment serves all runs.
+    Segment i reads input i and the results of the segments before; a run with another value of
+    input i skips the segments before i. One session per segment serves all runs.
 
     Args:
         model: It is not changed.

@@ -35,8 +35,8 @@ def last_map_moments(
     """Yield each block's name, and the moments of the input and output of its last linear map.
 
     That is the output projection of attention, and the second product of a feed-forward layer.
-    Blocks are in execution order. Moments of one block are in memory at a time: those of all
-    feed-forwards of an 8-billion-parameter model would take 67 GB.
+    Blocks are in execution order. Moments of one block are in memory at a time: all feed-forwards
+    of an 8-billion-parameter model would take 67 GB.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -64,9 +64,9 @@ def enough(
 ) -> list[Batch]:
     """Batches with enough tokens to fit the last linear maps of these blocks.
 
-    That is 32 tokens for each input, and at least 8192 tokens. Fewer cost quality: in a prototype,
-    13 instead of 27 for each input raised the loss of MiniLM, without an eighth of its neurons, by
-    23 %.
+    That is 32 tokens for each input, and at least 8192 tokens. With fewer tokens the quality falls:
+    in a prototype, MiniLM lost an eighth of its neurons, and 13 instead of 27 tokens per input
+    raised its loss by 23 %.
     """
     widths: list[int] = []
     for block in blocks:
@@ -114,7 +114,7 @@ class Tokens(NamedTuple):
     Attributes:
         inputs: Inputs of the map, (M, N).
         targets: Outputs to fit, (M, D).
-        texts: The number of each token's text in the batch, (M,).
+        texts: The index of each token's text in the batch, (M,).
     """
 
     inputs: np.ndarray
@@ -154,10 +154,10 @@ def real_tokens(
 
 
 def _text_of(target: np.ndarray, batch: Batch, is_sequence_first: bool) -> np.ndarray:
-    """The text number of each token of the target, -1 for padding.
+    """The index of the text of each target token, -1 for padding.
 
     The target is (B, S, D), (B*S, D), or (S, B, D) if ``is_sequence_first``. Windows of an image
-    are one text.
+    count as one text.
     """
     rows = int(np.prod(target.shape[:-1]))
     if target.ndim == 2:

@@ -108,7 +108,7 @@ class _BlockSums:
             y: Tokens of the keys, (T, E).
             contributions: Values times ``_write_root``, (H, T, V).
         """
-        y = y - y.mean(0)  # the same spread, with fewer digits lost to the mean
+        y = y - y.mean(0)  # the same variances, with smaller rounding errors
         rows = p.reshape(-1, p.shape[-1])  # H*S T
         spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
         self.y_spread = self.y_spread + y.T @ (spread @ y)
@@ -135,7 +135,7 @@ class _BlockSums:
 
 
 def _write_root(block: AttentionBlock) -> np.ndarray:
-    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the length of what a head writes."""
+    """L_h of L_h L_h^T = W_O^h W_O^hT, so that |v L_h| is the norm of a head's output."""
     if block.output is None:
         identity = np.eye(block.v_head_size)
         return np.broadcast_to(identity, (block.num_heads, *identity.shape))
@@ -145,5 +145,5 @@ def _write_root(block: AttentionBlock) -> np.ndarray:
 
 
 def _symmetric(matrix: np.ndarray) -> np.ndarray:
-    """The matrix without the asymmetry of rounding."""
+    """The symmetric part of a matrix: rounding makes it slightly asymmetric."""
     return (matrix + matrix.T) / 2

@@ -1,7 +1,7 @@
 """Refit output projections after a lossy rewrite, by ridge regression on the original's output.
 
-With tokens c (input of the projection in the rewritten model) and targets t (what it should add to
-the same tokens), the projection, or the second matrix of a feed-forward layer, becomes
+With tokens c (input of the projection in the rewritten model) and targets t (the output that it
+should have for them), the projection, or the second matrix of a feed-forward layer, becomes
 
     W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
 
@@ -72,9 +72,9 @@ def refit(
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks in place, and return the errors by name.
 
-    Blocks that share an output projection are fitted together and still share it afterwards. One
-    that is shared with a block that is not rewritten stays as it is.
-    Blocks in the body of another node (If, Loop) are ignored.
+    Blocks that share an output projection are fitted together and still share it afterwards. A
+    projection that is shared with an unchanged block stays as it is. Blocks in the body of another
+    node (If, Loop) are ignored.
 
     Args:
         model: The rewritten model.
@@ -112,7 +112,7 @@ def refit(
             if residual is None:
                 raise CannotRewrite(
                     f"{name}: its residual addition is part of another operator",
-                    "apply fuse_skip_norm after the passes that are not lossless",
+                    "apply fuse_skip_norm after the lossy passes",
                     code="refit.residual",
                 )
             sites[name] = replace(sites[name], residual=residual[0])

@@ -1,4 +1,4 @@
-"""The targets of a refit: what the original adds at each linear map, with its residual or without.
+"""The targets of a refit: the original's output of each linear map, with or without the residual.
 
 The target restores the residual stream of the original: t = s - r, with s the original's sum and r
 the residual of the rewritten model. A layer thus compensates the errors of earlier layers

@@ -16,7 +16,7 @@ __all__ = ["FitMoments", "NormalEquations"]
 
 @dataclass(eq=False)
 class FitMoments:
-    """Sums over tokens c (N) and targets t (D), sufficient to fit any ridge and rate any map.
+    """Sums over tokens c (N) and targets t (D), for fits with any ridge and the error of any map.
 
     Attributes:
         count: The number of tokens.

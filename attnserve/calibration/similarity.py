@@ -48,7 +48,7 @@ class HeadSimilarity:
         queries: Number of compared queries, of the layer with the most.
         uniform: The similarity of each head to uniform attention over the keys that its query can
             see; None if it was not measured. Heads of an untrained model are nearly uniform, and so
-            all alike: a similarity below this says nothing about reuse.
+            similar to each other: a similarity below this is no reason for reuse.
     """
 
     layers: tuple[str, ...]
@@ -201,7 +201,7 @@ class _PairSums:
         self.uniform = np.zeros(heads)  # the same with uniform attention
         self.texts = np.zeros(layers, dtype=np.int64)
         self.queries = np.zeros(layers, dtype=np.int64)
-        self.alike = np.ones((layers, layers), dtype=bool)
+        self.comparable = np.ones((layers, layers), dtype=bool)
 
     def add(self, probabilities: Sequence[Sequence[np.ndarray]], batch: Batch, share: int) -> None:
         """Add one batch.
@@ -219,7 +219,7 @@ class _PairSums:
         for index, (block, p) in enumerate(zip(self.blocks, by_head, strict=True)):
             sequences, _, queries, keys = p.shape
             groups.setdefault((block.kind, (sequences, queries, keys)), []).append(index)
-        have_equal_keys = np.zeros_like(self.alike)
+        have_equal_keys = np.zeros_like(self.comparable)
         for (_, (B, S, _)), members in groups.items():
             # Attention over windows of an image has several sequences per image.
             max_queries = max(1, share * row_count(batch) // max(1, B))
@@ -234,7 +234,7 @@ class _PairSums:
             at = np.flatnonzero(np.isin(self.layer_of, members))
             self.uniform[at] += np.concatenate([_uniform(p, queries.weights) for p in samples])
             self.common[np.ix_(at, at)] += _common(rows)
-        self.alike &= have_equal_keys
+        self.comparable &= have_equal_keys
 
     def similarity(self) -> HeadSimilarity:
         """The similarity of all heads on all batches.
@@ -252,7 +252,7 @@ class _PairSums:
         mean_products = self.common / self.texts[self.layer_of][:, None]
         mass = np.diag(mean_products)  # 1, except for queries without any key
         matrix = np.clip(1 - (mass[:, None] + mass) / 2 + mean_products, 0.0, 1.0)
-        matrix[~self.alike[np.ix_(self.layer_of, self.layer_of)]] = np.nan
+        matrix[~self.comparable[np.ix_(self.layer_of, self.layer_of)]] = np.nan
         heads = tuple(block.num_heads for block in self.blocks)
         uniform = np.clip((1 - mass) / 2 + self.uniform / self.texts[self.layer_of], 0.0, 1.0)
         return HeadSimilarity(names, heads, matrix, int(self.queries.max(initial=0)), uniform)

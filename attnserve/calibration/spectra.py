@@ -59,7 +59,7 @@ class Spectrum:
 
     Attributes:
         layer: The share that the first n directions capture of all heads, at index n - 1. The
-            matrix is that of the heads side by side, or the sum of their products.
+        matrix has the heads side by side, or is the sum of their products.
         heads: The share that the first n directions capture of each head, at index n - 1.
     """
 
@@ -200,8 +200,8 @@ def text_lengths(
     lengths: list[int] = []
     values = [probabilities_of(block)]
     for batch, [p] in observe(model, values, batches, context, "count tokens"):
-        apart = probabilities_by_head(block, p)
-        lengths += token_mask(batch, (len(apart), apart.shape[-1])).sum(1).tolist()
+        p_by_head = probabilities_by_head(block, p)
+        lengths += token_mask(batch, (len(p_by_head), p_by_head.shape[-1])).sum(1).tolist()
     return np.array(lengths)
 
 

@@ -57,10 +57,10 @@ def voting_to_stay(
     """Group the heads of each layer and elect one head per group (V2S, algorithm 1), by block name.
 
     A head has three feature maps: its values (real keys), its probabilities and its contexts (real
-    queries). Heads are grouped by k-means on what the paper calls E, here all three at once: the
-    cosines between the heads' maps over all data, averaged over the three. Then each batch votes
-    three times in each group, for the head whose map has the largest cosine with the mean map of
-    its group, eta of the paper. The model is used as it is trained: the paper's group-constrained
+    queries). Heads are grouped by k-means on E of the paper, here from all three maps: the cosines
+    between the heads' maps over all data, averaged over the three. Then each batch votes three
+    times in each group, for the head whose map has the largest cosine with the mean map of its
+    group, eta of the paper. The model is used as it is trained: the paper's group-constrained
     training, which makes the groups pronounced, is not part of this.
 
     Only the inner products of heads are stored per batch, H x H for each kind of map.
@@ -136,8 +136,8 @@ def _products(
     values = values.repeat(block.num_heads // values.shape[1], axis=1)
     queries = token_mask(batch, (B, S))
     keys = token_mask(batch, (B, values.shape[2]))
-    apart = probabilities_by_head(block, probabilities)
-    maps = [(values, keys), (apart, queries), (contexts, queries)]
+    p_by_head = probabilities_by_head(block, probabilities)
+    maps = [(values, keys), (p_by_head, queries), (contexts, queries)]
     return np.stack([_gram(array, real) for array, real in maps])
 
 
@@ -229,7 +229,7 @@ def _k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.
     scale = 1e-8 * (float(np.abs(points).max(initial=0.0)) or 1.0)
     points = points + scale * random.standard_normal(points.shape)
     runs: list[tuple[float, np.ndarray]] = []
-    for _ in range(100):  # attempts; a hundred points need about ten iterations of at most 100
+    for _ in range(100):  # attempts, until RESTARTS of them have no empty cluster
         try:
             centers, labels = kmeans2(
                 points, count, iter=100, minit="++", missing="raise", rng=random

@@ -4,8 +4,8 @@ Each model has its own process, so that its peak memory can be measured; one pro
 Rounds are interleaved (``interleaved_timer``). The speed-up is the median over rounds of first /
 model, so that drift cancels; its interval is a bootstrap of the median.
 
-Decoders with a cache are measured three times: on as many new tokens as cached ones, and as they
-generate text: on a prompt without a cache, and on one token after a prompt.
+Decoders with a cache are measured in three ways: on as many new tokens as cached ones; and, as they
+generate text, on a prompt without a cache and on one token after a prompt.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Inputs = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Decoding:
-    """Times of a decoder with a cache; None for what the model does not run.
+    """Times of a decoder with a cache; None for runs that the model does not support.
 
     Attributes:
         first_token_ms: Median time of a prompt of ``sequence`` tokens without a cache.
@@ -350,7 +350,7 @@ class _Subject:
 
     ``cache_bytes`` is the cache size per token; 0 without a cache. ``counted`` maps the requested
     workloads to those that run: fixed sizes of the model replace theirs. ``device`` has the runtime
-    of the model, and ``precision`` is what that computes with.
+    of the model, and ``precision`` the data types that it computes with.
     """
 
     model: str

@@ -116,7 +116,7 @@ def require_attention(matches: MatchReport) -> None:
     raise InvalidModel(
         "no attention was found"
         + (f" ({reasons[:400]})" if reasons else ": no softmax has scores of tokens as input"),
-        "`attnserve inspect` lists what was matched, and why the rest was not",
+        "`attnserve inspect` lists the matched blocks, and why others were not matched",
         code="model.no_attention",
     )
 
@@ -124,8 +124,8 @@ def require_attention(matches: MatchReport) -> None:
 def require_finite_weights(model: ir.Model) -> None:
     """Refuse weights with NaN, and infinite weights that multiply activations.
 
-    Infinity that is added, selected or compared is legal: masks hold it, and so does the whole row
-    of padding in a table of biases.
+    Infinity that is added, selected or compared is valid: masks contain it, and so does the padding
+    row of a table of biases.
 
     Raises:
         InvalidModel: A weight is not finite.
@@ -165,7 +165,8 @@ INFINITE = frozenset({"Add", "Clip", "Compress", "Concat", "Equal", "Exp", "Expa
                       "Less", "LessOrEqual", "Loop", "Max", "Min", "Neg", "Pad", "Reshape", "Scan",
                       "ScatterElements", "ScatterND", "Sigmoid", "Slice", "Softmax", "Sub", "Sum",
                       "Tanh", "Tile", "Where"})  # fmt: skip
-"""Operators whose result is a number for an infinite constant and finite activations, or a mask."""
+"""Operators that give a finite number, or a mask, for an infinite constant and finite
+activations."""
 
 
 def _is_mask(array: np.ndarray) -> bool:

@@ -1,7 +1,7 @@
 """Compute the measures of quality, which ``quality`` lists.
 
-A measure adds up sums over the batches. From them follow its value, and the influence of each text
-on the value, which gives its confidence interval.
+A meter accumulates sums over the batches. They give the value of the measure, and the influence of
+each text on it, from which its confidence interval follows.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Meter(ABC):
 
 
 def _by_text(text: Int[np.ndarray, " T"], texts: int, *values: np.ndarray) -> list[np.ndarray]:
-    """The number of tokens of each text that has some, and the sums of values of tokens."""
+    """For each text with tokens: their number, and the sums of their values."""
     counts = np.bincount(text, minlength=texts)
     some = counts > 0
     return [counts[some].astype(float), *(np.bincount(text, x, texts)[some] for x in values)]
@@ -359,7 +359,7 @@ class LogitsMeter(Meter):
         )
         if self.measure == "kl":
             return replace(by_divergence, also={"top1": agreement.value, **extras})
-        # The agreement of a short text is too coarse to limit: ``limited_losses`` takes that of KL.
+        # The agreement of a short text is too coarse for a limit: ``limited_losses`` uses KL.
         return Scores(
             measure="top1",
             value=agreement.value,

@@ -63,7 +63,7 @@ __all__ = [
 
 
 COARSE = frozenset({"index", "top1"})
-"""Measures of single texts that are shares of few events."""
+"""Measures whose value for a single text is a share of few events."""
 
 
 def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
@@ -84,9 +84,9 @@ def limited_losses(scores: Scores) -> Losses:
        - "index": 1 - R^2 of the vectors of queries.
        - "tau": the share of queries with another best document.
        - "top1": 1 - kl, because one frequent token is easily predicted.
-    3. The loss at the 5th percentile of the texts, divided by ``TAIL``. It is that of the measure,
-       but that of the second one for "top1" and "index", because the agreement of a short text or
-       of ten neighbors is coarse.
+    3. The loss at the 5th percentile of the texts, divided by ``TAIL``. "top1" and "index" use the
+       second measure here, because the agreement of a short text or of ten neighbors is coarse.
+       All others use the measure itself.
     """
     second = scores.second
     conditions = [scores] if second is None else [scores, second]
@@ -248,7 +248,7 @@ class QualityMeter:
             meter.add(*pair, inputs, lists)
 
     def additive_loss(self) -> float:
-        """The loss that predicts: it nearly adds up over changes of different blocks.
+        """The additive loss: the losses of changes of different blocks nearly add up.
 
         It is 1 - R^2 of features and embeddings, the share of the KL divergence of logits, and the
         mean over outputs; ``Losses`` has maxima, which do not add up.
@@ -290,7 +290,7 @@ class QualityMeter:
         return sorted(qualities, key=lambda quality: -quality.losses.bounded)
 
     def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
-        """The rows of a batch of ``rows`` rows, those of short and of long texts apart."""
+        """The rows of a batch of ``rows`` rows, with short and long texts separated."""
         data = None if self.data is None else self.data.file_of(batch)
         name = "" if data is None or data is self.data else data.source.file
         # An index holds documents of all lengths.

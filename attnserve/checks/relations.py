@@ -28,7 +28,7 @@ NEIGHBORS = 10
 """Number of nearest neighbors that ``index`` and ``overlap`` compare."""
 
 MIN_DOCUMENTS = 5 * NEIGHBORS
-"""Minimum number of documents of which ``NEIGHBORS`` are compared; of fewer, a fifth is."""
+"""Minimum number of documents to compare ``NEIGHBORS`` of them; with fewer, a fifth is compared."""
 
 MOST_PAIRED = 3000
 """Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
@@ -72,7 +72,7 @@ class SimilarityMeter(Meter):
     def scores(self) -> Scores:
         before, after = (_evenly(self.sums.column(i).astype(np.float64)) for i in (0, 1))
         r2 = self.features.scores()
-        if len(before) < 4:  # a correlation of three pairs means nothing
+        if len(before) < 4:  # a correlation of three pairs is not meaningful
             return replace(r2, measure="similarity", also={"r2": r2.value})
         x, y = before @ before.T, after @ after.T
         correlation = _pair_correlation(x, y)
@@ -88,7 +88,7 @@ class SimilarityMeter(Meter):
 
 
 class OrderMeter(Meter):
-    """Kendall's tau of the scores of the documents of a query, the mean of the queries.
+    """Kendall's tau between the scores of a query's documents, averaged over the queries.
 
     It needs ``lists``. Sums are the query, the relevance, and both scores of each row. Queries with
     one document are left out.
@@ -273,14 +273,14 @@ def _overlap(
 
     Args:
         x, y: The similarities of texts to their possible neighbors, by two models.
-        itself: Whether text i may have the neighbor i, which is else the text.
+        itself: Whether text i may have the neighbor i; False if that is the text itself.
     """
     neighbors, kept = (_neighbors(matrix, itself=itself) for matrix in (x, y))
     return (neighbors & kept).sum(1) / neighbors.sum(1)
 
 
 def _constant_overlap(x: Float[np.ndarray, "N M"], *, itself: bool) -> float:
-    """The mean overlap of the one answer to all texts that is best."""
+    """The mean overlap of the best constant answer to all texts."""
     neighbors = _neighbors(x, itself=itself)
     count = int(neighbors[0].sum())
     return float(np.sort(neighbors.sum(0))[-count:].sum() / neighbors.sum())

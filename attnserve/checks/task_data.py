@@ -56,7 +56,7 @@ def read_texts(folder: Path, *names: str) -> dict[str, str]:
     """The texts of a folder by id, from the first of these files that exists.
 
     A .tsv file has the columns id and text. A .jsonl file (BEIR) has an object per line with _id,
-    text and maybe title, which is put before the text.
+    text and optionally title, which is put before the text.
 
     Raises:
         InvalidData: There is no such file, a line of it is malformed, or an id is repeated.

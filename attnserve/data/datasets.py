@@ -71,7 +71,7 @@ JOINED = 4
 0.99 of the cosine of sentences and 0.79 of paragraphs if it is calibrated on sentences alone."""
 
 MIN_KIND = 10
-"""The fewest short or long texts of a held-out part that are measured separately."""
+"""Minimum number of short (and of long) texts in a held-out part to measure them separately."""
 
 PATCHES = 64
 """The assumed number of tokens of an image."""
@@ -130,7 +130,7 @@ class Dataset:
         return "document" if id(batch) in file.documents else "query"
 
     def of_queries(self) -> Dataset:
-        """The data for a model that runs queries only: lengths are theirs, if rows have roles."""
+        """The data for a model that runs queries only: with roles, the lengths of queries."""
         if not len(self.query_lengths):
             return self
         return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)
@@ -158,7 +158,7 @@ class Dataset:
 
     @cached_property
     def length_edge(self) -> int | None:
-        """The length that separates short and long texts; None if lengths are alike.
+        """The length that separates short and long texts; None if lengths are similar.
 
         Quality is measured for both separately, because similarities within one kind of text are
         harder to keep than those between kinds. Lists of documents are not separated.
@@ -200,7 +200,7 @@ def load_inputs(
         tokenizer: Path of tokenizer.json; by default the artifact's.
         sequence: The length, or range of lengths, of the target workloads. If texts are
             much shorter, rows of mixed lengths up to it, or over the range, are made of several
-            texts of the same part, beside the texts.
+            texts of the same part, in addition to the texts.
         split: Split the distinct rows into parts; False puts all rows into each part, of which
             there is one to verify.
         read: Reads the texts of a file.
@@ -395,7 +395,7 @@ def _read_file(
 
 
 def _split_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of each part; those of a group are in one part (``_split``)."""
+    """The rows of each part; all rows of a group are in one part (``_split``)."""
     mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
     return [[i for number in part for i in groups[number]] for part in _split(mean_lengths)]
 
@@ -600,10 +600,10 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the rows, or lists, to fit, and of those of each held-out part, by length.
+    """Indices of the rows (or lists) to fit, then of the rows of each held-out part, by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
-    stratum, so that all parts have like lengths and come from the whole file.
+    stratum, so that all parts have similar lengths and come from the whole file.
     """
     rows = len(lengths)
     if rows < HELD_OUT_PARTS + 1:
@@ -622,7 +622,7 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
 def _strata(
     lengths: Sequence[int], count: int, random: np.random.Generator
 ) -> list[np.ndarray[Any, Any]]:
-    """Indices in groups of like length; those of equal length are in random order."""
+    """Indices in groups of similar length; those of equal length are in random order."""
     order = np.lexsort((random.permutation(len(lengths)), np.asarray(lengths)))
     return np.array_split(order, count)
 

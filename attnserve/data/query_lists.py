@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 MIN_DOCUMENTS = 2
-"""The fewest documents of a query, in the mean, whose order is measured."""
+"""Minimum mean number of documents per query to measure their order."""
 
 
 class Lists(NamedTuple):
-    """Of each row of a batch, the number of its query, and its relevance; NaN if unknown."""
+    """The query number and the relevance (NaN if unknown) of each row of a batch."""
 
     query: Int[np.ndarray, " B"]
     relevance: Float[np.ndarray, " B"]

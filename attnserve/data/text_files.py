@@ -209,7 +209,7 @@ def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
     """The finite number that a field of a table contains.
 
     Args:
-        path, line, name: Where the field is, and what it is, for messages.
+        path, line, name: Place and name of the field, for messages.
 
     Raises:
         InvalidData: It is not a finite number.

@@ -96,7 +96,7 @@ def write_genai_folder(
         InvalidModel: It cannot be read, has no logits or no cache of every layer, has keys and
             values of different shapes, or config.json lacks the end token or the number of
             positions.
-        InvalidOutput: ``folder`` exists, is that of the model, or cannot be written.
+        InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
     """
     artifact = open_artifact(model)
     sources = [path for path in (artifact.folder, artifact.shared) if path is not None]
@@ -252,7 +252,7 @@ class _Tokens:
             width: The last axis of the logits, as in the graph.
 
         Raises:
-            InvalidModel: The end token, the number of positions or that of tokens is missing.
+            InvalidModel: The end token, the number of positions or the number of tokens is missing.
         """
         path = artifact.companion("generation_config.json")
         generation: Any = read_json(path) if path else {}
@@ -303,7 +303,7 @@ def _is_count(value: Any) -> bool:
 def _unstated(artifact: Artifact, key: str) -> InvalidModel:
     """The error of a missing or invalid setting."""
     return InvalidModel(
-        f"{artifact.folder}: config.json states no valid {key}",
+        f"{artifact.folder}: config.json has no valid {key}",
         "copy config.json of the model to the folder of the .onnx file",
         code="genai.config",
     )

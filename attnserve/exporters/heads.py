@@ -22,7 +22,8 @@ __all__ = [
 ]
 
 LINEAR = 1e-3
-"""Maximum error of a score by two rows of the language head, relative to all logits."""
+"""Maximum error of a score that is computed from two rows of the language head, relative to the
+largest logit."""
 
 PAIR_TEMPLATES = {
     "qwen3": (
@@ -33,7 +34,7 @@ PAIR_TEMPLATES = {
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 }
-"""Templates of rerankers that state none, by ``model_type``: the one of Qwen3-Reranker's authors
+"""Templates of rerankers that have none, by ``model_type``: the one of Qwen3-Reranker's authors
 (Zhang et al. 2025, Qwen3 Embedding)."""
 
 
@@ -41,7 +42,7 @@ def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
     """The token ids of a reranker's score: those in its files, else "yes" and "no".
 
     Raises:
-        InvalidModel: Both are not in the vocabulary.
+        InvalidModel: The vocabulary has neither of these pairs.
     """
     vocabulary = tokenizer.get_vocab()
     score = settings.token_score
@@ -85,7 +86,7 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
             return text
     if model_type not in PAIR_TEMPLATES:
         raise InvalidModel(
-            f"{settings.folder}: the model states no template of a query and a document",
+            f"{settings.folder}: the model has no template of a query and a document",
             "add a chat_template.jinja with the roles query and document (sentence-transformers)",
             code="export.no_template",
         )

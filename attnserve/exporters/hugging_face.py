@@ -186,8 +186,8 @@ def export(
     """Export a Hugging Face model with dynamic axes "batch" and "sequence".
 
     The settings of sentence-transformers are read from the model's folder (``read_settings``).
-    Modules other than one pooling and a normalization become part of the graph, which then pools
-    itself.
+    Modules other than one pooling and a normalization become part of the graph, which then contains
+    the pooling too.
 
     Args:
         model: A folder with config.json, weights and tokenizer, or an id on the Hugging Face hub.
@@ -198,7 +198,7 @@ def export(
         opset: Opset of ai.onnx; by default 18 for dynamo and 17 for torchscript.
         attention: Attention implementation of transformers; each gives a different graph.
         dimensions: Keep only this many dimensions of an embedding, for models that were trained
-            for it (Matryoshka); None for what the model's files state.
+            for it (Matryoshka); None for the number in the model's files.
         openvino: Write openvino/openvino_model.xml too, which sentence-transformers loads without
             attnserve.
         seed: Seed of the inputs that trace the model and compare it with PyTorch.
@@ -289,7 +289,7 @@ def export(
 
 @dataclass(frozen=True)
 class _Outputs:
-    """What the graph computes, and how it is read.
+    """The outputs of the graph, and their interpretation.
 
     Attributes:
         kind: The fields of the network's output, and whether they have an axis of tokens.
@@ -368,7 +368,7 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
 
 
 def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:
-    """Write the tokenizer and config.json to ``stage``, without files that nothing reads."""
+    """Write the tokenizer and config.json to ``stage``, without unused files."""
     with _quiet():
         tokenizer.save_pretrained(scratch)
     shutil.copyfile(source / "config.json", scratch / "config.json")

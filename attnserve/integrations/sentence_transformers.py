@@ -1,4 +1,4 @@
-"""Load a model folder as a ``SentenceTransformer`` or ``CrossEncoder`` on the runtimes here.
+"""Load a model folder as a ``SentenceTransformer`` or ``CrossEncoder`` in a runtime of attnserve.
 
 sentence-transformers tokenizes, pools and normalizes as for its own models. The network in its
 module ``Transformer`` is a session of this package: neither Optimum nor weights of PyTorch are
@@ -55,7 +55,7 @@ def load(
         provider: Execution provider. Inputs and outputs are on the CPU.
         threads: Number of threads of the runtime; 0 is its default.
         options: Arguments of the class of sentence-transformers, such as ``truncate_dim`` and
-            ``prompts``; they precede the settings of the record.
+            ``prompts``; they override the settings of the record.
 
     Returns:
         A ``CrossEncoder`` for models with scores, otherwise a ``SentenceTransformer``.

@@ -181,7 +181,7 @@ class Artifact:
 
     @property
     def other_runtimes(self) -> Set[str]:
-        """Runtimes, and pairs of them, in which the last rewrite is verified beside the first one.
+        """Further runtimes, and pairs of runtimes, in which the last rewrite is verified.
 
         See ``planning.runtime_verification``.
         """

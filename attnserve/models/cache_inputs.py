@@ -1,4 +1,4 @@
-"""Which caches must be empty for two forms of a model to take the same inputs."""
+"""Caches that must be empty so that two forms of a model take the same inputs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ __all__ = ["empty_axes", "is_reshaped_cache", "require_empty", "shaped_for", "st
 def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     """Inputs that must be empty for two models to be comparable, and their axis of length 0.
 
-    These are the caches that differ in heads or head size, (B, H, P, K) and (B, 1, P, R), because
-    one model cannot read the other's cache, those that only the first model has, and all other
+    These are caches whose heads or head size differ, such as (B, H, P, K) and (B, 1, P, R), because
+    neither model can read that of the other; caches that only the first model has; and all other
     inputs with the same length P.
     """
     others = {value.name: value for value in after.graph.inputs}
@@ -24,13 +24,13 @@ def empty_axes(before: ir.Model, after: ir.Model) -> dict[str, int]:
     changed = {a.name or "": a.shape[2] for a, b in pairs if is_reshaped_cache(a, b) and a.shape}
     changed |= stripped_caches(before, after)
     lengths = {str(dim) for dim in changed.values() if not isinstance(dim, int) and dim.value}
-    alike = {
+    equal_length = {
         value.name or "": axis
         for value in before.graph.inputs
         for axis, dim in enumerate(value.shape or ())
         if str(dim) in lengths
     }
-    return {**dict.fromkeys(changed, 2), **alike}
+    return {**dict.fromkeys(changed, 2), **equal_length}
 
 
 def stripped_caches(before: ir.Model, after: ir.Model) -> dict[str, ir.SymbolicDim]:

@@ -85,7 +85,7 @@ class EmbeddingSettings:
     """Conversion of hidden states to an embedding, by the keys of attnserve.json.
 
     ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
-    an input by name, and ``default_prompt`` the name of the one that is used without a name.
+    an input by name, and ``default_prompt`` the name of the prompt for inputs that name none.
     ``head`` lists the modules after the network, in order, if ``pooling`` and ``normalize`` cannot
     express them. ``pooling`` is then "none", and the graph must compute the modules.
     """
@@ -116,7 +116,7 @@ class FolderSettings:
         library: config_sentence_transformers.json.
         transformer: The file of the module Transformer.
         config: The path of config.json, which is read on first use.
-        encoder: The folder of the module Transformer in that of the model, mostly "".
+        encoder: The folder of the module Transformer in the model's folder, mostly "".
     """
 
     folder: Path
@@ -139,7 +139,7 @@ class FolderSettings:
 
     @property
     def default_prompt(self) -> str | None:
-        """The name of the prompt that is used without a name; None without one."""
+        """The name of the prompt for inputs that name none; None without one."""
         return self.library.default_prompt_name if self.prompts else None
 
     @property
@@ -185,18 +185,19 @@ class FolderSettings:
         )
 
     def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
-        """The activation that turns logits into scores.
+        """The function from logits to scores.
 
         Args:
             classes: The number of logits of a text.
-            of_problem: Whether ``problem_type`` counts, if no cross-encoder states an activation.
+            of_problem: Whether ``problem_type`` counts, if no cross-encoder settings name an
+            activation.
 
         Returns:
             None for the default: softmax, or the sigmoid of a single logit. sentence-transformers
             returns the logits of several classes by default; they do not count as an activation.
 
         Raises:
-            InvalidModel: Another activation is stated.
+            InvalidModel: The activation is not supported.
         """
         nested = self.model.sentence_transformers
         activation = (

@@ -95,7 +95,7 @@ class LibraryModel:
 
     @property
     def default_prompt(self) -> str | None:
-        """The name of the prompt that is used without a name, if it exists."""
+        """The name of the prompt for inputs that name none, if it exists."""
         name = self.record.default_prompt
         return name if name in (self.record.prompts or {}) else None
 

@@ -99,7 +99,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 
 
 class Change(Whole, frozen=True):
-    """One rewrite of one block, in JSON a step.
+    """One rewrite of one block (a step in JSON).
 
     Attributes:
         rewrite: The name of the pass.
@@ -231,7 +231,7 @@ class LineageEntry(Measured, frozen=True):
     def kept_goal(self) -> float | None:
         """The share of the quality that a search guarantees; None if it guarantees none.
 
-        Without it, the guarantee is that of each quality.
+        Without it, each quality has its own guarantee.
         """
         search = self.search
         if search is None or not search.gain or search.goal.measure == "score":

@@ -34,7 +34,7 @@ MUCH_LESS = -1e4
 
 
 def is_mask(name: str) -> bool:
-    """Whether the name of an input is that of an attention or padding mask."""
+    """Whether the name of an input names an attention or padding mask."""
     return "mask" in name.lower()
 
 

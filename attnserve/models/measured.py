@@ -1,4 +1,4 @@
-"""What checks and timings measure, as values that records contain.
+"""Results of checks and timings, as values for records.
 
 Fields that are not recorded are excluded from JSON. A number that the record of an older version
 lacks is NaN, and is not written again.
@@ -49,12 +49,13 @@ UNKNOWN = Losses()
 
 
 class Subject(NamedTuple):
-    """What a quality is measured on.
+    """The output and the texts that a quality is measured on.
 
     Attributes:
         output: The name of the output.
         file: The file of the texts, if there are several; else empty.
-        lengths: The lengths of the texts, if short and long ones are measured apart; else empty.
+        lengths: The lengths of the texts, if short and long ones are measured separately; else
+            empty.
     """
 
     output: str
@@ -78,15 +79,15 @@ class Quality(Recorded, frozen=True):
         rows: The number of texts.
         documents: The number of documents that the texts search, if the data has a split of queries
             and documents.
-        split: What it is measured on; see ``Split``. JSON has "prove" for "verify".
+        split: The inputs that it is measured on; see ``Split``. JSON has "prove" for "verify".
         output: The name of the output.
         file: The file of the texts, if there are several.
-        lengths: The lengths of the texts, if short and long texts are measured apart.
+        lengths: The lengths of the texts, if short and long texts are measured separately.
         same_outputs: Names of other outputs that are the same value.
         not_finite_rows: Rows, counted from 0 in the order in which they were compared, with NaN or
             infinity where the original has none.
         excluded_rows: Rows with NaN in the original's output, which are left out.
-        losses: What a goal limits; not recorded.
+        losses: The losses that a goal limits; not recorded.
         is_finite: Whether the new model is finite where the original is; not recorded.
     """
 
@@ -146,8 +147,8 @@ class Quality(Recorded, frozen=True):
             else f"95 % interval {self.ci95[0]:.4f} to {self.ci95[1]:.4f}, {self.searched}"
         )
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
-        apart = [kind for kind in (self.file, self.lengths) if kind]
-        measure = f"{', '.join([self.measure, *apart])}," if apart else self.measure
+        kinds = [kind for kind in (self.file, self.lengths) if kind]
+        measure = f"{', '.join([self.measure, *kinds])}," if kinds else self.measure
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
             f"predictor {self.constant:.3f}){others}"
@@ -188,7 +189,7 @@ class Measured(Recorded, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Add the one field that follows from the other."""
+        """Derive the missing one of ``quality`` and ``qualities`` from the other."""
         if not isinstance(content, dict):
             return content
         fields = cast("dict[str, Any]", content)

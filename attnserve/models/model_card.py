@@ -1,4 +1,4 @@
-"""The README.md of a model folder: what was changed, the verified quality, and how to load it.
+"""The README.md of a model folder: the changes, the verified quality, and how to load the model.
 
 Names of files, models and outputs come from others: they are escaped.
 """
@@ -35,7 +35,7 @@ INDEX = (
     "documents that the original embedded: an existing index can stay. Its other measures hold if "
     "this model embeds the documents too."
 )
-"""What the measure of an index guarantees."""
+"""The guarantee of the measure "index"."""
 
 SCORES = "## MTEB\n"
 """The heading of the scores."""
@@ -130,7 +130,7 @@ def _origin(artifact: Artifact) -> str:
 
 
 def _changes(lineage: Sequence[LineageEntry]) -> list[str]:
-    """What each rewrite changed."""
+    """The changes of each rewrite."""
     if not lineage:
         return ["## Changes\n\nNone: the graph is the exported model."]
     rows = [

@@ -32,15 +32,15 @@ VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
 """Matches names of outputs [batch, n] that are embeddings, for any number of columns."""
 
 MIN_CLASSES = 64
-"""An output [batch, n] is an embedding if it has this many columns, unless it is known to be of
-classes: by its name, by a softmax, or by the names of as many classes."""
+"""Minimum number of columns of an output [batch, n] that counts as an embedding. It does not
+count as one if its name, a softmax or as many names of classes show that it has classes."""
 
 
 def resized_outputs(model: ir.Model) -> set[int]:
     """Indices of the outputs whose last axis depends on the lengths of the inputs.
 
     Its elements are not features. Examples are the logits of the positions of an answer, and of
-    texts by images. The result is kept, because a search makes many meters.
+    texts by images. The result is cached, because a search makes many meters.
     """
     if model not in _RESIZED:
         _RESIZED[model] = set[int]()

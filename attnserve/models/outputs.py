@@ -254,7 +254,7 @@ def _stage(folder: Path) -> Generator[Path]:
 
 
 def _move(stage: Path, folder: Path) -> None:
-    """Move the files of ``stage`` to ``folder``; a signal comes before all moves or after them.
+    """Move the files of ``stage`` to ``folder``; a signal is handled before or after all moves.
 
     The model is moved last, so that its companion files exist when it appears.
     """
@@ -282,7 +282,7 @@ def _locked(folder: Path) -> Generator[None]:
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete the temporary folders of processes that were killed: nobody locks them."""
+    """Delete the temporary folders of processes that were killed: no process locks them."""
     for path in folder.glob(f"{PREFIX}*"):
         with suppress(OSError), open_folder(path) as descriptor:
             is_new = time() - path.stat().st_mtime < ABANDONED_S
@@ -312,8 +312,8 @@ def write_rewritten(
 ) -> None:
     """Write a model that was made from ``source``, its record and companion files, atomically.
 
-    A folder with model.onnx is written for sentence-transformers too, unless it is that of the
-    source, whose files are kept.
+    A folder with model.onnx is written for sentence-transformers too, unless it is the folder of
+    the source, whose files are kept.
 
     Args:
         entry: Added to the lineage of the source.
@@ -356,7 +356,7 @@ def write_for_libraries(
     *,
     openvino: ir.Model | None = None,
 ) -> None:
-    """Write what other libraries and people read: settings, a model card, and an OpenVINO file.
+    """Write the files for other libraries and people: settings, model card and OpenVINO file.
 
     Args:
         artifact: The model in ``stage``.

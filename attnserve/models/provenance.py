@@ -1,4 +1,4 @@
-"""State in an ONNX file what made it: ``metadata_props`` of the model."""
+"""Write into an ONNX file how it was made: ``metadata_props`` of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "attnserve."
 def state_provenance(
     model: ir.Model, *, parent: str | None, entry: LineageEntry | None = None
 ) -> None:
-    """Write version, parent and plan into the metadata of a model, instead of earlier ones.
+    """Write version, parent and plan into the metadata of a model, in place of earlier entries.
 
     Nothing reads them: loading, fusion and the checksum of weights do not depend on them.
 

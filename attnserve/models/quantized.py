@@ -1,4 +1,4 @@
-"""Describe a quantized model: its weights, its activations, and whether this CPU is exact."""
+"""Describe a quantized model: its weights and activations, and its exactness on this CPU."""
 
 from __future__ import annotations
 

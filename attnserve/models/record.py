@@ -46,7 +46,7 @@ class Record(Recorded, frozen=True):
     ``Artifact``.
 
     Attributes:
-        source, task, exporter, opset, attention: What was exported, and how.
+        source, task, exporter, opset, attention: The exported model, and the options of the export.
         max_abs_error: The largest difference to PyTorch.
         versions: Versions of the packages that exported it.
         max_length: Maximum number of tokens of a text.
@@ -56,7 +56,7 @@ class Record(Recorded, frozen=True):
         template: The text of a pair, with {query} and {document}; else the tokenizer joins pairs.
         padding: The side of padding, by default "right"; "left" is for graphs that pool the last
             position themselves.
-        lower_case: Whether texts are written in lower case before the tokenizer normalizes them.
+        lower_case: Whether texts are converted to lower case before the tokenizer normalizes them.
         truncation_side: The side at which long texts lose tokens, instead of that of the
             tokenizer's files.
         first_position: See ``Artifact``.

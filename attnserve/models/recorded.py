@@ -45,7 +45,7 @@ class Recorded(BaseModel, frozen=True):
 
 
 def present(**values: Any) -> dict[str, Any]:
-    """The values that are true: fields that are written only with a value other than 0."""
+    """The values that are not 0, None or empty, for fields that are omitted otherwise."""
     return {name: value for name, value in values.items() if value}
 
 

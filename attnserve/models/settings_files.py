@@ -46,7 +46,7 @@ TRANSFORMER_FILES = tuple(
 
 WIDTH = "the weights have this size"
 PLACE = "where and how the library loads the files"
-SPEED = "how the library computes, not what"
+SPEED = "how the library computes, not its result"
 
 LOADING = dict.fromkeys(
     ("cache_dir", "code_revision", "local_files_only", "revision", "token", "trust_remote_code"),
@@ -139,7 +139,7 @@ class Library(SettingsFile):
     prompts: dict[str, str | None] | None = None
     """Texts before an input, by name."""
     default_prompt_name: str | None = None
-    """The prompt that is used without a name."""
+    """The prompt for inputs that name none."""
     similarity_fn_name: Literal["cosine", "dot"] | None = None
     """The similarity of two vectors. Others are refused."""
     truncate_dim: PositiveInt | None = None
@@ -162,7 +162,7 @@ class CallArguments(SettingsFile):
     }
 
     max_length: PositiveInt | None = None
-    """Maximum number of tokens; precedes all other lengths."""
+    """Maximum number of tokens; overrides all other lengths."""
     truncation: Literal[True, "longest_first"] = True
     """Truncation of pairs: the longer text first. Other values are refused."""
     add_special_tokens: Literal[True] = True
@@ -187,7 +187,7 @@ class ProcessingArguments(SettingsFile):
 
 
 class TokenizerArguments(SettingsFile):
-    """``tokenizer_args`` or ``processor_kwargs``: they precede tokenizer_config.json."""
+    """``tokenizer_args`` or ``processor_kwargs``; they override tokenizer_config.json."""
 
     ignored = {
         **LOADING,
@@ -249,9 +249,9 @@ class Transformer(SettingsFile):
     ignored = {"unpad_inputs": SPEED, "cache_dir": PLACE}
 
     max_seq_length: PositiveInt | None = None
-    """Maximum number of tokens of a text; precedes the one of the tokenizer."""
+    """Maximum number of tokens of a text; overrides that of the tokenizer."""
     do_lower_case: bool | None = None
-    """Whether texts are written in lower case before they are tokenized."""
+    """Whether texts are converted to lower case before they are tokenized."""
     transformer_task: (
         Literal["feature-extraction", "sequence-classification", "text-generation", "any-to-any"]
         | None
@@ -270,7 +270,7 @@ class Transformer(SettingsFile):
     config_args: ConfigArguments = ConfigArguments()
     """Arguments that load config.json; also named ``config_kwargs``."""
     tokenizer_name_or_path: None = None
-    """Must be null: the tokenizer lies in the folder."""
+    """Must be null: the tokenizer is in the folder."""
     query_length: None = None
     """Must be null."""
     document_length: None = None
@@ -404,13 +404,13 @@ class TransformersConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_type: Any = None
-    """Determines where position ids start, and the tokenizer's class if no file states it."""
+    """Determines where position ids start, and the tokenizer's class if no file names it."""
     tokenizer_class: Any = None
-    """The tokenizer's class, if tokenizer_config.json states none."""
+    """The tokenizer's class, if tokenizer_config.json names none."""
     architectures: Any = None
     """A name that ends in ForCausalLM or ForSequenceClassification determines the task."""
     is_causal: Any = True
-    """False for a language model whose tokens see all others: mean pooling by default."""
+    """False for a language model whose tokens attend to all others: mean pooling by default."""
     max_position_embeddings: Any = None
     """The maximum number of tokens."""
     n_positions: Any = None
@@ -489,15 +489,15 @@ class TokenizerConfig(SettingsFile):
     model_config = ConfigDict(extra="ignore")
 
     model_max_length: Any = None
-    """Maximum number of tokens, if nothing else states one (``max_len`` in old files)."""
+    """Maximum number of tokens, if nothing else sets it (``max_len`` in old files)."""
     truncation_side: Side | None = None
-    """The side at which long texts lose tokens; precedes the one in tokenizer.json."""
+    """The side at which long texts lose tokens; overrides that in tokenizer.json."""
     pad_token: Any = None
-    """The token of padding, if tokenizer.json states none."""
+    """The padding token, if tokenizer.json has none."""
     tokenizer_class: Any = None
     """For BERT's family, the following keys override tokenizer.json, as in transformers."""
     do_lower_case: bool | None = True
-    """Whether words are written in lower case (BERT's family)."""
+    """Whether words are converted to lower case (BERT's family)."""
     strip_accents: bool | None = None
     """Whether accents are removed (BERT's family)."""
     tokenize_chinese_chars: bool | None = True

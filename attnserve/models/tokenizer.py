@@ -61,7 +61,7 @@ FAILS_ON_TEXT = (
     InvalidData, "the tokenizer fails on a text", "use another text, or check the tokenizer",
     "text.tokenizer_failed",
 )  # fmt: skip
-"""The error of a text that a tokenizer was not made for; see ``_errors_as``."""
+"""The error of a text on which a tokenizer fails; see ``_errors_as``."""
 
 BERT_TOKENIZERS = frozenset(
     f"{name}Tokenizer"
@@ -143,7 +143,7 @@ class TextEncoder:
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
         padding: The side of padding in a batch.
         template: The text of a pair, with {query} and {document} in place of the two texts. It
-            states all special tokens. None joins pairs as the tokenizer does.
+        contains all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
 
@@ -190,7 +190,7 @@ class TextEncoder:
 
     @property
     def special_tokens(self) -> int:
-        """The number of tokens that every text gets: special ones, and those of the template."""
+        """The number of tokens that every text gets: special tokens, and tokens of the template."""
         if self._template:
             return len(
                 self._tokenizer.encode(self._template.fill("", ""), add_special_tokens=False)
@@ -270,7 +270,7 @@ class TextEncoder:
         ]
 
     def decode(self, rows: Sequence[Sequence[int]], *, skip_special: bool = True) -> list[str]:
-        """The text of each list of token ids; ids that no token has are left out.
+        """The text of each list of token ids; ids without a token are left out.
 
         Raises:
             InvalidData: The tokenizer fails on the ids.
@@ -289,7 +289,7 @@ class TextEncoder:
         return [token.id for token in before], [token.id for token in reversed(after)]
 
     def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
-        """The encodings of ``tokenizers``. Texts and pairs in a template are encoded apart."""
+        """The encodings of ``tokenizers``. Texts and pairs in a template are encoded separately."""
         if self._template is None or not any(isinstance(text, tuple) for text in texts):
             return self._tokenizer.encode_batch(list(texts))
         pairs = [self._template.fill(*text) for text in texts if isinstance(text, tuple)]
@@ -412,9 +412,9 @@ class TextEncoder:
 def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncoder:
     """The text encoder of an artifact.
 
-    The maximum length of a text is that of the record within the table of positions, else that of
-    tokenizer_config.json within the positions. Texts lose tokens at the side that the record names,
-    else tokenizer_config.json, else tokenizer.json.
+    The maximum length of a text comes from the record, else from tokenizer_config.json. It is
+    limited by the table of positions. Texts lose tokens at the side that the record names, else
+    tokenizer_config.json, else tokenizer.json.
 
     Args:
         tokenizer: Another tokenizer.json, or its folder; None for that of the artifact.
@@ -484,7 +484,7 @@ def _longest(artifact: Artifact, config: TokenizerConfig) -> int | None:
 
 
 def lower_case(tokenizer: Tokenizer) -> None:
-    """Write texts in lower case before anything else, as ``do_lower_case`` does."""
+    """Convert texts to lower case before anything else, as ``do_lower_case`` does."""
     normalizer: Any = tokenizer.normalizer
     rest = [] if normalizer is None else [normalizer]
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])

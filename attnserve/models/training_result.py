@@ -14,16 +14,16 @@ __all__ = ["TrainingResult"]
 
 @dataclass
 class TrainingResult:
-    """How far a training got, and the loss of its best weights.
+    """The extent of a training, and the loss of its best weights.
 
     Attributes:
         steps: Optimizer steps.
         tokens: Real tokens of all steps.
         seconds: Time of the training, its measurements included.
         stopped: Why it ended: "time", "no gain" or "not finite".
-        learning_rate: The largest one, of the schedule.
-        restarts: How often the training began again with a lower learning rate.
-        since: (step, measurement) of the last beginning.
+        learning_rate: The maximum of the schedule.
+        restarts: Number of restarts with a lower learning rate.
+        since: (step, measurement) of the start or the last restart.
         loss: The loss on the rows to choose, of the best weights: ``Losses.bounded``, and
             that of labels.
         first_loss: The same before the training.

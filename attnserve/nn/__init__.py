@@ -1,4 +1,4 @@
-"""Attention layers of the papers in PyTorch, their losses, and their exchange in trained models.
+"""Attention layers of the papers in PyTorch, their losses, and their use in trained models.
 
 Needs the extra ``[torch]``. The layers have the call signature of ``torch.nn.MultiheadAttention``.
 

@@ -25,8 +25,9 @@ __all__ = [
 ]
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of rotary positions, each (1 or B, T, P): dimension i of a head turns with
-i + P/2; dimensions from P on stay (arXiv 2104.09864, in the layout of transformers)."""
+"""Cosines and sines of rotary positions, each (1 or B, T, P): dimensions i and i + P/2 of a head
+are rotated as a pair, and those from P on are unchanged (arXiv 2104.09864, in the layout of
+transformers)."""
 
 
 MASK_THRESHOLD = -5000.0
@@ -611,8 +612,9 @@ def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def input_projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
     """A linear map for queries, keys or values, initialized as in torch.nn.MultiheadAttention.
 
-    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). With the
-    same variance for any number and size of heads, that of the first logits is the same too.
+    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). If this
+    variance does not depend on the number and size of heads, neither does the variance of the first
+    logits.
     """
     linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.uniform_(linear.weight, -(limit := (1.5 / inputs) ** 0.5), limit)

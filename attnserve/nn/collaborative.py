@@ -45,7 +45,7 @@ class CollaborativeAttention(AttentionLayer):
             dimensions. Training from scratch is slower from mean 0, and from a concatenation.
         support: The entries of M that are learned, (H, R), boolean; None for all (dense mixing).
         value_head_size: V; default: D/H.
-        scale: Default: 1/sqrt(R/H), that of the concatenated heads.
+        scale: Default: 1/sqrt(R/H), as for the concatenated heads.
         bias: Whether there are content vectors v_h (the query biases of standard attention, eq. 12)
             and biases of the value and output projections. The key bias does not change the
             softmax.

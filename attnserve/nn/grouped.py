@@ -33,7 +33,7 @@ class GroupedHeadAttention(FixedHeadAttention):
     Normalization (means) and the second term of (4A), which is bounded, are choices made here.
 
     p is the softmax of a linear classifier of phi_i: attention maps have no fixed size that it
-    could read. The first term makes the heads of a group alike, the second drives groups apart.
+    could read. The first term makes the heads of a group similar, the second separates the groups.
     (4B) is at least -(alpha + beta) sum(tau); its first term has its minimum exactly where all
     heads of a group are parallel. (4A) is at least 0.
 
@@ -113,13 +113,13 @@ class GroupedHeadAttention(FixedHeadAttention):
         self._seen = grams if self._seen is None else self._seen + grams
         if self.groups[0] < 0:
             self.reassign()
-        alike = self._similarity(maps)  # H C
+        similarity = self._similarity(maps)  # H C
         in_group = nn.functional.one_hot(self.groups, self.num_groups).bool()
         if self.classifier is None:
-            loss = -self.alpha * alike[in_group].mean()
-            return loss + self.beta * alike[~in_group].mean() if self.num_groups > 1 else loss
+            loss = -self.alpha * similarity[in_group].mean()
+            return loss + self.beta * similarity[~in_group].mean() if self.num_groups > 1 else loss
         logits = nn.functional.linear(
-            alike, self.classifier.weight.to(alike), self.classifier.bias.to(alike)
+            similarity, self.classifier.weight.to(similarity), self.classifier.bias.to(similarity)
         )
         loss = -self.alpha * logits.log_softmax(1)[in_group].mean()
         if self.num_groups == 1:

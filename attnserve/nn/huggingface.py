@@ -1,4 +1,4 @@
-"""Exchange the attention layers of Hugging Face models."""
+"""Replace the attention layers of Hugging Face models."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def _read(model: nn.Module, name: str) -> TrainedAttention:
 
 
 def _check(model: nn.Module, name: str, layer: object) -> None:
-    """Check that what ``convert`` returned can replace a module.
+    """Check that a layer of ``convert`` can replace a module.
 
     Raises:
         InvalidArgument: It cannot.

@@ -21,8 +21,8 @@ class ReuseAttention(AttentionLayer):
 
         A_l = [A_l,1 ... A_l,H-K computed, R_(l-1),1 ... R_(l-1),K reused],    R_l = A_l
 
-    Values and output projection are its own. Computed and reused probabilities stay apart, and each
-    part has a product with its values.
+    Values and output projection are its own. Computed and reused probabilities stay separate, and
+    each part has a product with its values.
 
     Args:
         embed_dim, num_heads, others: See ``AttentionLayer``.
@@ -168,7 +168,7 @@ def reuse_transformer(
     *,
     exact: Callable[[TrainedAttention], AttentionLayer] = FixedHeadAttention.from_trained,
 ) -> list[AttentionLayer]:
-    """Wire the attention layers of a model, in execution order, by algorithm 1.
+    """Connect the attention layers of a model, in execution order, by algorithm 1.
 
     Args:
         configuration: "partial:K" (K heads of all layers but the first and last), "partial:K:P" (of

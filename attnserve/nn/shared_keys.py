@@ -25,13 +25,13 @@ __all__ = ["SharedKeyAttention"]
 
 
 class SharedKeyAttention(AttentionLayer):
-    """Heads whose keys share R dimensions that turn with the position.
+    """Heads whose keys share R dimensions that are rotated by the position.
 
         logits_h = scale Re sum_n e^{i theta_f(n) (s - t)} (x W_Q^h)_n conj((y W~_K)_n)
 
-    Elements n and n + R/2 are one complex number. It turns with the angle of its plane f(n) for all
-    heads alike, so that heads can share keys within a plane (arXiv 2006.16362 shares queries too;
-    a shared query would need a complex mixing). Every head has R query dimensions.
+    Elements n and n + R/2 are one complex number. All heads rotate it by the angle of its plane
+    f(n), so that heads can share keys within a plane (arXiv 2006.16362 shares queries too; a shared
+    query would need a complex mixing). Every head has R query dimensions.
 
     Args:
         embed_dim: D.

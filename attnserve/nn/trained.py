@@ -29,7 +29,7 @@ class TrainedAttention:
         scale: The factor of the logits.
         dropout: Dropout probability of attention probabilities, in training.
         batch_first: Whether tokens are (B, S, D), not (S, B, D).
-        rotary: Whether queries and keys turn with their positions before the product.
+        rotary: Whether queries and keys are rotated by their positions before the product.
         has_bias: Whether any projection has a bias; otherwise all biases are zero.
     """
 

@@ -1,4 +1,4 @@
-"""The options of the commands, as types. Each option is stated once, in ``groups``.
+"""The options of the commands, as types. Each option is defined once, in ``groups``.
 
 The first paragraph of a field's docstring is its help (a text that several fields share, or with
 computed values, is a ``description``), its bounds are its check, and its value travels to the code

@@ -72,7 +72,7 @@ class Cli:
     Attributes:
         metavar: The name of the value.
         panel: The panel of the help; "" for the first one.
-        flags: The names, if they are not made from that of the field.
+        flags: The names, if they do not follow from the field's name.
         switches: Flags for single values, before the option that takes any value.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
@@ -303,7 +303,7 @@ def _check_group(name: str, kind: type[Options], group: object, fields: Collecti
         fields: Names of the group's fields that were given as keywords.
 
     Raises:
-        InvalidArgument: The value has another type, or states a field that is a keyword too.
+        InvalidArgument: The value has another type, or sets a field that is given as a keyword too.
     """
     from graph_passes.errors import InvalidArgument
 

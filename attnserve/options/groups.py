@@ -1,4 +1,4 @@
-"""The groups of options of the commands. Each option is stated once, here."""
+"""The groups of options of the commands. Each option is defined once, here."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def check_files(
 
 
 class Target(Options):
-    """What a model is made for: its precision, and the shape at which it should be fast.
+    """The target of a model: its precision, and the shape at which it should be fast.
 
     Costs are reported at this shape.
     """

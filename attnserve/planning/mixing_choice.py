@@ -1,6 +1,6 @@
 """Choose the mixing of collaborative heads by measured time, at equal error.
 
-Dense mixing, that of the paper, defines the error bound of R. The others must not exceed it: sparse
+Dense mixing, as in the paper, defines the error bound of R. The others must not exceed it: sparse
 mixing, or separate dimensions of each head (truncation), as few as possible. The fastest mixing as
 served is selected, provided that it is at no length slower than the fused original. On a CPU,
 models with shared dimensions usually are slower.

@@ -243,7 +243,7 @@ class _Outcome:
 
 def _search(job: JobWithData, goal: Goal) -> _Outcome:
     """Search for a plan, and return its model."""
-    require_attention(job.matches)  # errors come before the search, which takes long
+    require_attention(job.matches)  # raises errors before the long search
     report, state = search(goal, job)
     return _Outcome(report.plan, state, ServedTimer(job), search=report.record)
 

@@ -39,7 +39,7 @@ def warnings_of(
     """The warnings about a rewritten model, the most important first.
 
     Args:
-        applied: What the plan changed.
+        applied: The changes by the plan.
         search: The record of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         break_even: The length from which the rewritten model needs more MACs; None if there is
@@ -185,7 +185,7 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
     documents = quality.documents or quality.rows - 1
     if quality.measure == "index" and documents < MIN_DOCUMENTS:
         warnings.append(
-            f"queries searched {documents} held-out documents, of which fewer than {NEIGHBORS} are "
-            f"near: give at least {MIN_DOCUMENTS * HELD_OUT} different documents"
+            f"queries searched {documents} held-out documents, too few to compare {NEIGHBORS} "
+            f"neighbors: give at least {MIN_DOCUMENTS * HELD_OUT} different documents"
         )
     return warnings

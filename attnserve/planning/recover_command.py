@@ -86,8 +86,8 @@ def recover(
             to name this file as its source.
         data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
             tables with labels too.
-        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` are those of
-            int8 models, and without a gain the conversion of ``model`` is returned, which has to be
+        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` describe int8
+            models, and without a gain the conversion of ``model`` is returned, which has to be
             float32. With ``task``, weights are chosen by the sum of both losses; a gain is then a
             smaller sum and no lower score, and the distance to the original may grow.
         run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
@@ -212,7 +212,7 @@ def _checkpoint_key(
 def _recovered(
     plan: Plan, state: State, job: JobWithData, file: Path
 ) -> tuple[RecoverReport, ir.Model]:
-    """Apply a plan of one training, and verify its result beside the model without it.
+    """Apply a plan of one training, and verify its result and the model without it.
 
     Returns:
         The report, and the model to write.
@@ -223,7 +223,7 @@ def _recovered(
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
     plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
-    before = after = verify_model(job, plain_model, labels)  # errors come before the training
+    before = after = verify_model(job, plain_model, labels)  # raises errors before training
     trained_model = apply_steps(plan.steps, state).result
     training = state.training
     assert training is not None

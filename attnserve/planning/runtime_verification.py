@@ -67,7 +67,7 @@ def verify_in_other_runtimes(
 
 
 def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.Model], Session]:
-    """Return what opens a model in one runtime, or in two for short and for long rows.
+    """Return a function that opens a model in one runtime, or in two for short and for long rows.
 
     Args:
         name: The runtime, or two of them (``by_length``). The second one runs rows above the median

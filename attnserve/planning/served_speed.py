@@ -2,7 +2,7 @@
 
 Serving fuses the operators of every model. The reference is therefore the fused original: the
 speed-up of fusion is not a gain of a rewrite. Runs of all models are interleaved, and
-each has another length than the one before, as requests have.
+the length changes from run to run, as it does between requests.
 """
 
 from __future__ import annotations
@@ -298,8 +298,8 @@ def time_models(
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
-        runtimes: The names of the runtimes, by default that of the context. The times then are
-            (runtimes x models, rounds): all models in the first runtime come first.
+        runtimes: The names of the runtimes; by default, the runtime of the context. The times then
+            are (runtimes x models, rounds): all models in the first runtime come first.
 
     Returns:
         None if a model accepts none of the shapes.
@@ -307,7 +307,7 @@ def time_models(
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
     total = SECONDS_PER_MODEL * count if seconds is None else seconds
-    progress = context.stage("time what is served")
+    progress = context.stage("time served models")
     with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
             call = _Sessions(models, devices).call
@@ -335,7 +335,7 @@ def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
 
 
 class _Sessions:
-    """Sessions of models on each device, for interleaved timing; ``call`` is that of ``Worker``."""
+    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``."""
 
     def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
         self.sessions = [open_session(model, device) for device in devices for model in models]

@@ -1,4 +1,4 @@
-"""Repeat the verification that the record of a model states, and test what it guarantees."""
+"""Repeat the verification in the record of a model, and test the recorded guarantees."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class GuaranteeCheck:
         runtime: The runtime, or two of them (``by_length``).
         measure: The measure of a quality, or "score".
         recorded: On new rows, the lowest recorded value of the output.
-        kept: What the guarantee limits: 1 minus the loss of a goal, else the value.
+        kept: The guaranteed quantity: 1 minus the loss of a goal, else the value.
         guarantee: The goal of the search, else the lower end of the recorded interval.
-        holds: Whether what is kept is not lower than the guarantee by more than rounding.
+        holds: Whether ``kept`` reaches the guarantee, up to rounding.
     """
 
     runtime: str
@@ -105,7 +105,7 @@ class _Rows(NamedTuple):
         first: The rows to compare in the first runtime.
         others: The rows to compare in other runtimes.
         part: The part of a search that ``first`` is; None without a search, or for new rows.
-        names: The recorded names of files that were given by other ones.
+        names: The recorded names of files that are given under other names.
     """
 
     data: Dataset
@@ -139,8 +139,8 @@ def verify_again(
 ) -> VerifyAgainReport:
     """Repeat the verification of a model's last rewrite, and test what its record guarantees.
 
-    With the calibration data of the record, the models are compared on the same held-out rows as
-    then; with other data, on all its rows. The guarantee is the goal of a search, else the lower
+    With the calibration data of the record, the models are compared on the recorded held-out rows;
+    with other data, on all its rows. The guarantee is the goal of a search, else the lower
     end of the recorded interval of each quality. It holds if no value is lower by more than
     rounding, in any recorded runtime that is installed. The fields of the groups are keywords too:
     ``verify_again(new, data="texts.txt")``.
@@ -396,7 +396,7 @@ def _checks(
     """Compare the qualities of one runtime with the guarantees.
 
     Raises:
-        InvalidData: The record states qualities of other outputs, files or measures.
+        InvalidData: The record has qualities of other outputs, files or measures.
     """
 
     def key(quality: Quality) -> object:

@@ -158,7 +158,7 @@ def convert_alone(
 
 @contextmanager
 def _conversion(precision: Precision) -> Generator[None]:
-    """Suppress the warnings of a conversion, and turn its exceptions, of many types, into ours."""
+    """Suppress the warnings of a conversion, and raise its exceptions as errors of this package."""
     try:
         with silenced():
             yield
@@ -231,7 +231,7 @@ def _prepare_copy(
 
 
 def _finish(model: ir.Model, result: ir.Model, scheme: Scheme, *, is_whole: bool) -> None:
-    """Restore what the conversion overwrites, and check that the result is converted and runs.
+    """Restore overwritten outputs and metadata, and check that the result is converted and runs.
 
     Args:
         model: The model before the conversion.
@@ -426,7 +426,7 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 def _check_source(model: ir.Model, scheme: Scheme) -> None:
     """Check that there are float32 weights to convert.
 
-    Quantized products stay as they are, beside float ones that are converted.
+    Float products are converted, and quantized ones stay as they are.
 
     Raises:
         InvalidArgument: There are none, or they have another type.

@@ -27,7 +27,7 @@ weights is added to the bias.
 Rounding: with calibration data, weights of static activations are rounded such that their errors
 cancel (``rounding``), and to the nearest byte otherwise. Weights that several activations share are
 rounded to the nearest. Weights that are trained for int8 keep the rounding from before the training
-(``Rounding``): a new rounding would have other errors than the trained ones.
+(``Rounding``): a new rounding would have errors that the training did not compensate.
 
 com.microsoft Attention contains its projections. With static scales it is written as QAttention.
 It stays float32 without calibration data, because QAttention takes no scale per row, and with
@@ -77,7 +77,7 @@ LEVELS: Mapping[Bits, tuple[int, int]] = {7: (-64, 63), 8: (-127, 127)}
 
 COST = 400
 """Smoothing that costs a Mul must lower the squared error of products with N columns by the factor
-1 + COST / N: the Mul takes the more of their time, the fewer columns they have."""
+1 + COST / N: with fewer columns, the Mul takes a larger share of their time."""
 
 NORMALIZATIONS = {
     ("", "LayerNormalization"): (1, 2),

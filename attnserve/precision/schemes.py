@@ -10,7 +10,7 @@ whose speed depends on the bytes read; with many tokens int8 is faster.
 
 bfloat16: ``half`` converts the weights, for GPUs. On CPUs the weights stay float32 and the model
 states that its products are computed in bfloat16 (``runtime.inference_precision``), alone
-("bfloat16-cpu") or beside int8 ("int8-full-bfloat16"). OpenVINO does that.
+("bfloat16-cpu") or together with int8 ("int8-full-bfloat16"). OpenVINO does that.
 
 With calibration data, int8 and int4 weights are rounded such that their errors cancel
 (``rounding``). Another package adds a row with ``SCHEMES.add`` (``graph_passes.registry``).
@@ -117,7 +117,7 @@ class Scheme:
         runtime: The one runtime that computes it; empty for every runtime.
         oldest_opset: Minimum opset of the model.
         refusal: Returns why this machine does not compute the precision correctly, or None.
-        instead: What to do on such a machine.
+        instead: The fix for such a machine.
     """
 
     name: str

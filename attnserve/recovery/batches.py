@@ -1,4 +1,4 @@
-"""Training batches of rows of like length, with about the same number of tokens each."""
+"""Training batches of rows of similar length, with about the same number of tokens each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 1000
 """Tokens of a training batch."""
 
 ROWS = 16
-"""Number of rows of a batch of other rows than texts."""
+"""Number of rows of a batch whose rows are not texts."""
 
 
 def regroup(
@@ -25,8 +25,8 @@ def regroup(
 ) -> list[list[Batch]]:
     """Put the rows of batches into steps of about ``TOKENS`` tokens.
 
-    A step is one batch: texts of like length, padded, or other rows of equal shape. A text is a row
-    whose inputs are all (B, T), one of them a mask.
+    A step is one batch: texts of similar length, padded, or other rows of equal shape. A text is a
+    row whose inputs are all (B, T), one of them a mask.
 
     Args:
         fixed_rows: The model fixes B: a step is several of the given batches.

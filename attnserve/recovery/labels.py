@@ -297,7 +297,7 @@ def _level(
 
 
 def _grouped(part: Sequence[int], rows: Sequence[Sequence[Encoding]]) -> list[list[int]]:
-    """Rows of like length with about ``TOKENS`` tokens together."""
+    """Rows of similar length with about ``TOKENS`` tokens together."""
     groups: list[list[int]] = [[]]
     for place in sorted(part, key=lambda place: max(map(len, rows[place]))):
         tokens = (len(groups[-1]) + 1) * len(rows[place]) * max(map(len, rows[place]))

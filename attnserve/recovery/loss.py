@@ -55,7 +55,7 @@ class DistillationLoss:
         qualities: The measured outputs: pooled vectors are learned for measures of similarity, KL
             for measures of logits, and plain vectors for all others.
         outputs: The names of the teacher's outputs, in order.
-        pairs: The number of states behind the outputs.
+        pairs: The number of states after the outputs.
         pooling: How tokens are pooled.
         examples: Some batches, for the units.
         teacher: Its outputs and states.

@@ -198,25 +198,25 @@ def _similarity_findings(analysis: Analysis, output: Path) -> Iterator[Finding]:
         return
     uniform = analysis.similarity.baseline()
     similar = [pair for pair in pairs if pair[2] >= SIMILAR]
-    alike = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
-    row, source, similarity = max(alike or pairs, key=lambda pair: pair[2])
+    reusable = [pair for pair in similar if pair[2] >= uniform[pair[0]] + MARGIN]
+    row, source, similarity = max(reusable or pairs, key=lambda pair: pair[2])
     layer, source_layer = analysis.layers[row].index, analysis.layers[source].index
     text = (
         f"Layers {source_layer} and {layer} have the most similar attention "
         f"({similarity:.2f} of 1; "
         f"uniform attention: {uniform[row]:.2f})."
     )
-    if similar and not alike:
+    if similar and not reusable:
         yield Finding(
             f"{text} Attention is nearly uniform, as in a model that is not trained: the similarity"
             " is not a reason to reuse another layer's attention."
         )
         return
-    if not alike:
+    if not reusable:
         yield Finding(f"{text} No layer is similar enough to reuse another layer's attention.")
         return
-    if len(alike) > 1:
-        text += f" {len(alike)} of {len(pairs)} layers are similar to an earlier layer."
+    if len(reusable) > 1:
+        text += f" {len(reusable)} of {len(pairs)} layers are similar to an earlier layer."
     yield Finding(
         f"{text} A similar layer can reuse the attention probabilities of the earlier one.",
         {"output": str(output / "reuse.onnx"), "reuse": "auto"},

@@ -1,8 +1,8 @@
 """Draw plots as SVG that is embedded in a page and follows its theme.
 
 Matplotlib draws with placeholder colors (``INK``, ``FIRST``, ...), which become CSS variables in
-the SVG. Heatmaps use one hue with varying opacity, which works in light and dark themes. Text stays
-text in the font of the page.
+the SVG. Heatmaps use one hue with varying opacity, which works in light and dark themes. Text is
+not converted to paths, and has the font of the page.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
         "For each layer, the similarity of its heads to their best matches in the previous layer, "
         "sorted, with one thin line per rank. Heads on high lines repeat the previous layer. The "
         "dashed line is the mean similarity to uniform attention: heads of an untrained model are "
-        "nearly uniform, and so all alike. Only lines above it speak for reuse.",
+        "nearly uniform, and so similar. Only lines above it are a reason for reuse.",
         svg(draw, (6.8, 3.6)),
         680,
     )

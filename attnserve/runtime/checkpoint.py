@@ -32,7 +32,7 @@ class Checkpoint:
 
     Args:
         folder: Its name in the cache folder.
-        key: What the work depends on, as a value that JSON can represent.
+        key: All inputs of the work, as a value that JSON can represent.
     """
 
     def __init__(self, folder: str, key: Any) -> None:
@@ -46,7 +46,7 @@ class Checkpoint:
         return read_private(self._path)
 
     def write(self, write: Callable[[IO[bytes]], object]) -> None:
-        """Replace the stored state by what a function writes into a file."""
+        """Replace the stored state by the file that a function writes."""
         try:
             if private_folder(self._folder) is None:
                 raise PermissionError(f"{self._folder} cannot be written")
@@ -54,7 +54,7 @@ class Checkpoint:
                 write(file)
         except (OSError, RuntimeError) as error:  # torch raises a RuntimeError for a full disk
             if not self._is_lost:
-                log.warning("warning: if it is interrupted, it could not continue: %s", error)
+                log.warning("warning: without a checkpoint, it could not continue: %s", error)
             self._is_lost = True
 
     def remove(self) -> None:

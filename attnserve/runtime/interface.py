@@ -109,11 +109,11 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class LongRows:
-    """Rows that another runtime computes than the others, because it is faster for them.
+    """Long rows, and the runtime that computes them, because it is faster for long rows.
 
     Attributes:
-        above: They have more tokens than this. It depends on the row alone, so that a row has the
-            same result in every batch.
+        above: Rows with more tokens than this are long. The runtime follows from the row alone, so
+            that a row has the same result in every batch.
         runtime: The name of the runtime.
     """
 
@@ -134,8 +134,8 @@ class SessionOptions:
     Attributes:
         optimize: False disables the graph optimizations of the runtime.
         spinning: Busy-wait in idle threads, which is fastest for the only session of a process.
-            Sessions that run alternately block each other's cores so: up to three times slower,
-            and ratios of their times are wrong by up to 60 %.
+            Sessions that run alternately then block each other's cores: they are up to three times
+            slower, and ratios of their times are wrong by up to 60 %.
         cuda: CUDA settings; by default exact float32 products.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.

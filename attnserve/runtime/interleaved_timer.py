@@ -5,8 +5,9 @@ of the clock and load from other processes thus affect all functions equally, an
 samples of one round cancels it.
 
 A server runs rows of different lengths one after the other. Some runtimes prepare the graph again
-for each other shape: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, as long as a short row.
-What is served is therefore timed with a change of the shape before each run (``time_shapes``).
+whenever the shape changes: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, about the time of a
+short row. Served models are therefore timed with a change of the shape before each run
+(``time_shapes``).
 """
 
 from __future__ import annotations

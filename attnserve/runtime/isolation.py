@@ -1,7 +1,7 @@
 """Run functions in a child process, to isolate crashes and memory.
 
 The child is a new interpreter, not a fork, and it does not import the caller's ``__main__`` (as
-multiprocessing would): scripts need no main guard, and the peak memory is that of the call alone.
+multiprocessing would): scripts need no main guard, and the peak memory includes the call alone.
 Requests are pickles from the parent. Answers are JSON, so that a child that loads untrusted files
 cannot make the parent run code.
 """
@@ -106,7 +106,7 @@ class Worker:
         arguments: Arguments of the factory.
         timeout_s: Time limit of creating the object; None for no limit.
         environment: Environment variables of the child, for example ``allowed_environment()``. None
-            passes those of this process, with ``search_path()`` as PYTHONPATH.
+        passes the environment of this process, with ``search_path()`` as PYTHONPATH.
         prepare: Called first in the child, for example ``limit_process``.
         on_start: Called with the process, before the object is created; another thread may kill it.
         silent: Whether to drop the stdout and stderr of the child, except for the end, which the

@@ -2,8 +2,7 @@
 
 A protobuf library holds the message and its bytes, twice the size of the model. This writer passes
 everything except ``raw_data`` of large initializers to the library, and streams their bytes to the
-file. The file is equal to that of the library, which writes the fields of a message by ascending
-number.
+file. The library would write an equal file, with the fields of a message by ascending number.
 """
 
 from __future__ import annotations

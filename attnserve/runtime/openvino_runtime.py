@@ -1,8 +1,8 @@
 """OpenVINO on the CPU; the only module that opens its models.
 
 It is an optional dependency (extra ``[openvino]``) and is imported on first use. OpenVINO reads
-ONNX, including the operators of com.microsoft that this product writes. It differs from ONNX
-Runtime in three ways that are undone here:
+ONNX, including the operators of com.microsoft that attnserve writes. It differs from ONNX Runtime
+in three ways that are undone here:
 
 * It computes in bfloat16 by default where the CPU has it. Here a model is computed in its own
   types, unless it states bfloat16 (``inference_precision``).
@@ -53,7 +53,7 @@ RUN = "attnserve_run"
 do not fit together, OpenVINO may return the outputs of the run before, without an exception."""
 
 CANCELED = "was canceled"
-"""In the message of a run that was canceled."""
+"""Part of the error message of a canceled run."""
 
 CHECKSUM_BYTES = 32
 """Size of the checksum that a file with a compiled model begins with."""
@@ -275,7 +275,7 @@ def _value_info(value: ir.Value) -> _Info:
 
 
 _ELEMENTS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
-"""Names of element types in type strings, where they are not those of numpy."""
+"""Names of element types in type strings that numpy names in another way."""
 
 
 def _numpy_type(info: _Info) -> np.dtype[Any]:

@@ -160,7 +160,7 @@ class CheckCache:
 
 
 def compiled_file(model: Path) -> Path:
-    """The file beside a fused model for what a runtime compiles from it."""
+    """The file beside a fused model for the model that a runtime compiles from it."""
     return model.with_suffix(".compiled")
 
 

@@ -392,7 +392,7 @@ COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "Einsum": _einsum,
     "Mul": _mixing,
 }
-"""How the MACs of an operator of the ONNX standard are counted; those of others are 0."""
+"""Functions that count the MACs of operators of the ONNX standard; other operators count 0."""
 
 CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     **dict.fromkeys((*MATRIX_PRODUCTS, "MatMulBnb4", "MatMulNBits", "QGemm"), _matmul),
@@ -400,7 +400,7 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "GroupQueryAttention": _contributed_attention,
     "MultiHeadAttention": _contributed_attention,
 }
-"""How the MACs of an operator of ONNX Runtime are counted; those of others are unknown."""
+"""Functions that count the MACs of operators of ONNX Runtime; for others they are unknown."""
 
 
 def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:

@@ -1,7 +1,7 @@
 """Evaluate single nodes on the ONNX reference evaluator, with a bounded output size.
 
-A file of some bytes may hold operators whose output has gigabytes. The output shapes are inferred
-first, and a node with a larger output is refused.
+A small file may contain operators with outputs of gigabytes. The output shapes are inferred first,
+and a node with a larger output is refused.
 """
 
 from __future__ import annotations

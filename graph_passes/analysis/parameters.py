@@ -1,4 +1,4 @@
-"""Count the parameters of a graph: the elements of its weights, also of quantized ones.
+"""Count the parameters of a graph: the elements of its weights, including quantized ones.
 
 Weights are floating-point constants, and the integers that an operator multiplies, gathers or
 dequantizes. Two 4-bit weights in one byte are two parameters. A weight that several nodes read
@@ -128,7 +128,7 @@ def _weight_places(node: ir.Node) -> tuple[int, ...]:
 
 
 def _is_multiplied(value: ir.Value) -> bool:
-    """Whether a product or a table reads a value as it is, scaled or moved; masks are added."""
+    """Whether a product or a table reads a value, also scaled or moved; masks are added."""
     pending = [value]
     seen = {value}
     while pending:

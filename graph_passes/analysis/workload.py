@@ -1,4 +1,4 @@
-"""What one run of a model computes."""
+"""The workload of one run of a model: its rows, new tokens and cached tokens."""
 
 from __future__ import annotations
 

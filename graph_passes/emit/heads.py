@@ -89,7 +89,7 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
 
 
 def _of_heads(term: RotaryTerm, heads: np.ndarray) -> RotaryTerm:
-    """The term of selected heads; the factor stays that of all heads."""
+    """The term of selected heads; its factor still covers all heads."""
     return RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
 
 

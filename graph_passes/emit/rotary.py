@@ -23,13 +23,13 @@ __all__ = ["RotaryPlanes", "rotary_heads", "rotary_logits", "rotary_planes"]
 
 @dataclass(frozen=True, eq=False)
 class RotaryPlanes:
-    """The pairs of elements that a rotation turns: real' = c real - s imaginary, and so on.
+    """The pairs of elements that are rotated: real' = c real - s imaginary, and so on.
 
     Attributes:
         elements: The real and the imaginary element of each plane.
         cos: The cosines by head and element.
         sin: The sines by head and element.
-        turned: The number of planes that turn, which come first. The others are pairs of elements
+        turned: The number of rotated planes, which come first. The others are pairs of elements
             without a position (partial rotary embeddings).
     """
 
@@ -133,7 +133,7 @@ def _before_new_last_axis(value: ir.Value | None, rank: int) -> ir.Value | None:
 
 
 def rotary_planes(part: Projection) -> RotaryPlanes | None:
-    """The planes of a projection, if its rotation turns pairs of elements of all heads alike."""
+    """The planes of a projection, if it rotates the same pairs of elements in all heads."""
     terms = [term for term in part.rotary_terms if term.factor is not None]
     plain_terms = [term for term in part.rotary_terms if term.factor is None]
     if part.norm is not None or len(terms) != 2 or len(plain_terms) > 1:
@@ -220,7 +220,7 @@ def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors)
 def _reduced(
     make: Inserter, part: Projection, heads: Any, groups: np.ndarray, planes: np.ndarray
 ) -> Projection:
-    """A projection with other weights, whose elements turn with other planes.
+    """A projection with other weights, whose elements are rotated in other planes.
 
     Args:
         heads: The weights and biases as complex numbers, (G, D+1, N).

@@ -6,7 +6,7 @@ Equations 9 and 11 to 13 of "Multi-Head Attention: Collaborate Instead of Concat
     W_Q^h W_K^hT  ~=  P diag(M[h]) Q^T
     score_h(x, y)  =  scale * ( (x P) diag(M[h]) (y Q)^T + y v_h ),    v_h = W_K^h b_Q^h
 
-The scale is that of the layer for every R. The term of b_K is constant over the keys, so it does
+The scale of the layer is kept for every R. The term of b_K is constant over the keys, so it does
 not change the softmax.
 
 The method is alternating least squares (Kolda & Bader 2009, section 3.4) with three changes:

@@ -107,7 +107,7 @@ class HeadStack:
         return SingularTriples(x_basis @ left, values, y_basis @ right.swapaxes(1, 2))
 
     def starts(self, rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Initial P and Q: singular triples, and eigenvectors if the widths allow R of them."""
+        """Initial P and Q: singular triples, and eigenvectors if D and E are at least R."""
         left, values, right = self.singular_triples()
         largest = np.argsort(-values, axis=None, kind="stable")[:rank]
         spare = (0, 0), (0, rank - len(largest))  # fewer than HK triples if K > D

@@ -44,8 +44,8 @@ class RotaryHeads:
         query: x a_hf.
         key: y b_gf.
         groups: The key group of each query head.
-        is_self: Whether queries and keys are those of the same tokens.
-        turned: The number of planes that turn, which come first; None for all.
+        is_self: Whether queries and keys come from the same tokens.
+        turned: The number of rotated planes, which come first; None for all.
     """
 
     query: Complex[np.ndarray, "H D+1 F"]
@@ -144,7 +144,7 @@ def _check(name: str, number: int, largest: int) -> None:
     if number % 2 or not 2 <= number <= largest:
         raise InvalidArgument(
             f"`{name}` is {number}: expected an even number from 2 to {largest}, because rotary "
-            "positions turn pairs of elements",
+            "positions rotate pairs of elements",
             f"choose an even number; {largest} is exact",
             code="factorize.rotary_size",
         )
@@ -160,8 +160,8 @@ def _energies(
 ) -> tuple[Float[np.ndarray, "F G"], Complex[np.ndarray, "F G G"]]:
     """The root of the energy of each group's queries, and the Gram matrix of the keys, by plane.
 
-    Without moments, tokens are white. In planes that turn, the mean of the keys counts, because it
-    turns with the position and so differs between keys. In other planes it adds the same to all
+    Without moments, tokens are white. In rotated planes, the mean of the keys counts, because it is
+    rotated by the position and so differs between keys. In other planes it adds the same to all
     scores of a query, which softmax ignores. The mean of the keys is that of the queries in
     self-attention, and unknown otherwise.
     """

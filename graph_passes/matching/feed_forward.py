@@ -351,7 +351,7 @@ def _shape_marks(
 
 
 def _bounds_halves(node: ir.Node, nodes: Collection[ir.Node]) -> bool:
-    """Whether only Slice nodes among these read what a node computes, as their bounds."""
+    """Whether only Slice nodes among these read the output of a node, as their bounds."""
     for value in node.outputs:
         if value.is_graph_output():
             return False

@@ -362,7 +362,7 @@ class LayoutReader:
         product = linear(node, self.shape)
         if product is None:
             raise MatchFailure(
-                f"the {role} is made by {describe(node)}, not by tokens and a matrix"
+                f"the {role} is computed by {describe(node)}, not from tokens and a matrix"
             )
         trace = self._product_trace(product, self.shape(node.outputs[0]))
         if node.op_type != "Gemm" or len(node.inputs) < 3 or node.inputs[2] is None:
@@ -547,7 +547,7 @@ class LayoutReader:
 def _rows_by_head(
     by_token: np.ndarray, order: tuple[int, int, int, int]
 ) -> tuple[np.ndarray, bool] | None:
-    """Where each element of each head lies in the last axis, and whether tokens are (S, B).
+    """The place of each element of each head in the last axis, and whether tokens are (S, B).
 
     Args:
         by_token: Labels of the context in (B, H, S, V) order, one row per token.

@@ -195,7 +195,7 @@ def rotary_terms_of(
 def broadcast_layout_of(
     factor: PositionFactor, heads: TermByHead, info: ShapeInfo, role: str
 ) -> BroadcastLayout:
-    """Determine what each axis of a factor counts, from the factor indices of its term."""
+    """Determine the role of each axis of a factor, from the factor indices of its term."""
     is_used = np.broadcast_to(
         ((heads.gain != 0) | (heads.offset != 0))[None, :, None, :], heads.factor_index.shape
     )

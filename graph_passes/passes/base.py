@@ -83,7 +83,7 @@ class RewritePass(ir.passes.InPlacePass):
     5. The invariants of ``invariants.py`` are checked, with ``expected_interface``.
 
     Attributes:
-        name: Identifies the pass everywhere; empty for a pass that is never part of a plan.
+        name: Identifies the pass in plans, reports and options; empty for a pass outside of plans.
         lossy: Whether outputs change by more than rounding.
         order: Requests and searches apply passes in ascending order; a plan.json may have any
             other. Fusions of operators start at 100.
@@ -162,7 +162,7 @@ class RewritePass(ir.passes.InPlacePass):
         """Change the graph, and return whether anything changed."""
 
     def expected_interface(self, before: Interface, analyses: Analyses) -> Interface:
-        """The interface of the rewritten model; by default that of the model, with ``caches``."""
+        """The interface of the rewritten model; by default as before, with ``caches``."""
         return before.with_caches(self.caches(analyses))
 
     def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
@@ -254,7 +254,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Validate the parameters of each block; a pass without parameters takes names alone.
 
         Args:
-            targets: ``Params`` by block, or what pydantic converts to them.
+            targets: ``Params`` by block, or values that pydantic converts to them.
 
         Raises:
             InvalidArgument: The parameters of a block are invalid.

@@ -104,7 +104,7 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
     content logits are left out if there are none. A cache of the original model cannot be read by
     the new one.
 
-    With rotary positions, pairs of elements are reduced before they are turned, see
+    With rotary positions, pairs of elements are reduced before they are rotated, see
     ``factorize.rotary``: heads keep the pairs with the largest energy, or all groups share the
     keys. The result is standard attention with smaller heads, or with one key head.
 
@@ -283,7 +283,7 @@ def _is_lossy(block: AttentionBlock, params: Mixing) -> bool:
 
 
 def _has_shared(block: AttentionBlock, params: Mixing) -> bool:
-    """Whether R means anything: under rotary positions, truncated heads share nothing."""
+    """Whether R applies: under rotary positions, truncated heads share nothing."""
     return params.is_dense or not block.q.rotary_terms
 
 
@@ -357,7 +357,7 @@ def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
         return refusal
     planes = [rotary_planes(part) for part in parts]
     if planes[0] is None or planes[1] is None:
-        return Refusal("rotary_layout", "its rotary positions do not turn pairs of elements")
+        return Refusal("rotary_layout", "its rotary positions do not rotate pairs of elements")
     if not np.array_equal(planes[0].elements, planes[1].elements):
         return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
     if shared and not (planes[0].is_rotation and planes[1].is_rotation):

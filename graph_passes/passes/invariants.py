@@ -112,13 +112,13 @@ def every_value_is_made_before_it_is_read(expected: Interface, model: ir.Model) 
     violations: list[str] = []
     for node in model.graph:
         violations += [
-            f"{node.name!r} reads {value.name!r}, which is not made before it"
+            f"{node.name!r} reads {value.name!r}, which is not computed before it"
             for value in node.inputs
             if value is not None and value not in defined
         ]
         defined.update(node.outputs)
     violations += [
-        f"output {v.name!r} is made by no node" for v in model.graph.outputs if v not in defined
+        f"output {v.name!r} is computed by no node" for v in model.graph.outputs if v not in defined
     ]
     return violations
 

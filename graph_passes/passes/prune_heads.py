@@ -44,9 +44,9 @@ class PruneHeads(AttentionPass[HeadMask]):
     After:  out = sum over the heads h with mask_h = 1, of the same
 
     Weights, biases and per-head position biases of removed heads are deleted from the graph. A
-    key/value head that several query heads share stays while one of them does. A layer that loses
-    all heads becomes its constant b. Exact if the removed heads write nothing; their mean output
-    can be added to b afterwards (``attnserve.calibration.refit``).
+    key/value head that several query heads share is kept as long as one of them is. A layer that
+    loses all heads becomes its constant b. Exact if the removed heads write nothing; their mean
+    output can be added to b afterwards (``attnserve.calibration.refit``).
 
     Attributes:
         targets: The mask of each block to rewrite.

@@ -83,8 +83,8 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
 
     Columns of W_1 (of W_g and W_u, packed or not), elements of b_1 and rows of W_2 are deleted;
     nodes stay. Exact if the removed rows of W_2 are zero. If the removed activations are constant,
-    their output can be added to b_2. Blocks that share weights (ALBERT) need the same mask, and go
-    on sharing.
+    their output can be added to b_2. Blocks that share weights (ALBERT) need the same mask, and
+    share the pruned weights.
 
     Attributes:
         targets: The mask of each block to rewrite.

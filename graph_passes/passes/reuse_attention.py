@@ -66,8 +66,8 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
     Queries, keys, scores and softmax of reused heads are deleted: (1 - K/2H) of the layer's
     products and parameters remain. Values and output stay, ordered so that heads with the same
     source are adjacent: each source has a product with its values, and the contexts are joined.
-    Exact where both heads attend alike, lossy elsewhere. Masks, lengths and position biases of both
-    layers must be equal. Fused operators of the sources are decomposed.
+    Exact if both heads have equal probabilities, otherwise lossy. Masks, lengths and position
+    biases of both layers must be equal. Fused operators of the sources are decomposed.
 
     Attributes:
         targets: For each block, its reused heads and their sources.

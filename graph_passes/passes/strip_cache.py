@@ -24,11 +24,10 @@ class StripCache(RewritePass):
     Before: out, present = f(x, mask, past), with present = Concat(past, new)
     After:  out = f(x, mask), with new in place of the Concat
 
-    Exact for an empty past: the model then computes whole sequences, as embeddings and scores need
-    it. The mask has the length of the new tokens. An input is a cache if nodes only join it with
-    new keys or values, or read its shape; the keys of an encoder are not a cache. The pass is
-    refused if there is no cache, if another input has the length of a cache, or if all outputs are
-    caches.
+    Exact for an empty past: the model then computes whole sequences, as for embeddings and scores.
+    The mask has the length of the new tokens. An input is a cache if nodes only join it with new
+    keys or values, or read its shape; the keys of an encoder are not a cache. The pass is refused
+    if there is no cache, if another input has the length of a cache, or if all outputs are caches.
     """
 
     name: ClassVar[str] = "strip_cache"
@@ -44,7 +43,7 @@ class StripCache(RewritePass):
         lengths = {str(cache.length) for cache in caches if cache.length.value}
         for value in set(graph.inputs) - {cache.past for cache in caches}:
             if lengths & {str(dim) for dim in value.shape or ()}:
-                raise _refused(f"the input {value.name!r} has the length of a cache and is none")
+                raise _refused(f"the input {value.name!r} has the length of a cache but is none")
         if _batch_source(graph, caches) is None:
             raise _refused("no other input has the batch axis of the caches")
 
@@ -171,7 +170,7 @@ class _BatchAxis(NamedTuple):
 
 
 def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
-    """The axis of an input that stays which has the batch of the caches; None if there is none."""
+    """The axis of a remaining input that is the batch of the caches; None if there is none."""
     axes = {
         str(size)
         for cache in caches

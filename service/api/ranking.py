@@ -1,7 +1,7 @@
 """Routes of rerankers: order texts by their relevance to a query.
 
-``/v1/rerank`` has the form of Cohere and Jina, ``/v2/rerank`` that of Cohere's newer clients, and
-``/rerank`` that of text-embeddings-inference (``tei.py``).
+``/v1/rerank`` has the form of Cohere and Jina, ``/v2/rerank`` the form of Cohere's newer clients,
+and ``/rerank`` the form of text-embeddings-inference (``tei.py``).
 """
 
 from __future__ import annotations

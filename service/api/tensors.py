@@ -1,4 +1,4 @@
-"""Tensors of the Open Inference Protocol v2: as JSON, and as raw bytes behind the JSON.
+"""Tensors of the Open Inference Protocol v2: as JSON, and as raw bytes after the JSON.
 
 The binary extension: the body is JSON, followed by the bytes of each binary input in the order of
 the JSON, which holds their sizes (``binary_data_size``). A header holds the length of the JSON.

@@ -226,8 +226,8 @@ def with_token_ids(
     """Texts, and token ids as ``Encoding``; ids are not checked here if not ``is_checked``.
 
     Raises:
-        InvalidField: Ids do not begin and end as those of the model, and ``any_token_ids`` is off:
-            another tokenizer made them.
+        InvalidField: Ids do not begin and end with the special tokens of the model, and
+            ``any_token_ids`` is off: they come from another tokenizer.
     """
     encoder = engine.model.encoder
     is_checked = is_checked and not engine.settings.any_token_ids
@@ -241,7 +241,7 @@ def with_token_ids(
         if what:
             raise InvalidField(
                 f"token ids {index} of {field} do not {what} with {before or after}, as those of"
-                f" {engine.name} do: another tokenizer made them",
+                f" {engine.name} do: they come from another tokenizer",
                 f"{SEND_TEXTS}; ATTNSERVE_ANY_TOKEN_IDS=true accepts them",
                 field=field,
             )

@@ -124,7 +124,7 @@ def _build(settings: Settings, names: Sequence[str]) -> FastAPI:
 
 
 class _Replica:
-    """Ray replaces a replica whose check fails three times in a row, 10 s apart."""
+    """A replica with a health check. After three failures in a row, 10 s apart, Ray replaces it."""
 
     def check_health(self) -> None:
         """Raise ``NotReady`` if a model cannot run."""

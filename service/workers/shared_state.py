@@ -5,7 +5,7 @@
     worker-I.json     status of worker I, rewritten after every change
     seconds-PID.json  totals of the last minute by second, for /stats.json
     checks/           results of the load check, if they are not in the user's cache folder
-    shadow/           rows for worker 0 to compare with the original, and the reports of it
+    shadow/           rows for worker 0 to compare with the original, and its reports
     metrics/          Prometheus series of each worker (PROMETHEUS_MULTIPROC_DIR)
     complete          exists once all workers have served
 

@@ -1,1 +1,1 @@
-"""Blocks of a model: their configurations, and what each configuration loses."""
+"""Blocks of a model: their configurations, and the loss of each configuration."""

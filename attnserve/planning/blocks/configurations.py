@@ -1,4 +1,4 @@
-"""Configurations: what a search can make of a block, and what each loses."""
+"""Configurations: the forms of a block that a search considers, and their losses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = [
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
 BlockOperator = FusedOperator | Literal["gelu", "as exported"]
-"""What computes a block: one fused operator, or the nodes of the export."""
+"""The implementation of a block: one fused operator, or the nodes of the export."""
 
 AS_EXPORTED: Final = "as exported"
 
@@ -86,7 +86,7 @@ class BlockConfig(ABC):
 
     @property
     def change(self) -> str:
-        """What it changes in the kept heads, in words; empty if it only removes heads."""
+        """The change of the kept heads, in words; empty if it only removes heads."""
         return ""
 
     @property
@@ -106,7 +106,7 @@ class BlockConfig(ABC):
 
     @property
     def less_lossy(self) -> BlockConfig | None:
-        """The configuration that loses less, and that it must outrun before its loss is measured.
+        """The less lossy configuration that it must be faster than before its loss is measured.
 
         None if there is none.
         """
@@ -122,7 +122,7 @@ class BlockConfig(ABC):
         )
 
     def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
-        """The configurations to time if it outruns ``less_lossy``.
+        """The configurations to time if it is faster than ``less_lossy``.
 
         Args:
             wanted: The configurations that are timed anyway.
@@ -425,7 +425,7 @@ class ReusePair:
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
-    """The configurations of a block besides the whole block; some may turn out impossible."""
+    """The configurations of a block besides the whole block; some may be impossible."""
     if isinstance(block, FeedForwardBlock):
         step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
         return [Kept(kept) for kept in range(step, block.num_neurons, step)]

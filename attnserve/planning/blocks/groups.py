@@ -1,4 +1,4 @@
-"""Blocks with the same last weight, which a search rewrites alike."""
+"""Blocks with the same last weight, which a search rewrites in the same way."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockGroup:
 
     @property
     def noun(self) -> str:
-        """What the count counts: "heads" or "neurons"."""
+        """The unit of the count: "heads" or "neurons"."""
         return "heads" if self.kind == "attention" else "neurons"
 
     @property

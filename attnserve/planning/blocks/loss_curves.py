@@ -69,7 +69,7 @@ FIT_TOKENS = 4096
 
 
 class BlockLosses(NamedTuple):
-    """What configurations of the blocks lose at the output of the model.
+    """Losses of configurations of the blocks, at the output of the model.
 
     Attributes:
         curves: Loss curves by the key of each group that can be reduced.

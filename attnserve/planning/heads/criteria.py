@@ -98,7 +98,7 @@ def observable_blocks(
     """A copy of a model in plain operators, and the blocks whose probabilities can be observed.
 
     Args:
-        names: The blocks that matter.
+        names: The blocks whose probabilities are needed.
     """
     plain = model.clone()
     with Analyses.of(plain) as analyses:

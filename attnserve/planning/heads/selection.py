@@ -177,9 +177,9 @@ class _Heads:
             between = self.between(block, source)
             for source_head in self.exact(source):
                 for head in heads:
-                    alike = float(between[head, source_head])
-                    if alike > best.get(head, (-1.0,))[0]:  # false for NaN
-                        best[head] = alike, (source.name, source_head)
+                    similarity = float(between[head, source_head])
+                    if similarity > best.get(head, (-1.0,))[0]:  # false for NaN
+                        best[head] = similarity, (source.name, source_head)
         ranked = sorted(best, key=lambda head: -best[head][0])
         return [(head, best[head][1]) for head in ranked]
 
@@ -194,7 +194,7 @@ class _Heads:
         # Imported here: scipy.optimize would slow down the start of every command.
         from scipy.optimize import linear_sum_assignment
 
-        most_alike, best = -1.0, dict[int, SourceHead]()
+        highest, best = -1.0, dict[int, SourceHead]()
         for source in sources:
             exact = self.exact(source)
             if len(exact) != len(heads) or len(exact) != len(self.kept(source)):
@@ -203,10 +203,10 @@ class _Heads:
             if np.isnan(between).any():
                 continue
             rows, columns = linear_sum_assignment(-between)
-            alike = float(between[rows, columns].mean())
-            if alike > most_alike:
+            similarity = float(between[rows, columns].mean())
+            if similarity > highest:
                 pairs = zip(rows.tolist(), columns.tolist(), strict=True)
-                most_alike = alike
+                highest = similarity
                 best = {heads[row]: (source.name, exact[column]) for row, column in pairs}
         if best:
             return best
@@ -272,8 +272,8 @@ def edges_by_damage(
                 between = heads.between(block, source)
                 for head in heads.kept(block):
                     for source_head in heads.exact(source):
-                        apart = 1 - between[head, source_head]
-                        damage = float(effect[block.name][head] * apart**2)
+                        distance = 1 - between[head, source_head]
+                        damage = float(effect[block.name][head] * distance**2)
                         if np.isfinite(damage):
                             edge = (source.name, source_head)
                             candidates.append(_Candidate(damage, index, head, edge))

@@ -17,13 +17,13 @@ def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock
     groups: list[tuple[set[ir.Value], list[AttentionBlock]]] = []
     for block in blocks:
         weights, members = _weights(block), [block]
-        apart: list[tuple[set[ir.Value], list[AttentionBlock]]] = []
+        separate: list[tuple[set[ir.Value], list[AttentionBlock]]] = []
         for group in groups:
             if weights.isdisjoint(group[0]):
-                apart.append(group)
+                separate.append(group)
             else:
                 weights, members = weights | group[0], [*group[1], *members]
-        groups = [*apart, (weights, members)]
+        groups = [*separate, (weights, members)]
     order = {block.name: place for place, block in enumerate(blocks)}
     in_order = [sorted(members, key=lambda block: order[block.name]) for _, members in groups]
     return sorted(in_order, key=lambda members: order[members[0].name])

@@ -54,7 +54,7 @@ def start(
 
 
 def raise_opset_for(plan: Plan, model: ir.Model) -> None:
-    """Raise the opset of a model to that of the operators that a plan fuses."""
+    """Raise the opset of a model to the opset that the fused operators of a plan need."""
     operators = plan.targets(FuseAttention).values()
     if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
         raise_opset(model, needed)

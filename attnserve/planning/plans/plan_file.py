@@ -52,7 +52,7 @@ class Decision(Whole, frozen=True):
         head_size: The truncated size of queries and keys, if they are truncated.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        operator: What computes it: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
+        operator: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.

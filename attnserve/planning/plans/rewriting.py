@@ -1,4 +1,4 @@
-"""Run passes on a model, refit and certify what they change, and record the changes."""
+"""Run passes on a model, refit and certify the changed blocks, and record the changes."""
 
 from __future__ import annotations
 
@@ -96,9 +96,10 @@ class BlockChange:
 class PassRunner:
     """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
 
-    Lossy passes run one after another. The outputs of the blocks that they changed are refitted to
-    the original's, front to back, before the next exact pass, before a pass that is fitted to
-    refitted blocks, and at the end. Rewritten blocks are certified after each refit and at the end.
+    Lossy passes run one after another. The outputs of the changed blocks are refitted to the
+    original's, front to back. This happens before the next exact pass, before a pass that is fitted
+    to refitted blocks, and at the end. Rewritten blocks are certified after each refit and at the
+    end.
 
     Attributes:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
@@ -131,7 +132,7 @@ class PassRunner:
             self.changes += self._run_exact(graph_pass)
 
     def finish(self) -> ApplyReport:
-        """Refit and certify what the passes changed, and return the changes."""
+        """Refit and certify the changed blocks, and return the changes."""
         self._refit()
         self._certify()
         return ApplyReport(
@@ -241,7 +242,7 @@ class PassRunner:
         """Certify every block that was rewritten since the last time.
 
         Raises:
-            InvalidModel: A block is not matched any more, or does not compute what was matched.
+            InvalidModel: A block is no longer matched, or its outputs differ from the reference.
         """
         rewritten = {change.block for change in self.changes if change.needs_certificate}
         if not rewritten:
@@ -256,7 +257,7 @@ class PassRunner:
             reason = None if block is None else report.failure(block)
             raise InvalidModel(
                 f"{lost[0]} is not certified after its rewrite: "
-                f"{reason or 'it is not found any more'}",
+                f"{reason or 'it is no longer found'}",
                 DEFECT,
                 code="internal.certificate",
             )

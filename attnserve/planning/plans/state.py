@@ -76,7 +76,7 @@ class State:
         return self._rewriting
 
     def finish_rewrites(self) -> None:
-        """Refit and certify what the passes since the last call changed."""
+        """Refit and certify the blocks that the passes since the last call changed."""
         if self._rewriting is not None:
             self.applied = self.applied.then(self._rewriting.finish())
             self._rewriting = None

@@ -106,7 +106,7 @@ class Convert(PlanStep):
 
 @dataclass(frozen=True)
 class Train(PlanStep):
-    """Train the weights. A method of training is a subclass, and its name is that of the method.
+    """Train the weights. Each training method is a subclass, named by the method.
 
     ``apply`` sets ``State.training``, and replaces ``State.model`` only by a better one.
 

@@ -39,7 +39,7 @@ from graph_passes.passes.skip_attention import SkipAttention
 __all__ = ["Replacements", "choose_edges", "choose_masks", "choose_skipped", "removed_layers"]
 
 Replacements = dict[str, Literal["affine", "constant"]]
-"""What replaces the attention of a layer."""
+"""The replacement of the attention of each skipped layer."""
 
 AUTO_BUDGET = 0.04
 """The share of the outputs' variance that ``reuse="auto"`` may change before refitting: R^2 is
@@ -54,7 +54,7 @@ def removed_layers(skipped: Replacements, masks: Masks) -> set[str]:
 
 
 def choose_skipped(request: Request) -> Replacements:
-    """What replaces the attention of each layer that ``skip`` names.
+    """The replacement of the attention of each layer that ``skip`` names.
 
     Raises:
         InvalidArgument: A layer is unknown or named twice, or there is no data to fit on.

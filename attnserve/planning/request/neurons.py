@@ -30,7 +30,7 @@ def choose_neurons(
     out.
 
     Args:
-        groups: Feed-forward blocks; those of one group have equal masks and are counted once.
+        groups: Feed-forward blocks; blocks of one group have equal masks and are counted once.
         curves: By the key of a group; a group without a curve keeps its neurons.
         share: More than 0 and less than 1.
     """

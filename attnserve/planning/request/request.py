@@ -110,8 +110,8 @@ class Request:
         """The calibration rows.
 
         Args:
-            why: What they are needed for.
-            otherwise: What to do without data.
+            why: Their purpose, for the error.
+            otherwise: The fix for a request without data.
 
         Raises:
             InvalidArgument: There is no data.

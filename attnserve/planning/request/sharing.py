@@ -103,7 +103,7 @@ class SharingChooser:
             yield f"{block.name} gets " + (
                 "one shared key head: rotary positions rule out sparse mixing"
                 if block.q.rotary_terms
-                else "dense mixing: its cache holds what all heads share"
+                else "dense mixing: its cache holds the dimensions that all heads share"
             )
         if isinstance(outcome, Refusal):
             yield f"{block.name} is left as it is: {outcome}"
@@ -159,7 +159,7 @@ def _check_rotary_sizes(rewrites: Rewrites, block: AttentionBlock, rank: int) ->
         if number is not None and number % 2:
             raise InvalidArgument(
                 f"`{name}` is {number}: expected an even number for {block.name}, "
-                "whose rotary positions turn pairs of elements",
+                "whose rotary positions rotate pairs of elements",
                 "choose an even number",
                 code="request.range",
             )
@@ -220,7 +220,7 @@ def head_sizes(block: AttentionBlock) -> list[int]:
 
     Kernels pad a head to the next size (``padded_size``), so that only padded sizes are worth
     choosing. Under rotary positions there is no content term, which takes one more dimension, and
-    sizes are even, because positions turn pairs of elements.
+    sizes are even, because positions rotate pairs of elements.
     """
     if block.q.rotary_terms:
         return [k for k in range(2, block.head_size, 2) if padded_size(k) == k]

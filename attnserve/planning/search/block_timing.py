@@ -1,4 +1,4 @@
-"""Time the operators and the configurations of each block beside the exported block."""
+"""Time the operators and the configurations of each block, interleaved with the exported block."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class BlockTimer:
         original = self._converted(self._cut_out(self.model, cuts)[0])
 
         def timed(numbers: Sequence[int]) -> dict[int, Latencies]:
-            """Time both parts for each number of heads, beside the exported source."""
+            """Time both parts for each number of heads, interleaved with the exported source."""
             parts: dict[tuple[int, int], Part] = {}
             for kept in numbers:
                 for index, part in enumerate(self._reusing_parts(source, reader, kept)):

@@ -18,7 +18,7 @@ __all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_grou
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """A unit after rewrites: a configuration for each of its groups, with what is predicted of it.
+    """A unit after rewrites: a configuration for each of its groups, with predicted loss and time.
 
     Attributes:
         blocks: The configuration of the blocks of each group.

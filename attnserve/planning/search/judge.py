@@ -70,7 +70,7 @@ class Candidate:
 
 
 class SpeedCheck(NamedTuple):
-    """The speed of a candidate beside the original, and whether it is enough.
+    """The speed of a candidate relative to the original, and whether it is enough.
 
     Attributes:
         speeds: Latencies of both models at all checked lengths.
@@ -102,7 +102,7 @@ class ScoredTask:
 
     def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
         """The share of the score that a model keeps; it is not run if its outputs are equal."""
-        # Cosines of single numbers, as a reranker returns, are those of their signs.
+        # Cosines of single numbers, as a reranker returns, compare only their signs.
         is_same = bool(fidelity.outputs) and all(
             output.relative_error < ROUNDING and not output.not_finite_rows
             for output in fidelity.outputs
@@ -113,7 +113,7 @@ class ScoredTask:
 
 @dataclass(eq=False)
 class Judge:
-    """Builds plans, and measures and times their models beside the original.
+    """Builds plans, and measures their models and their speed relative to the original.
 
     The latest model, the latest that keeps enough, and the latest that is unreduced stay in
     memory, because the search ends with one of them.
@@ -255,7 +255,7 @@ class Judge:
         workloads: Sequence[Workload],
         seconds: float | None = None,
     ) -> tuple[list[Workload], list[np.ndarray]]:
-        """Time models beside each other; see ``time_models``.
+        """Time models in interleaved runs; see ``time_models``.
 
         Raises:
             CannotRewrite: The models cannot run side by side, for example for lack of memory.
@@ -265,7 +265,7 @@ class Judge:
         timed = time_models(models, feeds, context=job.context, seconds=seconds)
         if timed is None:
             raise CannotRewrite(
-                "two models of the search cannot be timed beside each other",
+                "two models of the search cannot be timed together",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )

@@ -25,8 +25,8 @@ from graph_passes.errors import InvalidArgument, InvalidData
 __all__ = ["CHECKED_LENGTHS", "SearchInput"]
 
 CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
-"""Lengths at which the whole model is timed beside the original, if the model accepts them. Blocks
-must not be slower at the shortest and the longest one."""
+"""Lengths at which the whole model is timed, interleaved with the original, if it accepts them.
+Blocks must not be slower at the shortest and the longest one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,7 @@ def _gain(
 
 
 def _kept(verification: Verification, goal: Goal) -> str:
-    """What a verification found, in words."""
+    """The result of a verification, in words."""
     parts: list[str] = []
     if verification.fidelity.quality is not None:
         quality = verification.fidelity.quality
@@ -150,7 +150,7 @@ def _report(
 
     Args:
         speeds: The latencies of the candidate at all checked lengths; none if it was not timed.
-        served_speed: What fusion, precision and removal gave.
+        served_speed: The speed-ups of fusion, precision and removal.
     """
     front, judge = front_search.front, front_search.judge
     artifact, candidate = judge.job.artifact, verified.candidate

@@ -71,7 +71,7 @@ float32 by at least three times as much."""
 PLAUSIBLE = Tolerance(0.9, 0.5)
 """Limit of the difference between two runtimes in which a model was verified.
 
-A CPU that computes other products than that of the verification is beyond it. For
+A CPU that computes products in another way than that of the verification exceeds it. For
 all-MiniLM-L6-v2 in int8, as torch exports it, ONNX Runtime and OpenVINO differ by a cosine of 0.96
 and an error of 0.30."""
 

@@ -88,7 +88,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
     ``timing.TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its
     interval must be at least ``MIN_SPEEDUP``. If a variant seems too slow, all are timed once more,
     and both runs decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN``
-    outside the interval. The written file is what is compared and timed.
+    outside the interval. The comparison and the timing use the written file.
 
     With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
     the runtime that it states (``runtime_of``); a runtime in which it was verified has one of
@@ -211,7 +211,7 @@ def _time(
 
 
 class _Served(NamedTuple):
-    """What may be served: a variant, and its runtime for long rows if that is another one."""
+    """A candidate for serving: a variant, and the runtime for long rows if it differs."""
 
     equal: _EqualVariant
     times: Times
@@ -271,7 +271,7 @@ def _open_equal(
     """Open, run and compare all variants: those that are equal, and why others are refused.
 
     Args:
-        references: What a variant in a runtime must equal; see ``_references``.
+        references: The originals whose outputs a variant must equal; see ``_references``.
         inputs: The inputs that are timed.
         stated: The device, in the runtime of the reference.
 

@@ -1,4 +1,4 @@
-"""Time variants beside the original, and choose the fastest."""
+"""Time variants, interleaved with the original, and choose the fastest."""
 
 from __future__ import annotations
 

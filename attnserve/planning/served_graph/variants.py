@@ -70,7 +70,7 @@ def list_variants(
     The graph as it is counts only if several runtimes are compared.
 
     Args:
-        path: The file of the first variant; the others lie beside it.
+        path: The file of the first variant; the others are beside it.
     """
     fusions = _fusions(model, passes) if passes else []
     if len(runtimes) > 1:
@@ -87,8 +87,8 @@ def list_variants(
 def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
     """The names of the runtimes to compare.
 
-    It is that of the device; for ``AUTO`` all that are installed, first the one that computes what
-    the model states (``runtime_of``).
+    It is the runtime of the device. For ``AUTO``, all installed runtimes are compared; the first
+    one computes the precision that the model states (``runtime_of``).
     """
     first = runtime_of(model, device)
     if device.runtime != AUTO or device.provider != "cpu":

@@ -2,7 +2,7 @@
 
 Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An input that is
 left out is None. Shapes, axes and other integers that an operator reads on the host are tensors on
-the CPU (``GraphModule`` keeps them there), so that a GPU is not waited for.
+the CPU (``GraphModule`` keeps them there), so that no operator waits for the GPU.
 """
 
 from attnserve.recovery.operators import (

@@ -1,4 +1,4 @@
-"""The table of operators, and what their functions share."""
+"""The table of operators, and the helpers of their functions."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ UNMATCHED = {
     ),
     "a product whose left side is the weight": (
         "\n xT = Transpose <perm = [0, 2, 1]> (x)\n q0 = MatMul(WqT, xT)\n out = Unsqueeze(q0, a1)",
-        "the query is made by MatMul, not by tokens and a matrix",
+        "the query is computed by MatMul, not from tokens and a matrix",
     ),
 }
 

@@ -251,7 +251,7 @@ UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     ),
     "an ellipsis in the tokens only": (
         query(f'q0 = Einsum <equation = "...d,dn->...n"> (x, Wq){HEADS_LAST}'),
-        "the query is made by Einsum, not by tokens and a matrix",
+        "the query is computed by Einsum, not from tokens and a matrix",
     ),
     "a letter that is summed besides the size": (
         {"scores": '\n s0 = Einsum <equation = "bhsk,bgkt->bhst"> (q, kT)\n s = Mul(s0, scale)'},
@@ -280,7 +280,7 @@ UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     "tokens that are transposed": (
         query("xT = Transpose <perm = [0, 2, 1]> (x)"
               f"\n q0 = com.microsoft.FusedMatMul <transA = 1> (xT, Wq){HEADS_LAST}"),
-        "the query is made by FusedMatMul, not by tokens and a matrix",
+        "the query is computed by FusedMatMul, not from tokens and a matrix",
     ),
     "a Gemm whose bias is data": (
         query(f"flat_x = Reshape(x, flat)\n q0 = Gemm(flat_x, square12, flat_x){FLAT_HEADS}"),
@@ -293,7 +293,7 @@ UNMATCHED: dict[str, tuple[dict[str, str], str]] = {
     "queries that contract their tokens": (
         query('q0 = Einsum <equation = "bsd,sn->bdn"> (x, by_token)\n q2 = Reshape(q0, heads)'
               "\n q = Transpose <perm = [0, 2, 1, 3]> (q2)"),
-        "the query is made by Einsum, not by tokens and a matrix",
+        "the query is computed by Einsum, not from tokens and a matrix",
     ),
 }  # fmt: skip
 

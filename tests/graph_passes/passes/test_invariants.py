@@ -70,9 +70,9 @@ BREAKS = {
     ],
     "keeps_opsets": [(raises_the_opset, "17")],
     "every_value_is_made_before_it_is_read": [
-        (reads_before_it_is_made, "reads 'q0', which is not made before it"),
-        (reads_what_nobody_makes, "reads 'bq', which is not made before it"),
-        (makes_no_output, "output 'out' is made by no node"),
+        (reads_before_it_is_made, "reads 'q0', which is not computed before it"),
+        (reads_what_nobody_makes, "reads 'bq', which is not computed before it"),
+        (makes_no_output, "output 'out' is computed by no node"),
     ],
     "names_are_unique": [(uses_a_name_twice, "'q0' names two values")],
     "new_weights_are_finite": [
