@@ -39,9 +39,7 @@ BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
 smaller ones and a higher latency."""
 
 RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
-"""Default of ``run_overhead_tokens`` by provider: less padding than this costs less than another
-run. On one CPU core, 4 and 8 gave 7 % more throughput than 16 (MiniLM, sentences of 16 tokens on
-average)."""
+"""Default of ``run_overhead_tokens`` by provider, where the cost of a run is not measured."""
 
 
 def _listed(value: object) -> object:
@@ -196,7 +194,7 @@ class Settings(EnvironmentOptions):
     run_overhead_tokens: NonNegativeInt | None = Field(
         default=None,
         description="Maximum padding that a row may add to a batch, in tokens: the cost of"
-        f" starting a run. By default {RUN_OVERHEAD['cpu']} on a CPU and"
+        " starting a run. By default it is measured when a model is loaded on a CPU, and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )
     model_limits: ByModel = Field(default={})
@@ -338,11 +336,12 @@ class Settings(EnvironmentOptions):
         """``max_batch_tokens``, or the default of the provider."""
         return self.max_batch_tokens or BATCH_TOKENS[self.provider]
 
-    @property
-    def overhead_tokens(self) -> int:
-        """``run_overhead_tokens``, or the default of the provider."""
-        tokens = self.run_overhead_tokens
-        return RUN_OVERHEAD[self.provider] if tokens is None else tokens
+    def overhead_tokens(self, measured: int | None) -> int:
+        """``run_overhead_tokens``, or what was measured, or the default of the provider."""
+        for tokens in (self.run_overhead_tokens, measured):
+            if tokens is not None:
+                return tokens
+        return RUN_OVERHEAD[self.provider]
 
     @property
     def cuda(self) -> Cuda:

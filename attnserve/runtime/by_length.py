@@ -31,13 +31,13 @@ class LengthRunner:
     """
 
     def __init__(self, short: Session, long: Session, above: int) -> None:
-        self._short, self._long, self._above = short, long, above
+        self.short, self.long, self.above = short, long, above
 
     def get_inputs(self) -> Sequence[ValueInfo]:
-        return self._short.get_inputs()
+        return self.short.get_inputs()
 
     def get_outputs(self) -> Sequence[ValueInfo]:
-        return self._short.get_outputs()
+        return self.short.get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         return self._session(feed).run(names, feed)
@@ -46,4 +46,4 @@ class LengthRunner:
         return self._session(feed).bind(feed)
 
     def _session(self, feed: Feed) -> Session:
-        return self._long if (row_length(feed) or 0) > self._above else self._short
+        return self.long if (row_length(feed) or 0) > self.above else self.short

@@ -166,6 +166,10 @@ class Runtime(Protocol):
     """Whether it computes a float32 model in bfloat16 if the model states that
     (``inference_precision``). Others compute it in float32, which is more exact."""
 
+    size_multiple: int
+    """Serving pads the number of tokens of a run to a multiple of this, for runtimes that compile
+    kernels for each number; 1 for none."""
+
     def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
         """Open a model on disk or in memory.
 

@@ -83,6 +83,7 @@ class OnnxRuntime:
 
     name = "onnxruntime"
     computes_bfloat16 = False
+    size_multiple = 1
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

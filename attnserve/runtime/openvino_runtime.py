@@ -88,6 +88,7 @@ class OpenVino:
 
     name = "openvino"
     computes_bfloat16 = True
+    size_multiple = 8
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

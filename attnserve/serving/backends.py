@@ -21,12 +21,13 @@ from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.interface import Feed, LongRows, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import CudaRunner, GraphRunner
+from attnserve.serving.padding import PaddingRunner
 from graph_passes.errors import InvalidModel
 
-__all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner"]
+__all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner", "parts_by_least_length"]
 
 log = logging.getLogger("attnserve")
 
@@ -81,11 +82,15 @@ def open_runner(
         copied=tuple(copied), spinning=options.spinning, compiled=compiled,
     )  # fmt: skip
     if options.device.provider == "cpu":
+        multiple = RUNTIMES[runtime_of(source, options.device)].size_multiple
+        session = open_one()
+        if multiple > 1 and longest is not None:
+            session = PaddingRunner(session, multiple=multiple, longest=longest)
         if long_rows is None:
-            return open_one()
+            return session
         other = replace(options, device=replace(options.device, runtime=long_rows.runtime))
         long = open_runner(source, other, longest=longest, copied=copied, compiled=compiled)
-        return LengthRunner(open_one(), long, long_rows.above)
+        return LengthRunner(session, long, long_rows.above)
     if options.cuda_graphs:
         capturing = replace(cuda, graphs=True)
         try:
@@ -101,6 +106,13 @@ def open_runner(
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
     return _with_io_binding(open_one(cuda=cuda))
+
+
+def parts_by_least_length(session: Session) -> dict[int, Session]:
+    """The sessions that run rows of a session, by the length from which they do."""
+    if isinstance(session, LengthRunner):
+        return {0: session.short, session.above + 1: session.long}
+    return {0: session}
 
 
 def _with_io_binding(session: Session) -> Session:

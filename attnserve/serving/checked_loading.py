@@ -75,6 +75,7 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
             facts=checked.fused_facts or checked.facts,
         )
         model.warm_up()
+        model.prepare_batches()
     except AttnserveError as error:
         if checked.rewritten is None:
             raise

@@ -2,86 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.interface import Feed, ValueInfo
 from attnserve.runtime.io_binding import run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, placed
 from attnserve.serving.buckets import Bucket, Buckets
-from attnserve.serving.signature import Axes
+from attnserve.serving.padding import Layout
 
-__all__ = ["GraphRunner", "Layout"]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The batch and sequence axes of the inputs and outputs of a model.
-
-    Attributes:
-        rows: Name or size of the first axis of all inputs.
-        tokens: Name of the dynamic second axis; empty if no input has one.
-        inputs, outputs: The axes of each tensor, by name.
-    """
-
-    rows: int | str
-    tokens: str
-    inputs: Mapping[str, Axes]
-    outputs: Mapping[str, Axes]
-
-    @classmethod
-    def of(cls, session: Session) -> Layout | None:
-        """The layout of a session's model; None if its inputs have other dynamic axes."""
-        inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
-        outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
-        rows = {axes[0] if axes else None for axes in inputs.values()}
-        tokens = {axis for axes in inputs.values() for axis in axes[1:2] if type(axis) is not int}
-        feature_axes = {axis for axes in inputs.values() for axis in axes[2:]}
-        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in feature_axes):
-            return None
-        first = rows.pop()
-        second = tokens.pop() if tokens else ""
-        if first is None or not isinstance(second, str) or first == second:  # an axis has no name
-            return None
-        return cls(first, second, inputs, outputs)
-
-    @property
-    def can_slice(self) -> bool:
-        """Whether all dynamic axes of the outputs are known, so that padding can be removed."""
-        return all(
-            axes and all(isinstance(axis, int) or axis in (self.rows, self.tokens) for axis in axes)
-            for axes in self.outputs.values()  # without axes, the rank is unknown
-        )
-
-    def shape(self, feed: Feed) -> Bucket | None:
-        """(rows, tokens) of a batch; None if they differ between tensors or one is 0."""
-        rows = {array.shape[0] for array in feed.values()}
-        tokens = {
-            feed[name].shape[1]
-            for name, axes in self.inputs.items()
-            if len(axes) > 1 and axes[1] == self.tokens
-        } or {1}
-        if len(rows) != 1 or len(tokens) != 1:
-            return None
-        shape = rows.pop(), tokens.pop()
-        return shape if min(shape) > 0 else None
-
-    def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
-        """The first two sizes of an input in a bucket; the second is None for a fixed axis."""
-        axes = self.inputs[name]
-        return bucket[0], bucket[1] if len(axes) > 1 and axes[1] == self.tokens else None
-
-    def cut(self, name: str, shape: Bucket) -> tuple[slice, ...]:
-        """The slices of a padded output that belong to a batch of this shape."""
-        sizes = {self.rows: shape[0], self.tokens: shape[1]}
-        return tuple(
-            slice(sizes[axis]) if isinstance(axis, str) and axis in sizes else slice(None)
-            for axis in self.outputs[name]
-        )
+__all__ = ["GraphRunner"]
 
 
 class CudaRunner:

@@ -5,6 +5,7 @@ A ``Model`` is synchronous and thread-safe. A failure of its session is a ``Mode
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -23,11 +24,16 @@ from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import Feed, LongRows, RunFailed, Session
 from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.session import RUNTIMES
-from attnserve.serving.backends import ON_CPU, RunnerOptions, RunnerPool, open_runner
+from attnserve.serving.backends import (
+    ON_CPU,
+    RunnerOptions,
+    open_runner,
+    parts_by_least_length,
+)
 from attnserve.serving.check_cache import compiled_file
-from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
 from attnserve.serving.operator_report import NOT_REWRITTEN, OperatorReport
+from attnserve.serving.padding import PaddingRunner, PaddingSession, run_overhead
 from attnserve.serving.row_independence import has_independent_rows, ignores_padding
 from attnserve.serving.signature import Signature
 from attnserve.serving.text_tasks import TextTask, task_vectors, tasks_of, text_output
@@ -41,6 +47,8 @@ from graph_passes.errors import (
 )
 
 __all__ = ["Model", "ModelFailed", "OutOfMemory"]
+
+log = logging.getLogger("attnserve")
 
 SEND_TEXTS = (
     "send texts (langchain-openai: check_embedding_ctx_length=False), or ids of POST /tokenize"
@@ -137,6 +145,8 @@ class Model:
         self.created = int(artifact.model.stat().st_mtime)
         self.rows_are_independent = False
         self.max_rows: int | None = 1
+        self.run_overhead: int | None = None
+        """Padding in tokens that costs as much as another run; None if it is not measured."""
 
     # -- description, cost and runtime ------------------------------------------------------------
 
@@ -212,7 +222,7 @@ class Model:
         The first run allocates memory and compiles kernels. A graph may mix the rows of a batch
         (for example by a mean over them): requests share a batch only if a row has the same output
         alone and in a batch. Rows of a model with dynamic quantization of the whole batch run one
-        by one. If CUDA graphs are captured, a second test shows whether runs may be padded.
+        by one. A second test shows whether sessions may pad their runs.
 
         Raises:
             OutOfMemory, ModelFailed: It does not run.
@@ -232,20 +242,39 @@ class Model:
                     self.rows_are_independent &= has_independent_rows(
                         self.run, longer, self.run(longer), WARM_UP_ROWS
                     )
-            if isinstance(self._session, GraphRunner | RunnerPool):
-                padded_inputs = [
-                    tensor.name
-                    for tensor in self.signature.inputs
-                    if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int)
-                ]
-                self._session.allow_padding(
-                    rows=self.batch_invariant and self.rows_are_independent,
-                    tokens=self.batch_invariant
-                    and ignores_padding(self.run, inputs, padded_inputs),
-                )
+            self._allow_padding(inputs)
             break
         if self.batch_invariant:
             self.max_rows = self.signature.fixed_rows or (None if self.rows_are_independent else 1)
+
+    def _allow_padding(self, inputs: Feed) -> None:
+        """Let sessions pad their runs, if that does not change the outputs."""
+        parts = parts_by_least_length(self._session).values()
+        sessions = [part for part in parts if isinstance(part, PaddingSession)]
+        if not sessions:
+            return
+        padded_inputs = [
+            tensor.name
+            for tensor in self.signature.inputs
+            if len(tensor.axes) > 1 and not isinstance(tensor.axes[1], int)
+        ]
+        rows = self.batch_invariant and self.rows_are_independent
+        tokens = self.batch_invariant and ignores_padding(self.run, inputs, padded_inputs)
+        for session in sessions:
+            session.allow_padding(rows=rows, tokens=tokens)
+
+    def prepare_batches(self) -> None:
+        """Compile kernels before the first request, and measure the cost of starting a run."""
+        if self.provider != "cpu" or self.max_rows is not None or not self._examples:
+            return
+        example = self._examples[-1]
+        try:
+            for least, part in parts_by_least_length(self._session).items():
+                if isinstance(part, PaddingRunner):
+                    part.compile_sizes(example, least)
+            self.run_overhead = run_overhead(self._session, example)
+        except RunFailed as error:  # runs take longer, but give the same results
+            log.info("%s: the sizes of its runs were not prepared: %s", self.name, error.reason)
 
     def close(self) -> None:
         """Free the session and return its memory to the system; the model cannot run afterwards."""

@@ -120,7 +120,7 @@ class Engine:
         self.batcher = Batcher(
             self._run,
             budget=settings.batch_tokens,
-            overhead=settings.overhead_tokens,
+            overhead=settings.overhead_tokens(model.run_overhead),
             max_rows=model.max_rows,
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,

@@ -84,9 +84,10 @@ def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
 def test_batch_limits_default_to_those_of_provider(tmp_path: Path) -> None:
     cpu, cuda = (Settings(model=tmp_path, provider=name) for name in ("cpu", "cuda"))
     assert cpu.batch_tokens < cuda.batch_tokens == 16_384
-    assert cpu.overhead_tokens < cuda.overhead_tokens
+    assert cpu.overhead_tokens(None) < cuda.overhead_tokens(None)
+    assert cpu.overhead_tokens(31) == 31
     chosen = Settings(model=tmp_path, max_batch_tokens=5, run_overhead_tokens=0)
-    assert (chosen.batch_tokens, chosen.overhead_tokens) == (5, 0)
+    assert (chosen.batch_tokens, chosen.overhead_tokens(31)) == (5, 0)
 
 
 def test_batch_limits_of_auto_provider_are_those_of_cpu(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from attnserve.runtime.session import RUNTIMES
 class Fake(OnnxRuntime):
     name = "fake"
     computes_bfloat16 = False
+    size_multiple = 1
 
     def open(self, source, device, options):
         with open({log!r}, "a") as log:

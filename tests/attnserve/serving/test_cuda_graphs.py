@@ -15,7 +15,8 @@ from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
-from attnserve.serving.cuda_graphs import GraphRunner, Layout
+from attnserve.serving.cuda_graphs import GraphRunner
+from attnserve.serving.padding import Layout
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.analysis.workload import Workload
 from tests.attnserve.runtime.recording import RecordingSession

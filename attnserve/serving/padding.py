@@ -1,0 +1,230 @@
+"""Pad the runs of runtimes that compile kernels for each size.
+
+OpenVINO compiles kernels for each new number of tokens of a run (rows x longest row). For MiniLM on
+two cores this takes 4 to 10 ms in float32 and bfloat16, and 20 to 60 ms in int8; a run of 160
+tokens takes 6 ms. Runs are therefore padded to few sizes, which are compiled before the first
+request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.serving.buckets import Bucket
+from attnserve.serving.signature import Axes
+
+__all__ = ["Layout", "PaddingRunner", "PaddingSession", "run_overhead"]
+
+LARGEST = 512
+"""Maximum tokens of a run that is compiled before the first request."""
+
+SECONDS = 3.0
+"""Time after which no other size is compiled before the first request."""
+
+OVERHEAD_SHAPES = (2, 16), (16, 16)
+"""(rows, tokens) of the runs whose times give the cost of starting a run."""
+
+OVERHEAD_RUNS = 4
+"""Number of runs of each of them, the first of which compiles kernels."""
+
+OVERHEAD_SHARE = 0.5
+"""Fraction of the cost of starting a run that a row may add as padding. For requests of 30 pairs
+(17 to 46 tokens each) and MiniLM in float32, bfloat16 and int8, in ONNX Runtime and OpenVINO on one
+and two threads, half gave the least time within the noise; the cost is 10 (float32) to 70 tokens
+(bfloat16)."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The batch and sequence axes of the inputs and outputs of a model.
+
+    Attributes:
+        rows: Name or size of the first axis of all inputs.
+        tokens: Name of the dynamic second axis; empty if no input has one.
+        inputs, outputs: The axes of each tensor, by name.
+    """
+
+    rows: int | str
+    tokens: str
+    inputs: Mapping[str, Axes]
+    outputs: Mapping[str, Axes]
+
+    @classmethod
+    def of(cls, session: Session) -> Layout | None:
+        """The layout of a session's model; None if its inputs have other dynamic axes."""
+        inputs = {value.name: tuple(value.shape) for value in session.get_inputs()}
+        outputs = {value.name: tuple(value.shape) for value in session.get_outputs()}
+        rows = {axes[0] if axes else None for axes in inputs.values()}
+        tokens = {axis for axes in inputs.values() for axis in axes[1:2] if type(axis) is not int}
+        feature_axes = {axis for axes in inputs.values() for axis in axes[2:]}
+        if len(rows) != 1 or len(tokens) > 1 or not all(type(axis) is int for axis in feature_axes):
+            return None
+        first = rows.pop()
+        second = tokens.pop() if tokens else ""
+        if first is None or not isinstance(second, str) or first == second:  # an axis has no name
+            return None
+        return cls(first, second, inputs, outputs)
+
+    @property
+    def can_slice(self) -> bool:
+        """Whether all dynamic axes of the outputs are known, so that padding can be removed."""
+        return all(
+            axes and all(isinstance(axis, int) or axis in (self.rows, self.tokens) for axis in axes)
+            for axes in self.outputs.values()  # without axes, the rank is unknown
+        )
+
+    def shape(self, feed: Feed) -> Bucket | None:
+        """(rows, tokens) of a batch; None if they differ between tensors or one is 0."""
+        rows = {array.shape[0] for array in feed.values()}
+        tokens = {
+            feed[name].shape[1]
+            for name, axes in self.inputs.items()
+            if len(axes) > 1 and axes[1] == self.tokens
+        } or {1}
+        if len(rows) != 1 or len(tokens) != 1:
+            return None
+        shape = rows.pop(), tokens.pop()
+        return shape if min(shape) > 0 else None
+
+    def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
+        """The first two sizes of an input in a bucket; the second is None for a fixed axis."""
+        axes = self.inputs[name]
+        return bucket[0], bucket[1] if len(axes) > 1 and axes[1] == self.tokens else None
+
+    def cut(self, name: str, shape: Bucket) -> tuple[slice, ...]:
+        """The slices of a padded output that belong to a batch of this shape."""
+        sizes = {self.rows: shape[0], self.tokens: shape[1]}
+        return tuple(
+            slice(sizes[axis]) if isinstance(axis, str) and axis in sizes else slice(None)
+            for axis in self.outputs[name]
+        )
+
+
+@runtime_checkable
+class PaddingSession(Session, Protocol):
+    """A session that pads its runs, if that does not change their results."""
+
+    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        """Declare that padding a batch with rows or tokens does not change its results."""
+        ...
+
+
+def run_overhead(session: Session, example: Feed) -> int | None:
+    """The padding that costs no more than another run, in tokens; None if the shapes do not fit.
+
+    Args:
+        example: Inputs of at least one row and token.
+    """
+    layout = Layout.of(session)
+    if layout is None or not layout.tokens or isinstance(layout.rows, int):
+        return None
+    seconds: list[float] = []
+    for shape in OVERHEAD_SHAPES:
+        feed = _repeated(layout, example, shape)
+        times: list[float] = []
+        for _ in range(OVERHEAD_RUNS):
+            start = perf_counter()
+            session.run(None, feed)
+            times.append(perf_counter() - start)
+        seconds.append(min(times))
+    small, large = (rows * tokens for rows, tokens in OVERHEAD_SHAPES)
+    per_token = (seconds[1] - seconds[0]) / (large - small)
+    if per_token <= 0:
+        return LARGEST
+    return min(round(OVERHEAD_SHARE * max(seconds[0] / per_token - small, 0.0)), LARGEST)
+
+
+class PaddingRunner:
+    """Run a session in few sizes: rows are padded with zeros, also in the attention mask.
+
+    Args:
+        session: The session; it runs as it is until ``allow_padding``.
+        multiple: The number of tokens of a run is padded to a multiple of this.
+        longest: Maximum sequence length of the model, which is not exceeded.
+    """
+
+    def __init__(self, session: Session, *, multiple: int, longest: int) -> None:
+        self.session = session
+        self._multiple, self._longest = multiple, longest
+        self._layout: Layout | None = None
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_inputs()
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_outputs()
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self.session.bind(feed)
+
+    def allow_padding(self, *, rows: bool, tokens: bool) -> None:
+        """See ``PaddingSession``. Rows are not added: tokens suffice."""
+        layout = Layout.of(self.session)
+        self._layout = layout if tokens and layout and layout.tokens and layout.can_slice else None
+
+    def compile_sizes(self, example: Feed, least: int) -> None:
+        """Run the padded sizes, smallest first, until all are compiled or the time is over.
+
+        Args:
+            example: Inputs of at least one row and token.
+            least: The least number of tokens of a run.
+        """
+        layout, length, end = self._layout, self._multiple, perf_counter() + SECONDS
+        if layout is None or isinstance(layout.rows, int) or length > self._longest:
+            return
+        for rows in range(-(-least // length), LARGEST // length + 1):
+            if perf_counter() > end:
+                return
+            self.session.run(None, _repeated(layout, example, (max(rows, 1), length)))
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        layout = self._layout
+        shape = layout.shape(feed) if layout is not None else None
+        if layout is None or shape is None:
+            return self.session.run(names, feed)
+        padded = shape[0], self._length(*shape)
+        if padded == shape:
+            return self.session.run(names, feed)
+        outputs = self.session.run(names, _padded(layout, feed, padded))
+        names = names or list(layout.outputs)
+        return [
+            np.ascontiguousarray(output[layout.cut(name, shape)])
+            for name, output in zip(names, outputs, strict=True)
+        ]
+
+    def _length(self, rows: int, length: int) -> int:
+        """The least length that makes the number of tokens a multiple."""
+        step = self._multiple // math.gcd(rows, self._multiple)
+        padded = -(-length // step) * step
+        return padded if padded <= self._longest else length
+
+
+def _padded(layout: Layout, feed: Feed, shape: Bucket) -> dict[str, np.ndarray]:
+    """Inputs with zeros behind the tokens of each row."""
+    padded: dict[str, np.ndarray] = {}
+    for name, array in feed.items():
+        tokens = layout.padded(name, shape)[1]
+        missing = 0 if tokens is None else tokens - array.shape[1]
+        widths = [(0, missing if axis == 1 else 0) for axis in range(array.ndim)]
+        padded[name] = np.pad(array, widths)
+    return padded
+
+
+def _repeated(layout: Layout, example: Feed, shape: Bucket) -> dict[str, np.ndarray]:
+    """The rows and tokens of an example, repeated to a shape."""
+    repeated: dict[str, np.ndarray] = {}
+    for name, array in example.items():
+        rows, tokens = layout.padded(name, shape)
+        indices = np.arange(rows) % array.shape[0]
+        array = array[indices]
+        if tokens is not None:
+            array = array[:, np.arange(tokens) % array.shape[1]]
+        repeated[name] = array
+    return repeated
