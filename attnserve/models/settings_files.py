@@ -495,7 +495,8 @@ class TokenizerConfig(SettingsFile):
     pad_token: Any = None
     """The padding token, if tokenizer.json has none."""
     tokenizer_class: Any = None
-    """For BERT's family, the following keys override tokenizer.json, as in transformers."""
+    """For BERT's and GPT-2's family, the following keys override tokenizer.json, as in
+    transformers."""
     do_lower_case: bool | None = True
     """Whether words are converted to lower case (BERT's family)."""
     strip_accents: bool | None = None
@@ -504,10 +505,19 @@ class TokenizerConfig(SettingsFile):
     """Whether Chinese characters are words (BERT's family)."""
     split_special_tokens: bool | None = False
     """Whether special tokens in a text are read as plain text."""
+    add_prefix_space: bool | None = False
+    """Whether a text gets a space before it (GPT-2's family)."""
+    additional_special_tokens: list[str | dict[str, Any]] | None = None
+    """Special tokens that tokenizer.json may lack (``extra_special_tokens`` in newer files)."""
 
     @classmethod
     def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
-        return {"model_max_length": keys.get("max_len"), **keys}
+        newer = keys.get("extra_special_tokens")
+        return {
+            "model_max_length": keys.get("max_len"),
+            "additional_special_tokens": [*newer.values()] if isinstance(newer, dict) else newer,
+            **keys,
+        }
 
 
 FILES: tuple[type[SettingsFile], ...] = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from attnserve.literals import Padding, Side
 from attnserve.models.artifact import Artifact
@@ -72,6 +72,11 @@ BERT_TOKENIZERS = frozenset(
     )
 )  # fmt: skip
 """Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
+
+GPT2_TOKENIZERS = frozenset(
+    f"{name}Tokenizer" for name in ("Bart", "Deberta", "GPT2", "LED", "Longformer", "Roberta")
+)
+"""Values of ``tokenizer_class`` whose space before a text is that of tokenizer_config.json."""
 
 BERT_MODELS = frozenset({
     "align", "bark", "bert", "blip", "bros", "chinese_clip", "convbert", "distilbert", "dpr",
@@ -602,10 +607,9 @@ def _select(encoding: Any, positions: Sequence[int]) -> Encoding:
 
 def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: TransformersConfig) -> None:
     """Apply the settings that transformers applies after reading tokenizer.json."""
-    name = config.tokenizer_class or model.tokenizer_class
-    if str(name).removesuffix("Fast") in BERT_TOKENIZERS or (
-        name is None and model.model_type in BERT_MODELS
-    ):
+    stated = config.tokenizer_class or model.tokenizer_class
+    name = str(stated).removesuffix("Fast")
+    if name in BERT_TOKENIZERS or (stated is None and model.model_type in BERT_MODELS):
         tokenizer.normalizer = normalizers.BertNormalizer(
             handle_chinese_chars=bool(config.tokenize_chinese_chars),
             strip_accents=config.strip_accents,
@@ -613,13 +617,26 @@ def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: Transformer
         )
     if config.split_special_tokens:
         tokenizer.encode_special_tokens = True
+    before: Any = tokenizer.pre_tokenizer
+    if name in GPT2_TOKENIZERS and isinstance(before, pre_tokenizers.ByteLevel):
+        before.add_prefix_space = bool(config.add_prefix_space)
+        tokenizer.pre_tokenizer = before
+    # A token without an id would get one that the network does not have.
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    names = map(_content, config.additional_special_tokens or [])
+    tokenizer.add_special_tokens(
+        [one for one in names if one not in known and tokenizer.token_to_id(one) is not None]
+    )
+
+
+def _content(token: Any) -> str:
+    """The text of a token in tokenizer_config.json, which is a string or an object."""
+    return str(token.get("content") if isinstance(token, dict) else token)
 
 
 def _pad_id(tokenizer: Tokenizer, config: TokenizerConfig) -> int:
     """The pad id of tokenizer.json, else of tokenizer_config.json, else ``PAD_TOKENS``, else 0."""
     if tokenizer.padding is not None:
         return int(tokenizer.padding["pad_id"])
-    stated: Any = config.pad_token
-    stated = stated.get("content") if isinstance(stated, dict) else stated
-    ids = (tokenizer.token_to_id(name) for name in (stated, *PAD_TOKENS) if isinstance(name, str))
+    ids = map(tokenizer.token_to_id, (_content(config.pad_token), *PAD_TOKENS))
     return next((found for found in ids if found is not None), 0)

@@ -440,6 +440,41 @@ def test_lower_case_of_bert_is_that_of_tokenizer_config(
     assert ids(texts, "A B") == found
 
 
+@pytest.mark.parametrize("name", ["RobertaTokenizerFast", "GPT2Tokenizer", "OtherTokenizer"])
+@pytest.mark.parametrize("stated", [True, False, None])
+def test_space_before_a_text_is_that_of_tokenizer_config(
+    texts: Path, name: str, stated: bool | None
+) -> None:
+    """As in transformers, for GPT-2's family only: tokenizer.json says the opposite."""
+    words = {"[UNK]": 0, "a": 1, "Ġa": 2}
+    own = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not stated)
+    own.save(str(texts / "tokenizer.json"))
+    settings = {} if stated is None else {"add_prefix_space": stated}
+    write_json(texts / TOKENIZER, {"tokenizer_class": name, **settings})
+    is_added = not stated if name == "OtherTokenizer" else bool(stated)
+    assert ids(texts, "a a") == [2 if is_added else 1, 2]
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        {"additional_special_tokens": ["b"]},
+        {"extra_special_tokens": [{"content": "b", "lstrip": False}]},
+        {"extra_special_tokens": {"marker": "b", "other": "absent"}},
+    ],
+)
+def test_special_tokens_of_tokenizer_config_are_found_inside_words(
+    texts: Path, tokens: dict[str, Any]
+) -> None:
+    assert B not in ids(texts, "aba")
+    write_json(texts / TOKENIZER, tokens)
+    assert ids(texts, "aba") == [CLS, A, B, A, SEP]
+    write_json(texts / TOKENIZER, {"additional_special_tokens": "b"})
+    with raises(InvalidModel, "export.config", "additional_special_tokens"):
+        ids(texts, "a")
+
+
 @pytest.mark.export
 def test_tokenizers_of_bert_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")
