@@ -147,7 +147,8 @@ def calls() -> list[Call]:
         ("/v2/repository/models/spare/unload", {"parameters": {"unload_dependents": False}}),
     ]
     paths = [
-        "/", "/health", "/ping", "/models/tiny/info", "/models/tiny/health", "/metrics",
+        "/", "/docs", "/docs/oauth2-redirect", "/redoc",
+        "/health", "/ping", "/models/tiny/info", "/models/tiny/health", "/metrics",
         "/stats.json", "/openapi.json", "/v1/models", "/v1/models/tiny", "/v2",
         "/v2/health/live", "/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/versions/1",
         "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready", "/v2/models/tiny/config",
@@ -158,6 +159,7 @@ def calls() -> list[Call]:
         Call("POST", "/v2/models/tiny/infer", head + raw, length),
         Call("POST", "/embed", zipped, (("Content-Encoding", "gzip"),)),
         *(Call("POST", path, body, (("x-timeout-ms", "20000"),)) for path, body in posts),
+        Call("GET", "/", headers=(("Accept", "text/html"),)),
         *(Call("GET", path) for path in paths),
     ]
 
@@ -253,9 +255,9 @@ def ask_raw(address: tuple[str, int], sent: bytes) -> tuple[int, bytes]:
 class Asker:
     """Sends calls on one connection, which it opens again when the server closes it."""
 
-    def __init__(self, address: tuple[str, int]) -> None:
+    def __init__(self, address: tuple[str, int], timeout_s: float = 20) -> None:
         self._address = address
-        self._connection = http.client.HTTPConnection(*address, timeout=20)
+        self._connection = http.client.HTTPConnection(*address, timeout=timeout_s)
 
     def close(self) -> None:
         self._connection.close()
