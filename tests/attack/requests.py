@@ -130,6 +130,14 @@ def calls() -> list[Call]:
         ("/models/tiny/embed", {"inputs": ["a", [2, 4, 3]], "normalize": False, "dimensions": 2}),
         ("/embed_all", {"inputs": ["a", [2, 4, 3]], "model": "tiny", "truncate": True}),
         ("/models/sparse/embed_sparse", {"inputs": ["a", "b c"]}),
+        ("/models/tiny/embed_all", {"inputs": "a"}),
+        ("/embed_sparse", {"inputs": ["a", "b c"], "model": "sparse"}),
+        ("/rerank", {"query": "a", "texts": ["b", "c"], "model": "classes"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b", {"text": "c"}], "model": "classes"}),
+        ("/v2/rerank", {"query": "a", "documents": ["b"], "top_n": 1, "model": "classes"}),
+        ("/models/tiny/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+        ("/models/tiny/tokenize", {"inputs": "a b"}),
+        ("/models/tiny/decode", {"ids": [2, 4, 3]}),
         ("/models/classes/rerank", {"query": "a", "texts": ["b", "c"], "return_text": True}),
         ("/models/classes/predict", {"inputs": [["a"], ["b", "c"]], "raw_scores": True}),
         ("/predict", {"inputs": ["a", "b"], "model": "classes"}),
@@ -148,7 +156,7 @@ def calls() -> list[Call]:
     ]
     paths = [
         "/", "/docs", "/docs/oauth2-redirect", "/redoc",
-        "/health", "/ping", "/models/tiny/info", "/models/tiny/health", "/metrics",
+        "/info", "/health", "/ping", "/models/tiny/info", "/models/tiny/health", "/metrics",
         "/stats.json", "/openapi.json", "/v1/models", "/v1/models/tiny", "/v2",
         "/v2/health/live", "/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/versions/1",
         "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready", "/v2/models/tiny/config",
