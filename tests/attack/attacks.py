@@ -91,7 +91,7 @@ class Run:
     @contextmanager
     def server(self, models: Path, folder: Path, **settings: object) -> Iterator[Server]:
         """A server that must still live, answer and stop at the end, without a leak."""
-        given = {"workers": 1, "probe_cache": False, "log_level": "warning", **settings}
+        given = {"workers": 1, "probe_cache": False, "access_log": False, **settings}
         with serving(models, folder, **given) as server, _memory(server.process.pid) as memory:
             until(lambda: "serving" in server.log or server.process.poll() is not None, 120)
             yield server
@@ -212,7 +212,7 @@ def attack_folders(run: Run, folder: Path) -> None:
     graphs = sorted(path for path in FIXTURES.glob("*.onnx") if path.stat().st_size < SHORT)
     load = Call("POST", "/v2/repository/models/attacked/load")
     with (
-        run.server(models, folder, rewrite=False) as server,
+        run.server(models, folder, probe=True, rewrite=False) as server,
         closing(Asker(("127.0.0.1", server.port), 150)) as asker,
     ):
         for number, random in run.cases():
@@ -292,7 +292,7 @@ def _write_attacked(folder: Path, number: int, random: Random, graphs: list[Path
 def attack_slowly(run: Run, folder: Path) -> None:
     """Connections that send by the byte, never read, leave, or say nothing."""
     models = repository(folder / "models", "tiny")
-    with run.server(models, folder, probe=False, max_connections=100) as server:
+    with run.server(models, folder, probe=False, max_connections=100, max_queue=10**6) as server:
         opened: list[socket.socket] = []
         for number, random in run.cases():
             behavior = random.choice([_drip, _never_read, _reset, _idle])
@@ -391,7 +391,7 @@ def attack_servers_with_signals(run: Run, folder: Path) -> None:
     for number, random in run.cases():
         ending = random.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         delay = random.uniform(0, 1)
-        settings = {"workers": random.choice([1, 2]), "probe_cache": False}
+        settings = {"workers": random.choice([1, 2]), "probe": True, "probe_cache": False}
         with serving(models, folder / str(number), **settings) as server:
             until(lambda s=server: "serving" in s.log or s.process.poll() is not None, 120)
             write_encoder(models / "other" / str(number + 2))
@@ -426,7 +426,7 @@ def attack_commands(run: Run, folder: Path) -> None:
     graph = FIXTURES / "bert-torchscript17-eager.onnx"
     for number, random in run.cases():
         output = folder / f"{number}"
-        arguments = ["optimize", graph, "--collab-dk", "8", "--out", output, "--force"]
+        arguments = ["optimize", graph, "--collab-dk", "8", "--output", output, "--force"]
         if random.random() < 0.5 and _command(arguments).returncode:
             run.find("optimize failed", number)
         kind = random.choice([signal.SIGKILL, signal.SIGINT, "full disk"])
@@ -499,7 +499,7 @@ def attack_with_a_full_disk(run: Run, folder: Path) -> None:
                         asker.close()
                         continue
                     run.counts[str(status)] += 1
-                    if status >= 500 and not call.path.endswith("/load"):
+                    if status == 500 or (status > 500 and not call.path.endswith("/load")):
                         run.find(f"{call}, no file above {size} bytes: {answer[:300]!r}", number)
 
 
