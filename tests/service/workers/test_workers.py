@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import re
@@ -462,6 +463,33 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         del two._load
         await one.load("tiny")
         assert two.versions("tiny") == ["1", "2"] and two._ready_here
+
+    together(models, _folder(tmp_path), play)
+
+
+@pytest.mark.parametrize("action", ["load", "unload"])
+def test_change_that_cannot_be_written_is_refused_and_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
+) -> None:
+    """As with a full disk: the other workers would not follow."""
+    models = repository(tmp_path / "models", "other", "tiny")
+
+    def full(self: SharedState, target: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+        state.set_complete()
+        write_encoder(models / "tiny" / "2")
+        with monkeypatch.context() as patch:
+            patch.setattr(SharedState, "set_target", full)
+            with raises(NotReady, "workers.not_written", "tiny", "No space left"):
+                await getattr(one, action)("tiny")
+        deadline = monotonic() + 10
+        while "tiny" not in one._engines or one.versions("tiny") != ["1"]:
+            assert monotonic() < deadline
+            await asyncio.sleep(0.05)
+        await one.load("tiny")
+        assert one.versions("tiny") == ["1", "2"]
 
     together(models, _folder(tmp_path), play)
 
