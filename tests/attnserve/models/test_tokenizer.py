@@ -330,7 +330,7 @@ def test_model_type_that_is_no_name_is_refused(
     save(tokenizer, tmp_path)
     (tmp_path / "model.onnx").touch()
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    with raises(InvalidModel, message="model_type"):
+    with raises(InvalidModel, "export.config", "model_type"):
         load_encoder(open_artifact(tmp_path))
 
 
