@@ -131,7 +131,10 @@ class Run:
 
 @contextmanager
 def _memory(pid: int) -> Iterator[list[int]]:
-    """Resident bytes of a process and its children, every 0.5 s."""
+    """Resident bytes of the largest of a process and its children, every 0.5 s.
+
+    Their sum would grow when a killed worker is replaced.
+    """
     done, samples = threading.Event(), [0]
 
     def sample() -> None:
@@ -139,7 +142,7 @@ def _memory(pid: int) -> Iterator[list[int]]:
             process = psutil.Process(pid)
             while not done.wait(0.5):
                 family = [process, *process.children()]
-                samples.append(sum(one.memory_info().rss for one in family))
+                samples.append(max(one.memory_info().rss for one in family))
 
     thread = threading.Thread(target=sample)
     thread.start()
