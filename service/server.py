@@ -72,6 +72,7 @@ class Server(uvicorn.Server):
         self.server_state = self._connections = ConnectionState()
         self._repository = repository
         self._loading: asyncio.Task[None] | None = None
+        self._is_loaded = False
         self._load_error: BaseException | None = None
         self._interrupted = False
         self._unanswered = 0  # number of requests when the drain timed out
@@ -119,6 +120,7 @@ class Server(uvicorn.Server):
     async def _load_all(self) -> None:
         try:
             await self.load()
+            self._is_loaded = True  # this task is not done yet, but the server is ready
         except Exception as error:
             self._load_error = self._load_error or error
             self.should_exit = True
@@ -138,7 +140,7 @@ class Server(uvicorn.Server):
             self._interrupted = True
             self._loading.get_loop().call_soon_threadsafe(self._repository.abandon)
             return
-        if self._loading is not None and not self._loading.done():
+        if self._loading is not None and not self._is_loaded:
             is_interrupt = sig == signal.SIGINT
             self._load_error = KeyboardInterrupt() if is_interrupt else SystemExit(128 + sig)
         if self._watchdog is None:

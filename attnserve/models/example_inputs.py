@@ -222,6 +222,6 @@ def _content(value: ir.Value, shape: tuple[int, ...], random: np.random.Generato
 
 
 def _dtype(value: ir.Value) -> np.dtype[Any]:
-    if value.dtype is None or value.dtype == ir.DataType.STRING:
+    if value.dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
         return np.dtype(object)
     return np.dtype(value.dtype.numpy())

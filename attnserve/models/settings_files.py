@@ -78,7 +78,7 @@ N_POSITIONS = frozenset({"codegen", "ctrl", "gpt2", "gpt_bigcode", "gptj", "open
 """Values of ``model_type`` that state their positions as ``n_positions``."""
 
 
-ROTARY_TABLES = frozenset({"codegen", "gptj"})
+ROTARY_TABLES = ("codegen", "gptj")
 """Values of ``model_type`` whose rotary angles are a table of ``n_positions`` rows."""
 
 
@@ -403,7 +403,7 @@ class TransformersConfig(SettingsFile):
 
     model_config = ConfigDict(extra="ignore")
 
-    model_type: Any = None
+    model_type: str | None = None
     """Determines where position ids start, and the tokenizer's class if no file names it."""
     tokenizer_class: Any = None
     """The tokenizer's class, if tokenizer_config.json names none."""

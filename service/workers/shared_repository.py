@@ -116,6 +116,7 @@ class SharedRepository(Repository):
         """Apply ``change`` in every worker.
 
         Raises:
+            NotReady: The change cannot be written for the other workers.
             AttnserveError: Another worker could not follow.
         """
         failure: AttnserveError | None = None
@@ -127,7 +128,16 @@ class SharedRepository(Repository):
                 raise
             except AttnserveError as error:  # other versions may have been loaded
                 failure = error
-            await self._wait_for_peers(self._set_target(name))
+            try:
+                generation = self._set_target(name)
+            except OSError as error:
+                self._generation = -1  # this worker too returns to the old target state
+                raise NotReady(
+                    f"the other workers cannot follow a change of {name}: {error.strerror}",
+                    "check the free space of the folder for temporary files",
+                    code="workers.not_written",
+                ) from error
+            await self._wait_for_peers(generation)
         if failure is not None:
             raise failure
 

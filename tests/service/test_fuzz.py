@@ -7,42 +7,29 @@ says how many cases were answered with which status.
 from __future__ import annotations
 
 import copy
-import gzip
 import http.client
 import os
-import re
-import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import orjson
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.app import create_app
 from service.settings import Settings
-from tests.service.conftest import listening, until
+from tests.attack.requests import IDS, OUTPUTS, good, places
+from tests.service.conftest import listening
 from tests.service.tiny import (
     hidden_states,
-    ids_request,
-    make_tokenizer,
-    write_encoder,
-    write_model,
 )
 
 CASES = int(os.environ.get("ATTNSERVE_FUZZ_CASES", "300"))
-IDS = np.array([[2, 4, 5, 3], [2, 6, 7, 3]])
 
 
 @dataclass(frozen=True)
@@ -57,31 +44,6 @@ class Sent:
     def body(self) -> bytes:
         return self.head + self.raw
 
-
-def good(*, ids_binary: bool, mask_binary: bool, outputs: Any) -> tuple[dict[str, Any], bytes]:
-    """(JSON, raw tensors) of a request that is answered."""
-    raw = b""
-    inputs: list[dict[str, Any]] = []
-    for name, array, binary in (
-        ("input_ids", IDS, ids_binary),
-        ("attention_mask", np.ones_like(IDS), mask_binary),
-    ):
-        tensor: dict[str, Any] = {"name": name, "shape": [2, 4], "datatype": "INT64"}
-        if binary:
-            raw += array.tobytes()
-            tensor["parameters"] = {"binary_data_size": array.nbytes}
-        else:
-            tensor["data"] = array.ravel().tolist()
-        inputs.append(tensor)
-    return {"inputs": inputs} | outputs, raw
-
-
-OUTPUTS = [
-    {},
-    {"parameters": {"binary_data_output": True}},
-    {"outputs": [{"name": "kept", "parameters": {"binary_data": True}}]},
-    {"outputs": [{"name": "kept"}], "parameters": {"timeout": 10**9, "priority": 1}, "id": "1"},
-]
 
 VALUES = st.recursive(
     st.none()
@@ -100,15 +62,6 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-
-
-def places(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every path to something inside of ``tree``."""
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    for key, child in children:
-        yield (*path, key)
-        if isinstance(child, dict | list):
-            yield from places(child, (*path, key))
 
 
 @st.composite
@@ -241,290 +194,3 @@ def test_infer_unmodified_fuzz_requests_succeed(
         length = int(headers["inference-header-content-length"])
         hidden = np.frombuffer(body[length : length + 128], np.float32).reshape(2, 4, 4)
         np.testing.assert_array_equal(hidden, hidden_states(IDS))
-
-
-# -- mutated requests to all routes ---------------------------------------------------------------
-
-SCORES_PER_TOKEN = """
-<ir_version: 10, opset_import: ["": 18]>
-scores (int64[batch, sequence] input_ids) => (float[batch, sequence] y) {
-    y = Cast<to = 1>(input_ids)
-}
-"""
-CLASSIFIER = """
-<ir_version: 10, opset_import: ["": 18]>
-classes (int64[batch, sequence] input_ids) => (float[batch, one] logits) {
-    numbers = Cast<to = 1>(input_ids)
-    axis = Constant<value = int64[1] {1}>()
-    logits = ReduceMean(numbers, axis)
-}
-"""
-SPARSE = """
-<ir_version: 10, opset_import: ["": 18]>
-sparse (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-  => (float[batch, sequence, 8] logits)
-  <int64[8] vocabulary = {0, 1, 2, 3, 4, 5, 6, 7}, int64[1] last = {2}>
-{
-    ids = Unsqueeze(input_ids, last)
-    same = Equal(ids, vocabulary)
-    logits = Cast<to = 1>(same)
-}
-"""
-IMAGE = """
-<ir_version: 10, opset_import: ["": 18]>
-image (float[batch, 3, h, w] pixels) => (float[batch, 3, h, w] y) { y = Relu(pixels) }
-"""
-
-
-@dataclass(frozen=True)
-class Call:
-    """A request; ``body`` is JSON, or bytes."""
-
-    method: str
-    path: str
-    body: Any = None
-    headers: tuple[tuple[str, str], ...] = ()
-
-    def encoded(self) -> bytes:
-        if isinstance(self.body, bytes):
-            return self.body
-        return b"" if self.body is None else orjson.dumps(self.body)
-
-    def raw(self) -> bytes:
-        body = self.encoded()
-        head = [f"{self.method} {self.path} HTTP/1.1", "Host: a", f"Content-Length: {len(body)}"]
-        head += [f"{name}: {value}" for name, value in self.headers]
-        return "\r\n".join([*head, "", ""]).encode("latin-1", "replace") + body
-
-
-def calls() -> list[Call]:
-    """A good request to every route, several to those with a body."""
-    ids, raw = good(ids_binary=True, mask_binary=False, outputs=OUTPUTS[1])
-    head = orjson.dumps(ids)
-    length = (("Inference-Header-Content-Length", str(len(head))),)
-    pixels = {"name": "pixels", "shape": [1, 3, 1, 2], "datatype": "FP32", "data": [0.5] * 6}
-    scores = {"name": "input_ids", "shape": [2, 2], "datatype": "INT64", "data": [1, 2, 3, 4]}
-    zipped = gzip.compress(orjson.dumps({"inputs": ["a", "b c"], "model": "tiny"}))
-    posts: list[tuple[str, Any]] = [
-        ("/v2/models/tiny/infer", good(ids_binary=False, mask_binary=False, outputs={})[0]),
-        ("/v2/models/tiny/versions/1/infer", {"inputs": ids_request([2, 3], [2, 4])["inputs"]}),
-        ("/v2/models/image/infer", {"inputs": [pixels], "id": "a"}),
-        ("/v2/models/scores/infer", {"inputs": [scores]}),
-        ("/embed", {"inputs": ["a", "b c d"], "model": "tiny", "truncate": True}),
-        ("/embed", {"inputs": "a", "model": "scores", "version": "1"}),
-        ("/texts/embed", {"inputs": ["a", "b c d"], "model": "tiny", "truncate": True}),
-        ("/texts/predict", {"inputs": ["a", "b"], "model": "classes", "top_k": 1}),
-        ("/texts/similarity", {"source": "a", "targets": ["b", "c"], "model": "tiny"}),
-        ("/texts/similarity", {"pairs": [["a", "b"], ["c", "d"]], "model": "tiny"}),
-        ("/texts/tokenize", {"inputs": ["a b", "c"], "model": "tiny"}),
-        ("/models/tiny/embed", {"inputs": ["a", [2, 4, 3]], "normalize": False, "dimensions": 2}),
-        ("/embed_all", {"inputs": ["a", [2, 4, 3]], "model": "tiny", "truncate": True}),
-        ("/models/sparse/embed_sparse", {"inputs": ["a", "b c"]}),
-        ("/models/classes/rerank", {"query": "a", "texts": ["b", "c"], "return_text": True}),
-        ("/models/classes/predict", {"inputs": [["a"], ["b", "c"]], "raw_scores": True}),
-        ("/predict", {"inputs": ["a", "b"], "model": "classes"}),
-        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}, "model": "tiny"}),
-        ("/tokenize", {"inputs": ["a b", "c"], "model": "tiny", "add_special_tokens": False}),
-        ("/decode", {"ids": [[2, 4, 3], [5]], "model": "tiny", "skip_special_tokens": False}),
-        ("/", {"inputs": "a", "model": "tiny"}),
-        ("/invocations", {"query": "a", "texts": ["b"], "model": "classes"}),
-        ("/models/tiny", {"inputs": ["a", "b"]}),
-        ("/embeddings", {"model": "tiny", "input": ["a", "b"]}),
-        ("/v1/embeddings", {"model": "tiny", "input": ["a", "b"], "encoding_format": "base64"}),
-        ("/v1/embeddings", {"model": "tiny", "input": [[2, 3], [2, 4, 3]], "dimensions": 4}),
-        ("/v2/repository/index", {"ready": True}),
-        ("/v2/repository/models/spare/load", {"parameters": {}}),
-        ("/v2/repository/models/spare/unload", {"parameters": {"unload_dependents": False}}),
-    ]
-    paths = [
-        "/", "/health", "/ping", "/models/tiny/info", "/models/tiny/health", "/metrics",
-        "/stats.json", "/openapi.json", "/v1/models", "/v1/models/tiny", "/v2",
-        "/v2/health/live", "/v2/health/ready", "/v2/models/tiny", "/v2/models/tiny/versions/1",
-        "/v2/models/tiny/ready", "/v2/models/tiny/versions/1/ready", "/v2/models/tiny/config",
-        "/v2/models/tiny/versions/1/config", "/v2/models/stats", "/v2/models/tiny/stats",
-        "/v2/models/tiny/versions/1/stats",
-    ]  # fmt: skip
-    return [
-        Call("POST", "/v2/models/tiny/infer", head + raw, length),
-        Call("POST", "/embed", zipped, (("Content-Encoding", "gzip"),)),
-        *(Call("POST", path, body, (("x-timeout-ms", "20000"),)) for path, body in posts),
-        *(Call("GET", path) for path in paths),
-    ]
-
-
-ODD = [
-    None, True, False, -1, 0, 1, 3.5, 1e308, 2**31, 2**53, 2**63, 2**64 - 1, "", "a", "\x00",
-    "\u00e9\U0001f600" * 20, "x" * 5000, [], {}, [[]], [None], ["a", 1], {"a": {}}, [0] * 3000,
-    "INT64",
-]  # fmt: skip
-HEADERS = [
-    ("Content-Encoding", "gzip"), ("Content-Encoding", "br"), ("Content-Type", "text/plain"),
-    ("Expect", "100-continue"), ("Upgrade", "h2c"), ("Connection", "close"),
-    ("x-timeout-ms", "nan"), ("x-timeout-ms", "0.01"), ("x-request-id", "\xff" * 9),
-    ("Accept-Encoding", "gzip"),
-    ("Inference-Header-Content-Length", "7"), ("Inference-Header-Content-Length", "-1"),
-    ("traceparent", "00-zz"), ("Origin", "http://evil.example"), ("x-api-key", "a" * 9999),
-    ("a" * 300, "b"), ("Accept-Encoding", "gzip;q=0, *"), ("Range", "bytes=0-1"),
-]  # fmt: skip
-SEGMENTS = [
-    "..",
-    "%2e%2e",
-    "%00",
-    "%ff",
-    "",
-    "a" * 3000,
-    "tiny",
-    "1",
-    "infer",
-    "ready",
-    "%F0%9F",
-    "*",
-]
-METHODS = ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "TRACE", "BREW"]
-
-
-def mutated(call: Call, random: Random) -> Call | bytes:
-    """``call`` with one to three changes; bytes if it may not be HTTP any more."""
-    method, path, body, headers = call.method, call.path, copy.deepcopy(call.body), call.headers
-    for _ in range(random.randint(1, 3)):
-        match random.choice(["json", "json", "json", "bytes", "path", "header", "method"]):
-            case "json" if isinstance(body, dict) and (found := list(places(body))):
-                *above, last = random.choice(found)
-                parent: Any = body
-                for key in above:
-                    parent = parent[key]
-                parent[last] = copy.deepcopy(random.choice(ODD))
-            case "bytes" if body is not None:
-                changed = bytearray(Call(method, path, body).encoded())
-                for _ in range(random.randint(1, 4)):
-                    at = random.randrange(len(changed) + 1)
-                    changed[at : at + random.choice([0, 1, 1, 8])] = random.choice(
-                        [b"", b"\x00", b"\xff", b"[" * 500, b'"', b"}", random.randbytes(4)]
-                    )
-                body = bytes(changed)
-            case "path":
-                parts = path.split("/")
-                parts[random.randrange(len(parts))] = random.choice(SEGMENTS)
-                path = "/" + "/".join(parts).lstrip("/") + random.choice(["", "", "?a=%00", "/"])
-            case "header":
-                headers = (*headers, random.choice(HEADERS))
-            case "method":
-                method = random.choice(METHODS)
-            case _:
-                pass
-    if path.endswith("load") and "/spare/" not in path:  # the other models stay
-        path = call.path
-    found_call = Call(method, path, body, headers)
-    if random.random() > 0.15:
-        return found_call
-    raw = bytearray(found_call.raw())
-    for _ in range(random.randint(1, 3)):
-        at = random.randrange(len(raw))
-        raw[at : at + random.choice([0, 1, 1, 9])] = random.choice(
-            [b"", b"\r\n", b"\n", b"\x00", b":", b" ", b"transfer-encoding: chunked\r\n", b"9"]
-        )
-    return b"" if b"unload" in raw and b"/spare/unload" not in raw else bytes(raw)
-
-
-def ask_raw(address: tuple[str, int], sent: bytes) -> tuple[int, bytes]:
-    """(status, 0 if the connection was closed without an answer; the answer)."""
-    with socket.create_connection(address, timeout=20) as connection:
-        connection.sendall(sent)
-        connection.settimeout(0.3)
-        try:
-            received = connection.recv(65_536)
-        except TimeoutError:  # the request is not complete
-            connection.shutdown(socket.SHUT_WR)
-            connection.settimeout(20)
-            received = connection.recv(65_536)
-    return int(received[9:12]) if received else 0, received
-
-
-class Asker:
-    """Sends calls on one connection, which it opens again when the server closes it."""
-
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._address = address
-        self._connection = http.client.HTTPConnection(*address, timeout=20)
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def ask(self, call: Call | bytes) -> tuple[int, bytes]:
-        if isinstance(call, bytes):
-            return ask_raw(self._address, call)
-        connection, body = self._connection, call.encoded()
-        connection.putrequest(call.method, call.path, skip_accept_encoding=True)
-        for name, value in (("Content-Length", str(len(body))), *call.headers):
-            connection.putheader(name, value.encode("latin-1"))
-        connection.endheaders(body)
-        answer = connection.getresponse()
-        return answer.status, answer.read()
-
-
-@pytest.fixture
-def fuzzed(tmp_path: Path) -> Iterator[tuple[tuple[str, int], psutil.Process, Path]]:
-    """(address, process, log) of a server with models of several kinds."""
-    models, log = tmp_path / "models", tmp_path / "log"
-    models.mkdir()
-    for name in ("tiny", "spare"):
-        write_encoder(models / name)
-    for name, text in (("scores", SCORES_PER_TOKEN), ("classes", CLASSIFIER), ("image", IMAGE)):
-        (models / name).mkdir()
-        write_model(models / name / "model.onnx", text)
-        make_tokenizer().save(str(models / name / "tokenizer.json"))
-    (models / "sparse").mkdir()
-    write_model(models / "sparse" / "model.onnx", SPARSE, tokenizer=True)
-    (models / "sparse" / "attnserve.json").write_text('{"task": "fill-mask"}')
-    command = [sys.executable, "-m", "attnserve", "serve", str(models), "--port", "0", "--no-probe"]
-    with log.open("w") as output, subprocess.Popen(command, stderr=output) as process:
-        try:
-            ready = until(lambda: re.search(r"at http://([\d.]+):(\d+)", log.read_text()), 120)
-            yield (ready[1], int(ready[2])), psutil.Process(process.pid), log
-        finally:
-            process.terminate()
-
-
-@pytest.mark.fuzz
-@pytest.mark.process
-def test_mutated_requests_to_all_routes_are_answered(
-    fuzzed: tuple[tuple[str, int], psutil.Process, Path],
-) -> None:
-    address, process, log = fuzzed
-    with closing(Asker(address)) as asker:
-        for call in calls():
-            expected = 422 if "'scores'" in str(call.body) else 200  # a number for each token
-            assert asker.ask(call)[0] == expected, call
-    seen: Counter[int] = Counter()
-    memory: list[int] = []
-
-    def run(seed: int) -> list[str]:
-        random, asker, faults = Random(seed), Asker(address), list[str]()
-        for _ in range(CASES // 4):
-            call = mutated(random.choice(calls()), random)
-            if not call:
-                continue
-            try:
-                status, answer = asker.ask(call)
-            except (OSError, http.client.HTTPException) as error:
-                faults.append(f"{call}: {error!r}")
-                asker.close()  # and opened again
-                continue
-            seen[status] += 1
-            may_be_late = status == 504 and b"time" in (
-                call if isinstance(call, bytes) else call.raw()
-            )
-            if status >= 500 and not may_be_late:
-                faults.append(f"{call}: {status} {answer[:300]}")
-            if sum(seen.values()) > CASES // 5 and not memory:
-                memory.append(process.memory_info().rss)
-        asker.close()
-        return faults
-
-    with ThreadPoolExecutor(4) as threads:
-        faults = [fault for found in threads.map(run, range(4)) for fault in found]
-    memory.append(process.memory_info().rss)
-    print(dict(sorted(seen.items())), [round(size / 1e6) for size in memory])
-    assert not faults, "\n".join(faults[:5])
-    assert "Traceback" not in log.read_text()
-    assert CASES < 5000 or memory[1] < 1.05 * memory[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import signal
 from pathlib import Path
 
@@ -37,6 +39,28 @@ def test_answers_that_are_cut_during_the_drain_are_an_error(
             server.run()
     else:
         server.run()
+
+
+def test_sigterm_after_the_models_are_loaded_is_no_error(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that loads them still logs their operators then."""
+
+    async def load() -> None:
+        server._repository.log_operators = lambda: server.handle_exit(signal.SIGTERM, None)  # type: ignore[method-assign]
+
+    def run(self: Server, sockets: object) -> None:
+        async def start() -> None:
+            server._loading = asyncio.create_task(server._load_all())
+            await server._loading
+
+        asyncio.run(start())
+
+    monkeypatch.setattr(server, "load", load)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(uvicorn.Server, "run", run)
+    server.run()
+    assert server.should_exit
 
 
 @pytest.mark.parametrize("proxies", [None, "127.0.0.1"])

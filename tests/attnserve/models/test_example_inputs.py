@@ -135,6 +135,9 @@ def test_example_inputs_strings_and_unknown_shapes_are_refused():
     with raises(InvalidModel, "inputs.type", "'words'", "STRING"):
         example_inputs(model("string[b,s] words"), Workload.of(1, 1))
     graph = model("int64[b,s] ids")
+    graph.graph.inputs[0].dtype = ir.DataType.UNDEFINED
+    with raises(InvalidModel, "inputs.type", "'ids'", "UNDEFINED"):
+        example_inputs(graph, Workload.of(1, 1))
     graph.graph.inputs[0].shape = None
     with raises(InvalidModel, "inputs.no_shape", "'ids'"):
         example_inputs(graph, Workload.of(1, 1))

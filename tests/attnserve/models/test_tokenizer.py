@@ -323,6 +323,17 @@ def test_positions_of_the_model_limit_texts_if_nothing_else_does(
     assert load_encoder(open_artifact(tmp_path)).max_length == 5
 
 
+@pytest.mark.parametrize("model_type", [{"a": {}}, [], 1])
+def test_model_type_that_is_no_name_is_refused(
+    model_type: object, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save(tokenizer, tmp_path)
+    (tmp_path / "model.onnx").touch()
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with raises(InvalidModel, "export.config", "model_type"):
+        load_encoder(open_artifact(tmp_path))
+
+
 @pytest.mark.parametrize("pad", ["b", {"content": "b"}])
 def test_load_encoder_pad_token_of_config_and_tokenizer(
     pad: object, tokenizer: Tokenizer, tmp_path: Path

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from tests.attack.requests import SPARSE
 from tests.service.api.test_ranking import PROMPTS, write_reranker
 from tests.service.api.test_texts import cosine, write_classifier
 from tests.service.conftest import HeldRuns, until
-from tests.service.test_fuzz import SPARSE
 from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
 
 Start = Callable[..., TestClient]
