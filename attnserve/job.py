@@ -15,8 +15,9 @@ from attnserve.checks.certify import MatchReport, read_attention, require_finite
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.data.datasets import LEAST_SEARCHED, Dataset, load_inputs, require_rows
+from attnserve.data.datasets import Dataset, load_inputs, require_rows
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
+from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.measured import Fidelity

@@ -12,8 +12,8 @@ import numpy as np
 
 from attnserve.checks.measures import FeaturesMeter, Meter, Scores, TextSums, finite
 from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
-from attnserve.data.query_lists import Lists
-from attnserve.literals import Pooling, Role
+from attnserve.data.row_batches import row_info
+from attnserve.literals import Pooling
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.runtime.interface import Batch
@@ -48,7 +48,7 @@ class SimilarityMeter(Meter):
         self.dimensions = dimensions
         self.features = FeaturesMeter(window)
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         before, after = self._pooled(a, b, batch)
         self.sums.add(before, after)
         self.features.add(before, after, {})
@@ -90,7 +90,7 @@ class SimilarityMeter(Meter):
 class OrderMeter(Meter):
     """Kendall's tau of the scores of the documents of a query, the mean of the queries.
 
-    It needs ``lists``. Sums are the query, the relevance, and both scores of each row. Queries with
+    Rows must be lists. Sums are the query, the relevance, and both scores of each row. Queries with
     one document are left out.
     """
 
@@ -98,7 +98,8 @@ class OrderMeter(Meter):
         super().__init__(window)
         self.features = FeaturesMeter(window)
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+        lists = row_info(batch).lists
         assert lists is not None
         self._tokens(a, b, batch)  # sets is_finite
         self.sums.add(*lists, *(finite(x).reshape(-1) for x in (a, b)))
@@ -157,13 +158,13 @@ class IndexMeter(SimilarityMeter):
         self.documents = TextSums()  # the pooled vectors of both
         self.has_roles = False
 
-    def add_role(self, a: np.ndarray, b: np.ndarray, batch: Batch, role: Role | None) -> None:
-        """Add outputs of texts with a role; None for texts without roles, as ``add``."""
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+        role = row_info(batch).role
         self.has_roles |= role is not None
         if role == "document":
             self.documents.add(*self._pooled(a, b, batch))
         else:
-            self.add(a, b, batch)
+            super().add(a, b, batch)
 
     def scores(self) -> Scores:
         """See ``Meter.scores``.
