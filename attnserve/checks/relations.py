@@ -119,7 +119,14 @@ class OrderMeter(Meter):
         taus = np.array([kendall_tau(before[rows], after[rows]) for rows in lists])
         best = np.array([best_agrees(before[rows], after[rows]) for rows in lists], float)
         chance = float(np.mean([1 / len(rows) for rows in lists]))
-        top1 = Scores("top1", float(best.mean()), best, best, chance, {})
+        top1 = Scores(
+            measure="top1",
+            value=float(best.mean()),
+            influence=best,
+            single=best,
+            constant=chance,
+            also={},
+        )
         labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
         ndcg = {
             name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
