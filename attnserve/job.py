@@ -11,8 +11,9 @@ from typing import Self
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.checks.compare import compare
+from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs, require_rows
