@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -257,15 +258,19 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
     a, b = ranks
     pairs = len(upper[0])
     sums = [product.sum(1) for product in (a, b, a * a, b * b, a * b)]  # of each text
-    correlation = _correlation(pairs, *(s.sum() / 2 for s in sums))
-    correlations_without = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
+    correlation = _correlation(pairs, [s.sum() / 2 for s in sums])
+    correlations_without = _correlation(pairs - (n - 1), [s.sum() / 2 - s for s in sums])
     influence = n * correlation - (n - 1) * correlations_without
-    single = _correlation(n - 1, *sums)
+    single = _correlation(n - 1, sums)
     return _PairCorrelation(float(correlation), influence - influence.mean() + correlation, single)
 
 
-def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
-    """Pearson's correlation from sums; 1 if both are constant, 0 if only one is."""
+def _correlation(count: int, sums: Sequence[Any]) -> Any:
+    """Pearson's correlation from the sums of a, b, a^2, b^2 and ab.
+
+    It is 1 if both are constant, 0 if only one is.
+    """
+    a, b, aa, bb, ab = sums
     spread_a, spread_b = aa - a * a / count, bb - b * b / count
     product = np.sqrt(np.maximum(spread_a, 0) * np.maximum(spread_b, 0))
     constant = product <= 1e-12 * count

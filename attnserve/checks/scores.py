@@ -54,8 +54,14 @@ class StsScore:
         cls, cosines: Float[np.ndarray, " N"], gold: Float[np.ndarray, " N"], seed: int
     ) -> StsScore:
         """The score with its interval."""
-        both = float(spearman(cosines, gold)), float(pearson(cosines, gold))
-        score = cls(len(gold), *both, (0.0, 0.0), cosines, gold)
+        score = cls(
+            rows=len(gold),
+            spearman=float(spearman(cosines, gold)),
+            pearson=float(pearson(cosines, gold)),
+            spearman_ci95=(0.0, 0.0),
+            cosines=cosines,
+            gold=gold,
+        )
         interval = bootstrap_interval(score.value_on, len(gold), seed=seed)
         return replace(score, spearman_ci95=interval)
 

@@ -181,30 +181,26 @@ def _file_data(split: Split, name: str) -> Dataset:
     """The dataset of one file."""
     file = split.file
     roles: Sequence[Role | None] = get_args(Role) if file.roles else (None,)
-    parts = [{role: file.of_role(part, role) for role in roles} for part in split.parts]
-    joined = [
-        {role: file.joiner.rows(rows) if file.joiner else [] for role, rows in part.items()}
-        for part in parts
-    ]
-    batches = [
-        [
-            batch
-            for role, rows in part.items()
-            for batch in file.batches(
-                [*(file.rows[i] for i in rows), *joined_part[role]], RowInfo(name, role)
-            )
-        ]
-        for part, joined_part in zip(parts, joined, strict=True)
-    ]
-    joined_lengths = [[len(row) for rows in part.values() for row in rows] for part in joined]
-    counts = [len(part) + len(more)
-              for part, more in zip(split.parts, joined_lengths, strict=True)]  # fmt: skip
-    if len(batches) == 1:  # the same rows to fit, to choose and to verify
-        batches, counts = batches * 3, counts * 3
+    query_lengths = [file.lengths[i] for i in file.of_role(range(len(file.rows)), "query")]
+    parts: list[list[Batch]] = []
+    joined_lengths: list[list[int]] = []  # of the joined rows of each part
+    for part in split.parts:
+        parts.append([])
+        joined_lengths.append([])
+        for role in roles:
+            indices = file.of_role(part, role)
+            joined = file.joiner.rows(indices) if file.joiner else []
+            rows = [*(file.rows[i] for i in indices), *joined]
+            parts[-1] += file.batches(rows, RowInfo(name, role))
+            joined_lengths[-1] += map(len, joined)
+            query_lengths += map(len, joined if role == "query" else ())
+    sizes = zip(map(len, split.parts), map(len, joined_lengths), strict=True)
+    counts = [*map(sum, sizes)]
+    if len(parts) == 1:  # the same rows to fit, to choose and to verify
+        parts, counts = parts * 3, counts * 3
+    fit, choose, *verify = parts
     all_joined = [length for part in joined_lengths for length in part]
     lengths = [*file.lengths, *all_joined]
-    query_lengths = [file.lengths[i] for i in file.of_role(range(len(file.rows)), "query")]
-    query_lengths += [len(row) for part in joined for row in part.get("query", [])]
     source = Calibration(
         file=name,
         rows=len(file.rows),
@@ -221,7 +217,6 @@ def _file_data(split: Split, name: str) -> Dataset:
             documents=len(file.of_role(split.distinct, "document")),
         ),
     )
-    fit, choose, *verify = batches
     return Dataset(
         fit=fit,
         choose=choose,
