@@ -11,12 +11,14 @@ from typing import Self
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.certify import MatchReport, read_attention, require_finite_weights
+from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.checks.compare import compare
+from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.checks.quality import QualityMeter, check_measure
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.data.datasets import LEAST_SEARCHED, Dataset, load_inputs, require_rows
+from attnserve.data.datasets import Dataset, load_inputs, require_rows
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
+from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.literals import SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.measured import Fidelity

@@ -16,7 +16,7 @@ from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.linear_maps import Site, last_map
 from attnserve.calibration.ridge import FitMoments
 from attnserve.context import DEFAULT_CONTEXT, RunContext
-from attnserve.data.datasets import thinned
+from attnserve.data.row_batches import thinned
 from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch

@@ -384,7 +384,16 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
         for each in workloads
     }
     counted = {each: with_fixed_sizes(graph, each) for each in workloads}
-    return _Subject(str(model), artifact, device, precision, inputs, macs, cache_bytes, counted)
+    return _Subject(
+        model=str(model),
+        artifact=artifact,
+        device=device,
+        precision=precision,
+        inputs=inputs,
+        macs=macs,
+        cache_bytes=cache_bytes,
+        counted=counted,
+    )
 
 
 def _cache_bytes(graph: ir.Model, workload: Workload) -> int:

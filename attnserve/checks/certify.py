@@ -20,10 +20,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from attnserve.checks.block_graph import UndecidedError, block_graph, single
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.constants import readers
 from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
 from graph_passes.blocks import (
     AttentionBlock,
@@ -37,7 +37,6 @@ from graph_passes.blocks import (
 )
 from graph_passes.errors import InvalidModel, MissingExtra
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.rotary_and_norms import depends_on
 from graph_passes.reference import attention_reference, inputs_of, logits_reference, softmax
 
 __all__ = [
@@ -47,7 +46,6 @@ __all__ = [
     "certify",
     "read_attention",
     "require_attention",
-    "require_finite_weights",
 ]
 
 TOLERANCE = 1e-4
@@ -121,59 +119,6 @@ def require_attention(matches: MatchReport) -> None:
     )
 
 
-def require_finite_weights(model: ir.Model) -> None:
-    """Refuse weights with NaN, and infinite weights that multiply activations.
-
-    Infinity that is added, selected or compared is valid: masks contain it, and so does the padding
-    row of a table of biases.
-
-    Raises:
-        InvalidModel: A weight is not finite.
-    """
-    for graph in model.graphs():
-        for name, value in graph.initializers.items():
-            tensor = value.const_value
-            if tensor is None or not tensor.dtype.is_floating_point():
-                continue
-            array = tensor.numpy()
-            with np.errstate(invalid="ignore", over="ignore"):
-                total = float(np.sum(array, dtype=np.float64))  # finite if all elements are
-            if np.isfinite(total) or array.size == 1 or _is_mask(array):
-                continue
-            number = "NaN" if np.isnan(array).any() else "infinity"
-            uses = [*readers(value)]
-            if number == "infinity" and uses and all(_takes_infinity(n, array) for n, _ in uses):
-                continue
-            raise InvalidModel(
-                f"the weight {name!r} {tuple(array.shape)} contains {number}",
-                "export the model again from a valid checkpoint",
-                code="model.not_finite",
-            )
-
-
-def _takes_infinity(node: ir.Node, array: np.ndarray) -> bool:
-    """Whether a node may read this constant, which holds infinities."""
-    if node.op_type == "Gather":
-        rows = np.isinf(np.moveaxis(array, node.attributes.get_int("axis", 0), 0))
-        rows = rows.reshape(len(rows), -1)
-        return bool((rows == rows[:, :1]).all())
-    return node.op_type in INFINITE
-
-
-INFINITE = frozenset({"Add", "Clip", "Compress", "Concat", "Equal", "Exp", "Expand",
-                      "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "If", "IsInf",
-                      "Less", "LessOrEqual", "Loop", "Max", "Min", "Neg", "Pad", "Reshape", "Scan",
-                      "ScatterElements", "ScatterND", "Sigmoid", "Slice", "Softmax", "Sub", "Sum",
-                      "Tanh", "Tile", "Where"})  # fmt: skip
-"""Operators that give a finite number, or a mask, for an infinite constant and finite
-activations."""
-
-
-def _is_mask(array: np.ndarray) -> bool:
-    """Whether all elements are 0 or -inf, as in a causal mask."""
-    return bool(np.all((array == 0) | np.isneginf(array)))
-
-
 def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     """Find and certify all attention blocks of a model.
 
@@ -233,7 +178,7 @@ def certify(
                 _compare(model, block, info, evaluate, np.random.default_rng(seed + index))
                 for index, info in enumerate(group())
             )
-        except _UndecidedError as undecided:
+        except UndecidedError as undecided:
             reasons.append(str(undecided))
             continue
         if max_error <= TOLERANCE:
@@ -246,10 +191,6 @@ def certify(
     return Unmatched(
         block.product, f"read as attention {block.name!r}, not certified: {reasons[0]}"
     )
-
-
-class _UndecidedError(Exception):
-    """The block could not be run."""
 
 
 def _compare(
@@ -268,9 +209,9 @@ def _compare(
         _moderate(block, values, batch)
         reference = attention_reference(block, values, batch)
     except (ValueError, IndexError) as error:  # shapes of the match and the graph differ
-        raise _UndecidedError(f"the reference cannot be computed: {error}") from error
+        raise UndecidedError(f"the reference cannot be computed: {error}") from error
     max_error = 0.0
-    results = _run(model, block, values, targets, info, evaluate)
+    results = _run(model, block_graph(values, targets, info, model.opset_imports), evaluate)
     for target, array in zip(targets, results, strict=True):
         if target is block.probabilities:
             want = reference.probabilities
@@ -281,7 +222,7 @@ def _compare(
         else:
             want = _laid_out_like(reference.context, array, block)
         if array.size != want.size:
-            raise _UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
+            raise UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
         difference = np.abs(array.reshape(want.shape).astype(np.float64) - want)
         if not np.isfinite(difference).all():
             return float("inf")
@@ -313,7 +254,7 @@ def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
     def shape_of(value: ir.Value) -> tuple[int, ...]:
         shape = info.shape(value)
         if shape is None:
-            raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+            raise UndecidedError(f"the shape of {value.name!r} could not be inferred")
         return shape
 
     try:
@@ -321,7 +262,7 @@ def _batch(block: AttentionBlock, info: ShapeInfo) -> int:
     except ZeroDivisionError:
         batch = 0
     if batch == 0:
-        raise _UndecidedError("the block has no tokens at the tested lengths")
+        raise UndecidedError("the block has no tokens at the tested lengths")
     return batch
 
 
@@ -340,10 +281,10 @@ def _random(
     """Random normal tokens, or random valid masks, lengths and positions."""
     tensor = info.known.get(value)
     if tensor is None:
-        raise _UndecidedError(f"the shape of {value.name!r} could not be inferred")
+        raise UndecidedError(f"the shape of {value.name!r} could not be inferred")
     if 0 in tensor.shape:
-        raise _UndecidedError(f"{value.name!r} is empty at the lengths that were tried")
-    dtype = _single(tensor.dtype).numpy()
+        raise UndecidedError(f"{value.name!r} is empty at the lengths that were tried")
+    dtype = single(tensor.dtype).numpy()
     for step in block.steps:
         if value in (getattr(step, "value", None), getattr(step, "total", None)):
             return _random_mask(step, value, tensor, _keys(block, info), rng).astype(dtype)
@@ -393,41 +334,18 @@ def _keys(block: AttentionBlock, info: ShapeInfo) -> int:
 
 
 def _run(
-    model: ir.Model,
-    block: AttentionBlock,
-    values: Mapping[ir.Value, np.ndarray],
-    targets: Sequence[ir.Value],
-    info: ShapeInfo,
-    evaluate: Evaluate,
+    model: ir.Model, part: tuple[ir.Graph, dict[str, np.ndarray]], evaluate: Evaluate
 ) -> list[np.ndarray]:
-    """Compute the targets from the cut values and inferred shape constants, without optimization.
-
-    Nodes of a subgraph (If) and values of outer graphs are extracted into one graph.
-    """
-    arrays = dict(values)
-    nodes, constants = _between(block, arrays, targets, info)
-    graph = ir.GraphView(
-        list(arrays),
-        list(targets),
-        nodes=nodes,
-        initializers=constants,
-        opset_imports=dict(model.opset_imports),
-        name=block.name,
-    ).clone()
-    for graph_input, (value, array) in zip(graph.inputs, arrays.items(), strict=True):
-        graph_input.const_value = None
-        graph_input.type = ir.TensorType(info.known[value].dtype)
-        graph_input.shape = ir.Shape(array.shape)
-    _in_single_precision(graph)
+    """Run a part of a model, without optimization."""
+    graph, feeds = part
     try:
-        feeds = {value.name or "": array for value, array in arrays.items()}
         return evaluate(ir.Model(graph, ir_version=min(model.ir_version, IR_VERSION)), feeds)
     except MissingExtra:
         raise
     except Exception as error:  # onnxruntime has an exception class for each status
         summary = (str(error).splitlines() or [type(error).__name__])[0][:300]
         is_own = isinstance(error, ValueError | InvalidModel)
-        raise _UndecidedError(summary if is_own else f"{evaluate.__name__}: {summary}") from error
+        raise UndecidedError(summary if is_own else f"{evaluate.__name__}: {summary}") from error
 
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -439,90 +357,3 @@ def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.
     """Run a model in ONNX's reference evaluator."""
     results: Any = ReferenceEvaluator(ir.to_proto(model)).run(None, dict(feeds))
     return [np.asarray(array) for array in results]
-
-
-def _between(
-    block: AttentionBlock,
-    cut: dict[ir.Value, np.ndarray],
-    targets: Sequence[ir.Value],
-    info: ShapeInfo,
-) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes from the cut values to the targets, in order, and the constants that they read.
-
-    Inferred constants are added to the cut, except those that are computed from the cut values: the
-    tokens of a block may be constants themselves (the object queries of DETR).
-    """
-    cut_values = tuple(cut)
-    nodes: dict[ir.Node, None] = {}
-    constants: dict[ir.Value, None] = {}
-    stack: list[ir.Value | ir.Node] = list(reversed(targets))
-    entered: set[ir.Value] = set()
-    while stack:
-        item = stack.pop()
-        if isinstance(item, ir.Node):  # its inputs were visited
-            nodes[item] = None
-            continue
-        if item in cut or item in entered:
-            continue
-        entered.add(item)
-        node = item.producer()
-        if node is None:
-            if not item.is_initializer():
-                raise _UndecidedError(f"it also depends on the graph input {item.name!r}")
-            constants[item] = None
-            continue
-        constant = None if node.op_type == "Constant" else info.constant(item)
-        if constant is not None and not any(depends_on(item, value) for value in cut_values):
-            cut[item] = constant.astype(_single(info.known[item].dtype).numpy())
-            continue
-        if node in nodes:
-            continue
-        if info.branch(node) is not None:
-            stack += [node, *_captured(node)]
-        elif any(a.type == ir.AttributeType.GRAPH for a in node.attributes.values()):
-            raise _UndecidedError(f"it depends on {node.op_type} {node.name!r} with a subgraph")
-        else:
-            stack.append(node)
-        stack += [parent for parent in node.inputs if parent is not None]
-    return list(nodes), list(constants)
-
-
-def _captured(node: ir.Node) -> list[ir.Value]:
-    """The values of outer graphs that the branches of an If read."""
-    branches = [each.as_graph() for each in node.attributes.values()]
-    nodes = [inner for branch in branches for inner in branch.all_nodes()]
-    own = {value for inner in nodes for value in inner.outputs}
-    own |= {value for branch in branches for value in branch.initializers.values()}
-    return [value for inner in nodes for value in inner.inputs if value and value not in own]
-
-
-def _single(dtype: ir.DataType) -> ir.DataType:
-    """float32 for half precision: blocks are certified without its rounding."""
-    half = dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-    return ir.DataType.FLOAT if half else dtype
-
-
-def _in_single_precision(graph: ir.Graph) -> None:
-    """Convert half-precision constants, inputs and Casts of a graph to float32."""
-    for value in graph.inputs:
-        value.type = ir.TensorType(_single(value.dtype or ir.DataType.FLOAT))
-    for value in graph.initializers.values():
-        value.const_value = _single_tensor(value.const_value)
-        value.type = None if value.const_value is None else ir.TensorType(value.const_value.dtype)
-    for node in graph:
-        node.name = None  # names may not be unique in the file
-        for value in node.outputs:
-            value.type = value.shape = None  # ONNX Runtime infers them again
-        for name, attribute in list(node.attributes.items()):
-            if attribute.type == ir.AttributeType.TENSOR:
-                node.attributes[name] = ir.AttrTensor(name, _single_tensor(attribute.as_tensor()))
-            elif name == "to" and node.op_type == "Cast":
-                to = _single(ir.DataType(attribute.as_int()))
-                node.attributes[name] = ir.AttrInt64(name, to.value)
-
-
-def _single_tensor(tensor: ir.TensorProtocol | None) -> Any:
-    if tensor is None or _single(tensor.dtype) is not tensor.dtype:
-        return tensor and ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
-    # A session copies external data to a temporary folder.
-    return ir.tensor(tensor.numpy()) if isinstance(tensor, ir.ExternalTensor) else tensor

@@ -96,6 +96,12 @@ def score_session(
             artifact, record=artifact.record.model_copy(update={"max_length": max_length})
         )
     model = OpenModel(
-        session, artifact, pooling or artifact.pooling, tokenizer, batch_size, context, index
+        session=session,
+        artifact=artifact,
+        pooling=pooling or artifact.pooling,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        context=context,
+        index=index,
     )
     return TASKS[task](model, data)

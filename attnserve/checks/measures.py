@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from attnserve.data.query_lists import Lists
 from attnserve.intervals import mean_interval, mean_lower_bound
 from attnserve.literals import Measure
 from attnserve.models.masks import flat_mask, token_mask, vector_mask
@@ -106,11 +105,12 @@ class Meter(ABC):
         self.sums = TextSums(window)
 
     @abstractmethod
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         """Add outputs whose first axis counts texts.
 
         Args:
-            lists: The queries of the rows, for measures of their order.
+            batch: The inputs, with the lists or the role of their rows if a measure needs them
+                (``RowBatch``).
         """
 
     def additive_loss(self) -> float:
@@ -222,7 +222,7 @@ class FeaturesMeter(Meter):
     Sums are the tokens, the errors, |a|^2 and a of each text.
     """
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         before, after, text = self._tokens(a, b, batch)
         before, after = finite(before), finite(after)
         vectors = np.zeros((len(a), before.shape[1]))
@@ -259,7 +259,7 @@ class CosineMeter(Meter):
         self.units: Any = 0.0
         self.vectors: Any = 0.0
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         before, after, text = self._tokens(a, b, batch)
         before, after = finite(before), finite(after)
         lengths, others = np.linalg.norm(before, axis=1), np.linalg.norm(after, axis=1)
@@ -299,7 +299,7 @@ class LogitsMeter(Meter):
         self.winners: Any = 0
         self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         if a.ndim == 3:
             self._add_perplexity(a, b, batch)
         before, after, text = self._tokens(a, b, batch)

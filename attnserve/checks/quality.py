@@ -32,8 +32,10 @@ from attnserve.checks.measures import (
 )
 from attnserve.checks.meters import new_meter
 from attnserve.checks.relations import IndexMeter
-from attnserve.data.datasets import LEAST_SEARCHED, Dataset
-from attnserve.data.query_lists import MIN_DOCUMENTS, Lists
+from attnserve.data.datasets import Dataset
+from attnserve.data.query_lists import MIN_DOCUMENTS
+from attnserve.data.row_batches import RowBatch, RowInfo, row_info
+from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.literals import Measure, Pooling, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
@@ -116,7 +118,7 @@ def check_measure(measure: SearchMeasure, data: Dataset | None) -> None:
     if measure != "tau" or data is None:
         return
     for file in data.files or [data]:
-        if not file.lists:
+        if not file.has_lists:
             raise InvalidData(
                 f"{file.source.file} has no lists of documents: the measure tau compares the order"
                 " of the documents of a query",
@@ -166,6 +168,7 @@ class QualityMeter:
         artifact: Its artifact, for the pooling of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
         data: The data of the batches; files, and short and long texts, are measured separately.
+            Without it, rows have no roles and no lists.
         split: The part of the data.
     """
 
@@ -231,9 +234,10 @@ class QualityMeter:
     ) -> None:
         """Add some rows of an output of the original and of the new model."""
         original, new = arrays
-        lists = None if self.data is None else self.data.lists_of(batch)
+        info = RowInfo() if self.data is None else row_info(batch).of_rows(rows)
         if subject not in self._meters:
-            self._meters[subject] = self._meter(index, original, has_lists=lists is not None)
+            has_lists = info.lists is not None
+            self._meters[subject] = self._meter(index, original, has_lists=has_lists)
         meter, pair = self._meters[subject], (original[rows], new[rows])
         if index in self._probabilities and isinstance(meter, LogitsMeter):
             pair = log_of(pair[0]), log_of(pair[1])
@@ -241,11 +245,7 @@ class QualityMeter:
             name: array[rows] if array.shape[:1] == original.shape[:1] else array
             for name, array in batch.items()
         }
-        if isinstance(meter, IndexMeter) and self.data is not None:
-            meter.add_role(*pair, inputs, self.data.role_of(batch))
-        else:
-            lists = None if lists is None else Lists(*(column[rows] for column in lists))
-            meter.add(*pair, inputs, lists)
+        meter.add(*pair, RowBatch(inputs, info))
 
     def additive_loss(self) -> float:
         """The additive loss: the losses of changes of different blocks nearly add up.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +13,8 @@ import numpy as np
 
 from attnserve.checks.measures import FeaturesMeter, Meter, Scores, TextSums, finite
 from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
-from attnserve.data.query_lists import Lists
-from attnserve.literals import Pooling, Role
+from attnserve.data.row_batches import row_info
+from attnserve.literals import Pooling
 from attnserve.models.embeddings import pool
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.runtime.interface import Batch
@@ -48,7 +49,7 @@ class SimilarityMeter(Meter):
         self.dimensions = dimensions
         self.features = FeaturesMeter(window)
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         before, after = self._pooled(a, b, batch)
         self.sums.add(before, after)
         self.features.add(before, after, {})
@@ -90,7 +91,7 @@ class SimilarityMeter(Meter):
 class OrderMeter(Meter):
     """Kendall's tau between the scores of a query's documents, averaged over the queries.
 
-    It needs ``lists``. Sums are the query, the relevance, and both scores of each row. Queries with
+    Rows must be lists. Sums are the query, the relevance, and both scores of each row. Queries with
     one document are left out.
     """
 
@@ -98,7 +99,8 @@ class OrderMeter(Meter):
         super().__init__(window)
         self.features = FeaturesMeter(window)
 
-    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch, lists: Lists | None = None) -> None:
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+        lists = row_info(batch).lists
         assert lists is not None
         self._tokens(a, b, batch)  # sets is_finite
         self.sums.add(*lists, *(finite(x).reshape(-1) for x in (a, b)))
@@ -118,7 +120,14 @@ class OrderMeter(Meter):
         taus = np.array([kendall_tau(before[rows], after[rows]) for rows in lists])
         best = np.array([best_agrees(before[rows], after[rows]) for rows in lists], float)
         chance = float(np.mean([1 / len(rows) for rows in lists]))
-        top1 = Scores("top1", float(best.mean()), best, best, chance, {})
+        top1 = Scores(
+            measure="top1",
+            value=float(best.mean()),
+            influence=best,
+            single=best,
+            constant=chance,
+            also={},
+        )
         labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
         ndcg = {
             name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
@@ -157,13 +166,13 @@ class IndexMeter(SimilarityMeter):
         self.documents = TextSums()  # the pooled vectors of both
         self.has_roles = False
 
-    def add_role(self, a: np.ndarray, b: np.ndarray, batch: Batch, role: Role | None) -> None:
-        """Add outputs of texts with a role; None for texts without roles, as ``add``."""
+    def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
+        role = row_info(batch).role
         self.has_roles |= role is not None
         if role == "document":
             self.documents.add(*self._pooled(a, b, batch))
         else:
-            self.add(a, b, batch)
+            super().add(a, b, batch)
 
     def scores(self) -> Scores:
         """See ``Meter.scores``.
@@ -249,15 +258,19 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
     a, b = ranks
     pairs = len(upper[0])
     sums = [product.sum(1) for product in (a, b, a * a, b * b, a * b)]  # of each text
-    correlation = _correlation(pairs, *(s.sum() / 2 for s in sums))
-    correlations_without = _correlation(pairs - (n - 1), *(s.sum() / 2 - s for s in sums))
+    correlation = _correlation(pairs, [s.sum() / 2 for s in sums])
+    correlations_without = _correlation(pairs - (n - 1), [s.sum() / 2 - s for s in sums])
     influence = n * correlation - (n - 1) * correlations_without
-    single = _correlation(n - 1, *sums)
+    single = _correlation(n - 1, sums)
     return _PairCorrelation(float(correlation), influence - influence.mean() + correlation, single)
 
 
-def _correlation(count: Any, a: Any, b: Any, aa: Any, bb: Any, ab: Any) -> Any:
-    """Pearson's correlation from sums; 1 if both are constant, 0 if only one is."""
+def _correlation(count: int, sums: Sequence[Any]) -> Any:
+    """Pearson's correlation from the sums of a, b, a^2, b^2 and ab.
+
+    It is 1 if both are constant, 0 if only one is.
+    """
+    a, b, aa, bb, ab = sums
     spread_a, spread_b = aa - a * a / count, bb - b * b / count
     product = np.sqrt(np.maximum(spread_a, 0) * np.maximum(spread_b, 0))
     constant = product <= 1e-12 * count

@@ -54,8 +54,14 @@ class StsScore:
         cls, cosines: Float[np.ndarray, " N"], gold: Float[np.ndarray, " N"], seed: int
     ) -> StsScore:
         """The score with its interval."""
-        both = float(spearman(cosines, gold)), float(pearson(cosines, gold))
-        score = cls(len(gold), *both, (0.0, 0.0), cosines, gold)
+        score = cls(
+            rows=len(gold),
+            spearman=float(spearman(cosines, gold)),
+            pearson=float(pearson(cosines, gold)),
+            spearman_ci95=(0.0, 0.0),
+            cosines=cosines,
+            gold=gold,
+        )
         interval = bootstrap_interval(score.value_on, len(gold), seed=seed)
         return replace(score, spearman_ci95=interval)
 
@@ -101,7 +107,14 @@ class ClassificationScore:
     ) -> ClassificationScore:
         """The score with its interval."""
         share = float((predictions == gold).mean())
-        score = cls(len(gold), share, (0.0, 0.0), predictions, gold, task)
+        score = cls(
+            rows=len(gold),
+            accuracy=share,
+            accuracy_ci95=(0.0, 0.0),
+            predictions=predictions,
+            gold=gold,
+            task=task,
+        )
         return replace(
             score, accuracy_ci95=bootstrap_interval(score.value_on, len(gold), seed=seed)
         )
@@ -148,7 +161,14 @@ class RatioScore:
         **others: float,
     ) -> RatioScore:
         """The score with its interval."""
-        score = cls(task, metric, (0.0, 0.0), gains, weights, others)
+        score = cls(
+            task=task,
+            metric=metric,
+            ci95=(0.0, 0.0),
+            gains=gains,
+            weights=weights,
+            others=others,
+        )
         return replace(score, ci95=bootstrap_interval(score.value_on, len(gains), seed=seed))
 
     @property

@@ -28,7 +28,8 @@ from attnserve.checks.task_data import (
 )
 from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
-from attnserve.data.datasets import load_inputs, wanted_inputs
+from attnserve.data.datasets import load_inputs
+from attnserve.data.file_rows import wanted_inputs
 from attnserve.data.text_files import read_number, read_pairs, read_table
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact

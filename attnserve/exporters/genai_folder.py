@@ -20,7 +20,7 @@ from typing import Any
 import onnx_ir as ir
 
 from attnserve.context import Provider
-from attnserve.data.datasets import wanted_inputs
+from attnserve.data.file_rows import wanted_inputs
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.json_files import read_json
 from attnserve.models.onnx_files import data_file, load_model, save_model

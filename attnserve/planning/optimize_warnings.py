@@ -8,7 +8,8 @@ import numpy as np
 
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.relations import MIN_DOCUMENTS, NEIGHBORS
-from attnserve.data.datasets import HELD_OUT, JOINED
+from attnserve.data.joined_texts import JOINED
+from attnserve.data.splits import HELD_OUT
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import Change, ModelCost

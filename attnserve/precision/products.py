@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.data.datasets import thinned
+from attnserve.data.row_batches import thinned
 from attnserve.models.masks import no_token, not_finite, vector_mask
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.observer import observe

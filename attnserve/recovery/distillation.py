@@ -13,7 +13,9 @@ from torch import Tensor
 
 from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
-from attnserve.data.datasets import HELD_OUT, require_rows, thinned
+from attnserve.data.datasets import require_rows
+from attnserve.data.row_batches import thinned
+from attnserve.data.splits import HELD_OUT
 from attnserve.job import JobWithData
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for

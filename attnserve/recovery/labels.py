@@ -22,7 +22,8 @@ from torch import Tensor
 
 from attnserve.checks.scores import ClassificationScore, Score, StsScore
 from attnserve.checks.task_data import label_names, read_label
-from attnserve.data.datasets import Dataset, wanted_inputs
+from attnserve.data.datasets import Dataset
+from attnserve.data.file_rows import wanted_inputs
 from attnserve.data.text_files import read_number, read_table
 from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact

@@ -14,7 +14,7 @@ from typing import Any, Unpack, cast
 
 import numpy as np
 
-from attnserve.checks.certify import require_finite_weights
+from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact

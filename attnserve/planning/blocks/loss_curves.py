@@ -28,7 +28,7 @@ from attnserve.calibration.ridge import FitMoments
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext, ignore_progress
-from attnserve.data.datasets import thinned
+from attnserve.data.row_batches import thinned
 from attnserve.planning.blocks.configurations import (
     MAX_CONFIGS,
     MULTIPLE,

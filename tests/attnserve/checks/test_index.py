@@ -14,6 +14,7 @@ from attnserve.checks.measures import Scores
 from attnserve.checks.quality import QualityMeter, limited_losses
 from attnserve.checks.relations import NEIGHBORS, IndexMeter
 from attnserve.data.datasets import Dataset
+from attnserve.data.row_batches import RowBatch, RowInfo
 from attnserve.limits import TAIL
 from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import Calibration
@@ -40,8 +41,8 @@ def scores(queries: Pair, documents: Pair | None = None) -> Scores:
     if documents is None:
         meter.add(*queries, {})
     else:
-        meter.add_role(*documents, {}, "document")
-        meter.add_role(*queries, {}, "query")
+        meter.add(*documents, RowBatch({}, RowInfo(role="document")))
+        meter.add(*queries, RowBatch({}, RowInfo(role="query")))
     return meter.scores()
 
 
@@ -141,11 +142,9 @@ def batch(rows: int, length: int = 4) -> dict[str, np.ndarray]:
 
 
 def test_roles_are_those_of_the_batches():
-    queries, documents = batch(40), batch(60)
-    data = Dataset(
-        [queries, documents], [], [], 4, Calibration(), query_lengths=[4] * 40,
-        documents={id(documents)},
-    )  # fmt: skip
+    queries = RowBatch(batch(40), RowInfo(role="query"))
+    documents = RowBatch(batch(60), RowInfo(role="document"))
+    data = Dataset([queries, documents], [], [], 4, Calibration(), query_lengths=[4] * 40)
     found = meter(data)
     for seed, part in enumerate((queries, documents)):
         a, b = vectors(seed, len(part["attention_mask"]), 0.1)
@@ -180,7 +179,7 @@ def test_too_few_documents_are_refused(queries: int, documents: int | None):
         meter.add(*vectors(0, queries), {})
     for role, rows in (("query", queries), ("document", documents)):
         if documents is not None and rows:
-            meter.add_role(*vectors(1, rows), {}, role)  # type: ignore[arg-type]
+            meter.add(*vectors(1, rows), RowBatch({}, RowInfo(role=role)))
     with raises(InvalidData, "quality.few_documents", f"{queries} quer"):
         meter.scores()
 

@@ -22,6 +22,7 @@ from attnserve.checks.quality import (
 )
 from attnserve.checks.relations import MOST_PAIRED
 from attnserve.data.datasets import Dataset
+from attnserve.data.row_batches import RowBatch, RowInfo
 from attnserve.intervals import mean_lower_bound
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
 from attnserve.models.artifact import Artifact
@@ -316,11 +317,11 @@ def test_files_are_measured_apart():
     a[40:] *= 0.1
     b = a.copy()
     b[40:] = 0.1 * RANDOM.standard_normal((40, 12, 16))
-    batches = [{"x": a[:40]}, {"x": a[40:]}]
-    files = [
-        Dataset([], [], [[batch]], 12, Calibration(file=name))
-        for name, batch in zip(("good.txt", "bad.txt"), batches, strict=True)
+    batches = [
+        RowBatch({"x": rows}, RowInfo(file))
+        for file, rows in (("good.txt", a[:40]), ("bad.txt", a[40:]))
     ]
+    files = [Dataset([], [], [[batch]], 12, Calibration(file=batch.info.file)) for batch in batches]
     found = meter(
         "float[b, t, d] y", data=Dataset([], [], [batches], 12, Calibration(), files=files)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,10 @@ from attnserve.checks.rankings import best_agrees, kendall_tau
 from attnserve.checks.relations import OrderMeter
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.query_lists import Lists
+from attnserve.data.row_batches import RowBatch, RowInfo, row_info
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
+from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
 from tests.service.api.test_ranking import write_reranker
@@ -54,7 +57,8 @@ def scores(a: np.ndarray, b: np.ndarray, relevance: np.ndarray | None = None) ->
     relevance = np.full(a.shape, np.nan) if relevance is None else relevance
     for part in (np.s_[:, ::2], np.s_[:, 1::2]):
         lists = Lists(query[part].reshape(-1), relevance[part].reshape(-1))
-        meter.add(a[part].reshape(-1, 1), b[part].reshape(-1, 1), {}, lists)
+        batch = RowBatch({}, RowInfo(lists=lists))
+        meter.add(a[part].reshape(-1, 1), b[part].reshape(-1, 1), batch)
     return meter.scores()
 
 
@@ -117,13 +121,14 @@ def read(path: Path, artifact: Artifact, *, split: bool = True) -> Dataset:
     return load_inputs(path, load_model(artifact), artifact, split=split)
 
 
-def queries_of(data: Dataset, part: object) -> set[int]:
-    found: set[int] = set()
-    for batch in part:  # type: ignore[attr-defined]
-        lists = data.lists_of(batch)
-        assert lists is not None and len(lists.query) == len(batch["input_ids"])
-        found |= set(lists.query.tolist())
-    return found
+def lists_of(batch: Batch) -> Lists:
+    lists = row_info(batch).lists
+    assert lists is not None and len(lists.query) == len(batch["input_ids"])
+    return lists
+
+
+def queries_of(part: Sequence[Batch]) -> set[int]:
+    return {query for batch in part for query in lists_of(batch).query.tolist()}
 
 
 @pytest.mark.parametrize("labeled", [True, False])
@@ -134,10 +139,10 @@ def test_load_inputs_keeps_the_lists_of_a_query_in_one_part(
     path.write_text("\n".join(pair_lines(35, DOCUMENTS, labeled)))
     data = read(path, reranker)
     parts = [data.fit, data.choose, *data.verify]
-    found = [queries_of(data, part) for part in parts]
+    found = [queries_of(part) for part in parts]
     assert [len(queries) for queries in found] == [20, 5, 5, 5]
     assert len(set().union(*found)) == 35
-    relevance = np.concatenate([data.lists[id(batch)].relevance for batch in data.fit])
+    relevance = np.concatenate([lists_of(batch).relevance for batch in data.fit])
     assert np.nansum(relevance) == (20 if labeled else 0)
     assert np.isnan(relevance).all() != labeled
     assert data.length_edge is None
@@ -150,10 +155,10 @@ def test_load_inputs_of_few_queries_or_documents_has_no_lists(
     for queries, documents in ((13, DOCUMENTS), (35, 1)):
         path.write_text("\n".join(pair_lines(queries, documents)))
         data = read(path, reranker)
-        assert not data.lists
+        assert not data.has_lists
         with raises(InvalidData, "quality.no_lists", "pairs.txt"):
             check_measure("tau", data)
-    assert not read(path, reranker, split=False).lists
+    assert not read(path, reranker, split=False).has_lists
     path.write_text("\n".join(pair_lines(2, DOCUMENTS)))
     check_measure("tau", read(path, reranker, split=False))  # verify needs no parts
 

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from attnserve.calibration.moments import collect_moments
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
-from attnserve.data.datasets import BATCH_SIZE, Dataset, load_inputs, thinned
+from attnserve.data.datasets import Dataset, load_inputs
+from attnserve.data.file_rows import BATCH_SIZE
+from attnserve.data.row_batches import thinned
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
@@ -308,6 +310,13 @@ def test_weights_are_shares_of_the_rows_to_fit(
     assert texts(data.choose) == texts(every.choose), "weights concern the fit alone"
     assert texts(data.held_out) == texts(every.held_out)
     assert data.source.sha256 != every.source.sha256
+
+
+def test_rows_that_unsplit_files_share_are_in_both(tiny: Path, sentences: Path, tmp_path: Path):
+    second = tmp_path / "other.txt"
+    second.write_text(sentences.read_text())
+    data = read_files([sentences, second], open_artifact(tiny), split=False)
+    assert [rows(file.fit) for file in data.files] == [60, 60]
 
 
 def test_files_of_one_name_are_told_apart(tiny: Path, sentences: Path, tmp_path: Path):

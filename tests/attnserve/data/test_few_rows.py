@@ -12,7 +12,7 @@ import pytest
 
 import attnserve
 from attnserve.cli.app import main
-from attnserve.data.datasets import LEAST_SEARCHED
+from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.job import Job, JobWithData
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model

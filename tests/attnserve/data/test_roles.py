@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnserve.data.datasets import LEAST_SEARCHED, Dataset, load_inputs, require_rows
+from attnserve.data.datasets import Dataset, load_inputs, require_rows
+from attnserve.data.row_batches import row_info
+from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.data.text_files import read_roles
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
@@ -37,11 +39,11 @@ def read(path: Path | Sequence[Path], folder: Path, **options: Any) -> Dataset:
     return load_inputs(path, load_model(artifact), artifact, **options)
 
 
-def counts(data: Dataset, batches: Sequence[Any]) -> tuple[int, int]:
+def counts(batches: Sequence[Any]) -> tuple[int, int]:
     """The number of queries and of documents."""
     found = {"query": 0, "document": 0}
     for batch in batches:
-        role = data.role_of(batch)
+        role = row_info(batch).role
         assert role is not None
         found[role] += len(batch["input_ids"])
     return found["query"], found["document"]
@@ -49,32 +51,32 @@ def counts(data: Dataset, batches: Sequence[Any]) -> tuple[int, int]:
 
 def test_each_part_has_queries_and_documents(split: Path, tiny: Path):
     data = read(split, tiny)
-    assert [counts(data, part) for part in (data.choose, *data.verify)] == [(3, 4)] * 3
-    assert counts(data, data.fit) == (12, 16)
+    assert [counts(part) for part in (data.choose, *data.verify)] == [(3, 4)] * 3
+    assert counts(data.fit) == (12, 16)
     assert (data.source.distinct_rows, data.source.documents) == (49, 28)
     assert data.source.to_json()["documents"] == 28
     whole = read(split, tiny, split=False)
-    assert counts(whole, whole.fit) == (21, 28)
+    assert counts(whole.fit) == (21, 28)
 
 
 def test_lengths_of_queries_are_known(split: Path, tiny: Path):
     data = read(split, tiny)
     queries = data.of_queries()
     assert len(queries.lengths) == 21 and len(data.lengths) == 49
-    assert queries.length < data.length and queries.role_of(data.choose[-1]) == "document"
+    assert queries.length < data.length and row_info(data.choose[-1]).role == "document"
 
 
 def test_data_without_roles_is_as_before(sentences: Path, tiny: Path):
     data = read(sentences, tiny)
     assert data.of_queries() is data and "documents" not in data.source.to_json()
-    assert {data.role_of(batch) for batch in data.choose} == {None}
+    assert {row_info(batch).role for batch in data.choose} == {None}
 
 
 def test_text_may_be_a_query_and_a_document(tiny: Path, tmp_path: Path):
     both = [(role, text) for role in ("query", "document") for text in QUERIES]
     data = read(table(tmp_path / "both.tsv", *both, both[0]), tiny)
     assert (data.source.rows, data.source.distinct_rows) == (43, 42)
-    assert counts(data, data.choose) == (3, 3)
+    assert counts(data.choose) == (3, 3)
 
 
 def test_joined_rows_have_the_role_of_their_texts(tiny: Path, tmp_path: Path):
@@ -82,7 +84,7 @@ def test_joined_rows_have_the_role_of_their_texts(tiny: Path, tmp_path: Path):
     texts = [f"{one} {other}" for one in words for other in words]
     rows = [("query", text) for text in texts] + [("document", f"a {text}") for text in texts]
     data = read(table(tmp_path / "c.tsv", *rows), tiny, sequence=64)
-    queries, documents = counts(data, data.fit)
+    queries, documents = counts(data.fit)
     assert queries > 64 - 3 * 9 and documents > 64 - 3 * 9
     assert data.source.fit_rows == queries + documents
     assert len(data.query_lengths) > 64 and max(data.query_lengths) > 16
@@ -91,8 +93,8 @@ def test_joined_rows_have_the_role_of_their_texts(tiny: Path, tmp_path: Path):
 def test_files_with_and_without_roles_are_read_together(split: Path, sentences: Path, tiny: Path):
     data = read([split, sentences], tiny)
     with_roles, without = data.files
-    assert {data.role_of(batch) for batch in with_roles.choose} == {"query", "document"}
-    assert {data.role_of(batch) for batch in without.choose} == {None}
+    assert {row_info(batch).role for batch in with_roles.choose} == {"query", "document"}
+    assert {row_info(batch).role for batch in without.choose} == {None}
     assert len(data.of_queries().lengths) == 21 + len(without.lengths)
 
 
@@ -111,7 +113,7 @@ def arrays(path: Path, role: Any, rows: int = 30, **more: Any) -> Path:
 def test_arrays_have_roles(tiny: Path, tmp_path: Path):
     path = arrays(tmp_path / "rows.npz", np.array(["query", "document"] * 15))
     data = read(path, tiny, split=False)
-    assert counts(data, data.fit) == (15, 15)
+    assert counts(data.fit) == (15, 15)
     assert "role" not in data.fit[0]
 
 
@@ -120,7 +122,7 @@ def test_folder_of_arrays_has_roles_in_all_files_or_none(tiny: Path, tmp_path: P
     arrays(folder / "0.npz", np.array(["query"] * 30))
     arrays(folder / "1.npz", np.array(["document"] * 30))
     data = read(folder, tiny, split=False)
-    assert counts(data, data.fit) == (30, 30)
+    assert counts(data.fit) == (30, 30)
     arrays(folder / "2.npz", None)
     with raises(InvalidData, "data.role", "row 60"):
         read(folder, tiny)
@@ -194,7 +196,7 @@ def test_search_needs_rows_of_both_roles(few: str, tiny: Path, tmp_path: Path):
 def test_role_that_is_an_input_of_the_model_is_one(tmp_path: Path, minimal: Callable[..., Path]):
     folder = minimal(tmp_path)
     data = read(arrays_of_role(tmp_path / "r.npz"), folder, split=False)
-    assert "role" in data.fit[0] and data.role_of(data.fit[0]) is None
+    assert "role" in data.fit[0] and row_info(data.fit[0]).role is None
 
 
 def arrays_of_role(path: Path) -> Path:

@@ -14,8 +14,9 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
-from attnserve.checks.certify import read_attention, require_finite_weights
+from attnserve.checks.certify import read_attention
 from attnserve.checks.compare import verify
+from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.checks.inspect import inspect
 from attnserve.data.text_files import read_sentences
 from attnserve.literals import Precision

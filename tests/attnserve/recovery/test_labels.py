@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
-from attnserve.data.datasets import Dataset, load_inputs, wanted_inputs  # noqa: E402
+from attnserve.data.datasets import Dataset, load_inputs  # noqa: E402
+from attnserve.data.file_rows import wanted_inputs  # noqa: E402
 from attnserve.literals import Pooling  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.embeddings import pool  # noqa: E402
