@@ -78,8 +78,8 @@ N_POSITIONS = frozenset({"codegen", "ctrl", "gpt2", "gpt_bigcode", "gptj", "open
 """Values of ``model_type`` that state their positions as ``n_positions``."""
 
 
-ROTARY_TABLES = ("codegen", "gptj")
-"""Values of ``model_type`` whose rotary angles are a table of ``n_positions`` rows."""
+ROTARY_TABLES = frozenset({"codegen", "gptj", "roformer"})
+"""Values of ``model_type`` whose rotary angles are a table with one row for each position."""
 
 
 class SettingsFile(BaseModel):

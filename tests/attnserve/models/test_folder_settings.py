@@ -373,6 +373,19 @@ def test_length_by_precedence_within_the_positions(
     assert len(ids(texts, "a b c " * 9)) == length
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "roformer", "max_position_embeddings": 8, "rotary_value": False},
+        {"model_type": "gptj", "n_positions": 8, "rotary_dim": 4},
+    ],
+)
+def test_table_of_rotary_angles_limits_a_stated_length(texts: Path, config: dict[str, Any]) -> None:
+    write_json(texts / "config.json", config)
+    write_json(texts / SENTENCE, {"max_seq_length": 12})
+    assert len(ids(texts, "a b c " * 9)) == 8
+
+
 def test_rotary_positions_do_not_limit_a_stated_length(texts: Path) -> None:
     config = {"model_type": "qwen3", "max_position_embeddings": 8, "rope_parameters": {}}
     write_json(texts / "config.json", config)

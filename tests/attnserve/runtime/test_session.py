@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import onnx
@@ -265,7 +266,7 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
         return SimpleNamespace(get_providers=lambda: available)
 
     runtime = SimpleNamespace(
-        SessionOptions=SimpleNamespace,
+        SessionOptions=MagicMock,
         InferenceSession=start,
         get_available_providers=lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"],
         set_default_logger_severity=lambda severity: None,
