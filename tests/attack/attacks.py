@@ -138,9 +138,9 @@ def _memory(pid: int) -> Iterator[list[int]]:
     done, samples = threading.Event(), [0]
 
     def sample() -> None:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            while not done.wait(0.5):
+        process = psutil.Process(pid)
+        while not done.wait(0.5):
+            with suppress(psutil.Error):  # one of them has ended
                 family = [process, *process.children()]
                 samples.append(max(one.memory_info().rss for one in family))
 
