@@ -69,16 +69,16 @@ class Run:
     def __init__(self, name: str, seconds: float, *, seed: int = 0, first: int = 0) -> None:
         self.name, self.seed = name, seed
         self.counts, self.findings = Counter[str](), list[str]()
-        self._end, self._first = monotonic() + seconds, first
+        self._seconds, self._end, self._first = seconds, 0.0, first
         self._numbers = itertools.count(first)
 
-    @property
-    def is_over(self) -> bool:
-        return monotonic() >= self._end
-
     def cases(self) -> Iterator[tuple[int, Random]]:
-        """Numbers and generators of cases, for one of several threads; at least one case."""
-        while (number := next(self._numbers)) == self._first or not self.is_over:
+        """Numbers and generators of cases, for one of several threads; at least one case.
+
+        The time begins with the first case, when the server has started.
+        """
+        self._end = self._end or monotonic() + self._seconds
+        while (number := next(self._numbers)) == self._first or monotonic() < self._end:
             yield number, Random(f"{self.name} {self.seed} {number}")
 
     def find(self, what: str, number: int | None = None) -> None:
