@@ -15,8 +15,8 @@ from tests.service.tiny import write_encoder
 SECONDS = {"requests": 4, "folders": 6, "slow": 3, "overload": 3}
 """Duration of attacks; the others run one case."""
 
-SLOW = {"commands": pytest.mark.process}
-"""Marks of attacks of which one case takes too long for a default test."""
+SLOW = dict.fromkeys(("overload", "signals", "commands"), pytest.mark.process)
+"""Marks of attacks that start too many processes for a default test."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(one, marks=SLOW.get(one, ())) for one in ATTACKS])

@@ -69,16 +69,16 @@ class Run:
     def __init__(self, name: str, seconds: float, *, seed: int = 0, first: int = 0) -> None:
         self.name, self.seed = name, seed
         self.counts, self.findings = Counter[str](), list[str]()
-        self._end, self._first = monotonic() + seconds, first
+        self._seconds, self._end, self._first = seconds, 0.0, first
         self._numbers = itertools.count(first)
 
-    @property
-    def is_over(self) -> bool:
-        return monotonic() >= self._end
-
     def cases(self) -> Iterator[tuple[int, Random]]:
-        """Numbers and generators of cases, for one of several threads; at least one case."""
-        while (number := next(self._numbers)) == self._first or not self.is_over:
+        """Numbers and generators of cases, for one of several threads; at least one case.
+
+        The time begins with the first case, when the server has started.
+        """
+        self._end = self._end or monotonic() + self._seconds
+        while (number := next(self._numbers)) == self._first or monotonic() < self._end:
             yield number, Random(f"{self.name} {self.seed} {number}")
 
     def find(self, what: str, number: int | None = None) -> None:
@@ -114,18 +114,25 @@ class Run:
             except subprocess.TimeoutExpired:
                 self.find(f"the server still runs {STOP_S:.0f} s after SIGTERM")
 
+    def ask(self, asker: Asker, call: Call | bytes, number: int | None) -> tuple[int | None, bytes]:
+        """The status and answer; without a status, which is a finding, there was none."""
+        try:
+            return asker.ask(call)
+        except (OSError, http.client.HTTPException) as error:
+            self.find(f"{call}: {error!r}", number)
+            asker.close()  # and opened again
+            return None, b""
+
     def ask_tiny(self, port: int, number: int | None = None) -> None:
         """Ask for an embedding, which must be right."""
         call = Call("POST", "/texts/embed", TINY)
-        try:
-            with closing(Asker(("127.0.0.1", port), ANSWER_S)) as asker:
-                status, answer = asker.ask(call)
-        except (OSError, http.client.HTTPException) as error:
-            self.find(f"{call}: {error!r}", number)
-            return
-        if status != 200:
+        with closing(Asker(("127.0.0.1", port), ANSWER_S)) as asker:
+            status, answer = self.ask(asker, call, number)
+        if status not in {None, 200}:
             self.find(f"{call}: {status} {answer[:300]!r}", number)
-        elif not np.allclose(orjson.loads(answer)["embeddings"], mean([2, 4, 5, 3]), atol=1e-5):
+        elif status and not np.allclose(
+            orjson.loads(answer)["embeddings"], mean([2, 4, 5, 3]), atol=1e-5
+        ):
             self.find(f"{call}: a wrong answer", number)
 
 
@@ -138,9 +145,9 @@ def _memory(pid: int) -> Iterator[list[int]]:
     done, samples = threading.Event(), [0]
 
     def sample() -> None:
-        with suppress(psutil.Error):
-            process = psutil.Process(pid)
-            while not done.wait(0.5):
+        process = psutil.Process(pid)
+        while not done.wait(0.5):
+            with suppress(psutil.Error):  # one of them has ended
                 family = [process, *process.children()]
                 samples.append(max(one.memory_info().rss for one in family))
 
@@ -176,15 +183,10 @@ def _send_mutated(run: Run, address: tuple[str, int]) -> None:
             call = mutated(random.choice(calls()), random)
             if not call:
                 continue
-            try:
-                status, answer = asker.ask(call)
-            except (OSError, http.client.HTTPException) as error:
-                run.find(f"{call}: {error!r}", number)
-                asker.close()  # and opened again
-                continue
+            status, answer = run.ask(asker, call, number)
             run.counts[str(status)] += 1
             raw = call if isinstance(call, bytes) else call.raw()
-            if status >= 500 and not (status == 504 and b"time" in raw):
+            if status and status >= 500 and not (status == 504 and b"time" in raw):
                 run.find(f"{call}: {status} {answer[:300]!r}", number)
 
 
@@ -194,18 +196,7 @@ FILES: dict[str, Any] = {
     "attnserve.json": {"max_length": 8, "pooling": "mean", "normalize": True},
     "tokenizer_config.json": {"model_max_length": 8, "padding_side": "right", "pad_token": "[PAD]"},
     "config.json": {"model_type": "bert", "hidden_size": 4, "id2label": {"0": "a", "1": "b"}},
-    "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {
-            "idx": 1,
-            "name": "1",
-            "path": "1_Pooling",
-            "type": "sentence_transformers.models.Pooling",
-        },
-    ],
-    "1_Pooling/config.json": {"word_embedding_dimension": 4, "pooling_mode_mean_tokens": True},
     "sentence_bert_config.json": {"max_seq_length": 8, "do_lower_case": False},
-    "special_tokens_map.json": {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"},
 }
 
 
@@ -220,14 +211,9 @@ def attack_folders(run: Run, folder: Path) -> None:
     ):
         for number, random in run.cases():
             change = _write_attacked(models / "attacked", number, random, graphs)
-            try:
-                status, answer = asker.ask(load)
-                used = Call("POST", "/embed", TINY | {"model": "attacked"})
-                code = asker.ask(used)[0] if status == 200 else 422
-            except (OSError, http.client.HTTPException) as error:
-                run.find(f"load after {change}: {error!r}", number)
-                asker.close()
-                continue
+            status, answer = run.ask(asker, load, number)
+            used = Call("POST", "/embed", TINY | {"model": "attacked"})
+            code = (run.ask(asker, used, number)[0] or 500) if status == 200 else 422
             run.counts[str(status)] += 1
             is_model = (models / "attacked" / "model.onnx").is_file()
             if status not in ({200, 422} if is_model else {404}) or code >= 500:
@@ -242,7 +228,6 @@ def _write_attacked(folder: Path, number: int, random: Random, graphs: list[Path
     shutil.rmtree(folder, ignore_errors=True)
     write_encoder(folder)
     for name, content in FILES.items():
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(orjson.dumps(content))
     name = random.choice(["model.onnx", "model.onnx", "tokenizer.json", *FILES])
     path = folder / name
@@ -264,22 +249,17 @@ def _write_attacked(folder: Path, number: int, random: Random, graphs: list[Path
         case "cut":
             content = content[: random.randrange(len(content))]
         case "kind":
-            change = random.choice(["absent", "folder", "loop", "device", "pipe", "secret"])
             path.unlink()
-            match change:
-                case "folder":
-                    path.mkdir()
-                case "loop":
-                    path.symlink_to(path.name)
-                case "device":
-                    path.symlink_to("/dev/zero")
-                case "pipe":
-                    os.mkfifo(path)
-                case "secret":
-                    path.symlink_to("/etc/passwd")
-                case _:
-                    pass
-            return f"{name}: {change}"
+            kind = random.choice(
+                ["absent", "folder", "pipe", path.name, "/dev/zero", "/etc/passwd"]
+            )
+            if kind == "folder":
+                path.mkdir()
+            elif kind == "pipe":
+                os.mkfifo(path)
+            elif kind != "absent":
+                path.symlink_to(kind)
+            return f"{name}: {kind}"
         case _:
             changed = bytearray(content)
             for _ in range(random.choice([1, 1, 4, 64])):
@@ -495,14 +475,11 @@ def attack_with_a_full_disk(run: Run, folder: Path) -> None:
                 psutil.Process(pid).rlimit(psutil.RLIMIT_FSIZE, (size, size))
             with closing(Asker(("127.0.0.1", server.port), 150)) as asker:
                 for call in calls():
-                    try:
-                        status, answer = asker.ask(call)
-                    except (OSError, http.client.HTTPException) as error:
-                        run.find(f"{call}, no file above {size} bytes: {error!r}", number)
-                        asker.close()
-                        continue
+                    status, answer = run.ask(asker, call, number)
                     run.counts[str(status)] += 1
-                    if status == 500 or (status > 500 and not call.path.endswith("/load")):
+                    if status == 500 or (
+                        status and status > 500 and not call.path.endswith("load")
+                    ):
                         run.find(f"{call}, no file above {size} bytes: {answer[:300]!r}", number)
 
 

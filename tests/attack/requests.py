@@ -186,20 +186,7 @@ HEADERS = [
     ("traceparent", "00-zz"), ("Origin", "http://evil.example"), ("x-api-key", "a" * 9999),
     ("a" * 300, "b"), ("Accept-Encoding", "gzip;q=0, *"), ("Range", "bytes=0-1"),
 ]  # fmt: skip
-SEGMENTS = [
-    "..",
-    "%2e%2e",
-    "%00",
-    "%ff",
-    "",
-    "a" * 3000,
-    "tiny",
-    "1",
-    "infer",
-    "ready",
-    "%F0%9F",
-    "*",
-]
+SEGMENTS = ["..", "%2e%2e", "%00", "%ff", "", "a" * 3000, "tiny", "1", "infer", "*"]
 METHODS = ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "POST", "TRACE", "BREW"]
 
 
