@@ -179,7 +179,7 @@ def test_too_few_documents_are_refused(queries: int, documents: int | None):
         meter.add(*vectors(0, queries), {})
     for role, rows in (("query", queries), ("document", documents)):
         if documents is not None and rows:
-            meter.add(*vectors(1, rows), RowBatch({}, RowInfo(role=role)))
+            meter.add(*vectors(1, rows), RowBatch({}, RowInfo(role=role)))  # type: ignore[arg-type]
     with raises(InvalidData, "quality.few_documents", f"{queries} quer"):
         meter.scores()
 
