@@ -173,22 +173,27 @@ async def read_body(request: Request) -> bytes | bytearray:
         raise too_large
     budget: Budget = request.app.state.bodies
 
-    def hold_bytes(size: int) -> None:
-        budget.take(size)
-        hold(request, partial(budget.give_back, size))
+    taken = 0
 
+    def take(size: int) -> None:
+        nonlocal taken
+        budget.take(size)
+        taken += size
+
+    # Once, not for each chunk: a client may send single bytes.
+    hold(request, lambda: budget.give_back(taken))
     body: bytes | bytearray = bytearray()
     try:
         async for chunk in request.stream():
             body += chunk
             if len(body) > limit:
                 raise too_large
-            hold_bytes(len(chunk))
+            take(len(chunk))
     except ClientDisconnect as error:
         raise ClientGone("the client disconnected before its request was complete") from error
     if encoding != "identity":
         body = _decompress(body, encoding, limit)
-        hold_bytes(len(body))
+        take(len(body))
     request.state.started = perf_counter()
     return body
 
