@@ -31,8 +31,9 @@ SECONDS = 3.0
 OVERHEAD_SHAPES = (2, 16), (16, 16)
 """(rows, tokens) of the runs whose times give the cost of starting a run."""
 
-OVERHEAD_RUNS = 4
-"""Number of runs of each of them, the first of which compiles kernels."""
+OVERHEAD_RUNS, OVERHEAD_SECONDS = 4, 0.5
+"""Number of runs of each of them, the first of which compiles kernels. After this time there are no
+more than two."""
 
 OVERHEAD_SHARE = 0.5
 """Fraction of the cost of starting a run that a row may add as padding. For requests of 30 pairs
@@ -129,7 +130,7 @@ def run_overhead(session: Session, example: Feed) -> int | None:
     for shape in OVERHEAD_SHAPES:
         feed = _repeated(layout, example, shape)
         times: list[float] = []
-        for _ in range(OVERHEAD_RUNS):
+        while len(times) < 2 or (len(times) < OVERHEAD_RUNS and sum(times) < OVERHEAD_SECONDS):
             start = perf_counter()
             session.run(None, feed)
             times.append(perf_counter() - start)
