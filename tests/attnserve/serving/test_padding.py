@@ -97,7 +97,7 @@ def test_run_overhead_of_other_inputs_is_unknown():
     assert run_overhead(open_session(model, ONE_THREAD), feed) is None
 
 
-@pytest.mark.parametrize("runtime", sorted(RUNTIMES))
+@pytest.mark.parametrize("runtime", [runtime.name for runtime in RUNTIMES])
 def test_open_runner_pads_for_runtimes_that_compile_sizes(encoder: ir.Model, runtime: str):
     if runtime == "openvino":
         pytest.importorskip("openvino")
