@@ -123,6 +123,7 @@ class Model:
 
         self._cost_at = cost_at
         self._examples = facts.examples
+        self._example: Feed | None = None  # the one that runs
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
         self._session: Session = open_runner(
             graph or artifact.model,
@@ -243,6 +244,7 @@ class Model:
                         self.run, longer, self.run(longer), WARM_UP_ROWS
                     )
             self._allow_padding(inputs)
+            self._example = inputs
             break
         if self.batch_invariant:
             self.max_rows = self.signature.fixed_rows or (None if self.rows_are_independent else 1)
@@ -265,9 +267,9 @@ class Model:
 
     def prepare_batches(self) -> None:
         """Compile kernels before the first request, and measure the cost of starting a run."""
-        if self.provider != "cpu" or self.max_rows is not None or not self._examples:
+        example = self._example
+        if self.provider != "cpu" or self.max_rows is not None or example is None:
             return
-        example = self._examples[-1]
         try:
             for least, part in parts_by_least_length(self._session).items():
                 if isinstance(part, PaddingRunner):

@@ -28,8 +28,8 @@ LARGEST = 512
 SECONDS = 3.0
 """Time after which no other size is compiled before the first request."""
 
-OVERHEAD_SHAPES = (2, 16), (16, 16)
-"""(rows, tokens) of the runs whose times give the cost of starting a run."""
+OVERHEAD_TOKENS, OVERHEAD_LENGTH = (32, 256), 16
+"""Tokens of the runs whose times give the cost of starting a run, and of their rows at most."""
 
 OVERHEAD_RUNS, OVERHEAD_SECONDS = 4, 0.5
 """Number of runs of each of them, the first of which compiles kernels. After this time there are no
@@ -118,24 +118,28 @@ class PaddingSession(Session, Protocol):
 
 
 def run_overhead(session: Session, example: Feed) -> int | None:
-    """The padding that costs no more than another run, in tokens; None if the shapes do not fit.
+    """The padding that costs no more than another run, in tokens; None for other inputs.
 
     Args:
-        example: Inputs of at least one row and token.
+        example: Inputs that the session runs.
     """
     layout = Layout.of(session)
     if layout is None or not layout.tokens or isinstance(layout.rows, int):
         return None
+    shape = layout.shape(example)
+    if shape is None:
+        return None
+    length = min(shape[1], OVERHEAD_LENGTH)
+    small, large = (tokens // length * length for tokens in OVERHEAD_TOKENS)
     seconds: list[float] = []
-    for shape in OVERHEAD_SHAPES:
-        feed = _repeated(layout, example, shape)
+    for tokens in (small, large):
+        feed = _repeated(layout, example, (tokens // length, length))
         times: list[float] = []
         while len(times) < 2 or (len(times) < OVERHEAD_RUNS and sum(times) < OVERHEAD_SECONDS):
             start = perf_counter()
             session.run(None, feed)
             times.append(perf_counter() - start)
         seconds.append(min(times))
-    small, large = (rows * tokens for rows, tokens in OVERHEAD_SHAPES)
     per_token = (seconds[1] - seconds[0]) / (large - small)
     if per_token <= 0:
         return LARGEST

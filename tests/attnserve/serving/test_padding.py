@@ -85,9 +85,10 @@ def test_compile_sizes_runs_each_size_once(encoder: ir.Model):
 
 
 def test_run_overhead_is_positive_and_bounded(encoder: ir.Model):
-    example = example_inputs(encoder, Workload.of(1, 4))
-    found = run_overhead(open_session(encoder, ONE_THREAD), example)
+    session = Recorded(encoder)
+    found = run_overhead(session, example_inputs(encoder, Workload.of(1, 5)))
     assert found is not None and 0 <= found <= 512
+    assert set(session.shapes) == {(6, 5), (51, 5)}  # no longer than the example, which runs
 
 
 def test_run_overhead_of_other_inputs_is_unknown():
