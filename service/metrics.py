@@ -186,7 +186,6 @@ class Metrics(Collector):
         return self._models[of]
 
     def count_response(self, route: str, status: int) -> None:
-        """Count one HTTP response."""
         self._requests.labels(route, status).inc()
 
     def render(self) -> bytes:
@@ -389,7 +388,6 @@ class ModelMetrics:
             self._ns[stage].inc(spent)
 
     def record_failure(self, ns: int, reason: str) -> None:
-        """Record a failed request."""
         self._counts["fail"].inc()
         self._ns["fail"].inc(ns)
         self._metrics.rejects.labels(*self._of, reason).inc()

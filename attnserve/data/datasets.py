@@ -82,7 +82,6 @@ class Dataset:
 
     @property
     def to_verify(self) -> list[Batch]:
-        """All batches to verify."""
         return [batch for part in self.verify for batch in part]
 
     @property
@@ -183,7 +182,6 @@ def load_inputs(
 
 
 def _file_data(split: FileParts, name: str) -> Dataset:
-    """The dataset of one file."""
     file = split.file
     roles: Sequence[Role | None] = get_args(Role) if file.roles else (None,)
     query_lengths = [file.lengths[i] for i in file.of_role(range(len(file.rows)), "query")]
@@ -234,7 +232,6 @@ def _file_data(split: FileParts, name: str) -> Dataset:
 
 
 def _combined(datasets: Sequence[Dataset], weights: Sequence[float], *, length: int) -> Dataset:
-    """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
     has_roles = any(len(dataset.query_lengths) for dataset in datasets)

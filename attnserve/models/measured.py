@@ -353,7 +353,6 @@ class ServedSpeed(Recorded, frozen=True):
 
     @property
     def workloads(self) -> list[Workload]:
-        """The runs."""
         phase = cast(Phase, self.phase)
         return [Workload.of(batch, length, phase) for batch, length in self.shapes]
 

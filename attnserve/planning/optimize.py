@@ -262,7 +262,6 @@ def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
     timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
-        """Rewrite the float32 model."""
         _require_empty_caches(job, plan)
         state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
         return _Outcome(plan, state, timer)

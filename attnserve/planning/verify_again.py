@@ -85,7 +85,6 @@ class VerifyAgainReport:
 
     @property
     def holds(self) -> bool:
-        """Whether all guarantees hold."""
         return all(check.holds for check in self.guarantees)
 
     def to_json(self) -> dict[str, Any]:

@@ -75,7 +75,6 @@ class Decision(RecordedWithNulls, frozen=True):
 
     @property
     def config(self) -> BlockConfig:
-        """The configuration of the block."""
         kinds = get_args(AnyConfig)
         names = {each.name for kind in kinds for each in fields(kind) if each.compare}
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
