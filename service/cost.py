@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class AnswerCost:
     """The cost of one inference answer; the names are those of its v2 parameters.
 
     Attributes:

@@ -24,7 +24,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
-from service.cost import Cost
+from service.cost import AnswerCost
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -186,7 +186,6 @@ class Metrics(Collector):
         return self._models[of]
 
     def count_response(self, route: str, status: int) -> None:
-        """Count one HTTP response."""
         self._requests.labels(route, status).inc()
 
     def render(self) -> bytes:
@@ -389,7 +388,6 @@ class ModelMetrics:
             self._ns[stage].inc(spent)
 
     def record_failure(self, ns: int, reason: str) -> None:
-        """Record a failed request."""
         self._counts["fail"].inc()
         self._ns["fail"].inc(ns)
         self._metrics.rejects.labels(*self._of, reason).inc()
@@ -399,7 +397,7 @@ class ModelMetrics:
         """Record a row outside of the calibration data."""
         self._metrics.out_of_calibration.labels(*self._of, reason).inc()
 
-    def record_request(self, cost: Cost) -> None:
+    def record_request(self, cost: AnswerCost) -> None:
         """Record the cost of one inference answer, with the values of its headers."""
         self._latency.observe(cost.total_ms / 1e3)
         self._queue.observe(cost.queue_ms / 1e3)

@@ -20,13 +20,13 @@ from graph_passes.errors import InvalidModel
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-__all__ = ["Change", "GatedModel", "Output"]
+__all__ = ["GatedModel", "GatedOutputs", "Output"]
 
 Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
 """An output and the mask of its real tokens; without a token axis there is one per text."""
 
 
-class Change(NamedTuple):
+class GatedOutputs(NamedTuple):
     """The outputs of one batch with other gates of one block.
 
     Attributes:
@@ -89,7 +89,7 @@ class GatedModel:
         full_outputs: Sequence[list[Output]],
         variations: Sequence[Sequence[Sequence[np.ndarray]]],
         progress: Callable[[int, int], None],
-    ) -> Iterator[Change]:
+    ) -> Iterator[GatedOutputs]:
         """Yield the outputs for each batch, block and variation of its gates.
 
         Args:
@@ -108,7 +108,7 @@ class GatedModel:
                         outputs.append(
                             self._outputs(self.segments.finish(block, gated_state), batch)
                         )
-                    yield Change(block, variation, batch_outputs, outputs)
+                    yield GatedOutputs(block, variation, batch_outputs, outputs)
                     count += 1
                     progress(count, total)
                 state = self.segments.run(block, state)

@@ -27,7 +27,7 @@ from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.measured import Fidelity, OutputFidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Comparison, Run, with_keywords
 from attnserve.options.keywords import ComparisonKeywords, RunKeywords
@@ -369,7 +369,7 @@ class Tally:
             relative_error=relative,
             mean_cosine=self.cosines / tokens if self.tokens else 1.0,
             min_cosine=self.least,
-            **present(
+            **without_empty(
                 not_finite_rows=self.not_finite,
                 excluded_rows=self.excluded,
                 same_outputs=same_outputs,

@@ -49,7 +49,7 @@ class HeldOut(Enum):
             case HeldOut.VERIFY_AGAIN:
                 return second
             case HeldOut.ALL:
-                return [*data.choose, *data.held_out]
+                return data.held_out
 
 
 TASK_PARTS = (HeldOut.CHOOSE, HeldOut.VERIFY, HeldOut.CHOOSE, HeldOut.VERIFY_AGAIN)

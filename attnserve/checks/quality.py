@@ -50,7 +50,7 @@ from attnserve.models.output_kinds import (
     same_outputs,
     vocabulary_size,
 )
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
@@ -279,7 +279,7 @@ class QualityMeter:
                     code="quality.not_finite",
                 )
             index = self.outputs.index(subject.output)
-            details = present(
+            details = without_empty(
                 file=subject.file,
                 lengths=subject.lengths,
                 same_outputs=[self.outputs[i] for i, first in self._same.items() if first == index],
@@ -341,7 +341,11 @@ def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -
         details: Fields that are recorded only with a value.
     """
     scores = meter.scores()
-    further: dict[str, Any] = {**details, **present(documents=scores.documents), **scores.also}
+    further: dict[str, Any] = {
+        **details,
+        **without_empty(documents=scores.documents),
+        **scores.also,
+    }
     return Quality(
         measure=scores.measure,
         value=scores.value,

@@ -15,9 +15,9 @@ import onnx_ir as ir
 from attnserve.data.file_rows import read_file
 from attnserve.data.row_batches import RowInfo, row_info
 from attnserve.data.splits import (
-    HELD_OUT,
+    INVERSE_HELD_OUT_SHARE,
     LEAST_SEARCHED,
-    Split,
+    FileParts,
     weighted,
     without_held_out,
 )
@@ -26,7 +26,7 @@ from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.options import Lengths, check_files
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
@@ -81,9 +81,13 @@ class Dataset:
         return replace(self, length=int(np.median(self.query_lengths)), lengths=self.query_lengths)
 
     @property
-    def held_out(self) -> list[Batch]:
-        """All batches to verify: the held-out ones except those to choose."""
+    def to_verify(self) -> list[Batch]:
         return [batch for part in self.verify for batch in part]
+
+    @property
+    def held_out(self) -> list[Batch]:
+        """All batches that are not used to fit: those to choose and those to verify."""
+        return [*self.choose, *self.to_verify]
 
     def file_of(self, batch: Batch) -> Dataset:
         """The data of the file that a batch comes from."""
@@ -93,7 +97,7 @@ class Dataset:
     @cached_property
     def has_lists(self) -> bool:
         """Whether rows are lists of the documents of a query."""
-        batches = (*self.fit, *self.choose, *self.held_out)
+        batches = (*self.fit, *self.held_out)
         return any(row_info(batch).lists is not None for batch in batches)
 
     @cached_property
@@ -108,7 +112,7 @@ class Dataset:
         low, high = np.percentile(self.lengths, (5, 95))
         edge = round(float(low * high) ** 0.5)
         short = int((np.asarray(self.lengths) <= edge).sum())
-        enough = min(short, len(self.lengths) - short) >= MIN_KIND * HELD_OUT
+        enough = min(short, len(self.lengths) - short) >= MIN_KIND * INVERSE_HELD_OUT_SHARE
         return edge if high >= WIDE * low and enough else None
 
 
@@ -164,7 +168,7 @@ def load_inputs(
         )
         for one in paths
     ]
-    splits = [Split.of(file) if split else Split.whole(file) for file in files]
+    splits = [FileParts.of(file) if split else FileParts.whole(file) for file in files]
     if len(splits) == 1:
         return _file_data(splits[0], paths[0].name)
     splits = without_held_out(splits)
@@ -177,8 +181,7 @@ def load_inputs(
     return _combined(datasets, weights, length=int(np.median(sizes)))
 
 
-def _file_data(split: Split, name: str) -> Dataset:
-    """The dataset of one file."""
+def _file_data(split: FileParts, name: str) -> Dataset:
     file = split.file
     roles: Sequence[Role | None] = get_args(Role) if file.roles else (None,)
     query_lengths = [file.lengths[i] for i in file.of_role(range(len(file.rows)), "query")]
@@ -211,7 +214,7 @@ def _file_data(split: Split, name: str) -> Dataset:
         held_out_rows=tuple(counts[1:]),
         lengths=_percentiles(lengths),
         sha256=path_sha256(file.path, "*.npz"),
-        **present(
+        **without_empty(
             joined_rows=len(all_joined),
             joined_to=file.joiner.sequence if file.joiner and all_joined else None,
             documents=len(file.of_role(split.distinct, "document")),
@@ -229,7 +232,6 @@ def _file_data(split: Split, name: str) -> Dataset:
 
 
 def _combined(datasets: Sequence[Dataset], weights: Sequence[float], *, length: int) -> Dataset:
-    """One dataset of several files."""
     sources = [dataset.source for dataset in datasets]
     lengths = [length for dataset in datasets for length in dataset.lengths]
     has_roles = any(len(dataset.query_lengths) for dataset in datasets)
@@ -312,7 +314,7 @@ def require_rows(data: Dataset, least: int, *, fix: str, code: str) -> None:
 def content_digest(data: Dataset) -> str:
     """Checksum of all model inputs, which also depend on the tokenizer and on prompts."""
     digest = hashlib.sha256()
-    for batch in (*data.fit, *data.choose, *data.held_out):
+    for batch in (*data.fit, *data.held_out):
         for name, array in batch.items():
             digest.update(f"{name} {array.shape} {array.dtype}".encode())
             digest.update(array.tobytes())

@@ -20,9 +20,15 @@ from attnserve.models.tokenizer import Encoding
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
-__all__ = ["HELD_OUT", "LEAST_SEARCHED", "Split", "weighted", "without_held_out"]
+__all__ = [
+    "INVERSE_HELD_OUT_SHARE",
+    "LEAST_SEARCHED",
+    "FileParts",
+    "weighted",
+    "without_held_out",
+]
 
-HELD_OUT = 7
+INVERSE_HELD_OUT_SHARE = 7
 """Inverse share of the distinct rows in each held-out part."""
 
 MOST_HELD_OUT = 400
@@ -32,13 +38,13 @@ HELD_OUT_PARTS = 3
 """Number of held-out parts: to choose, to verify, and to verify again if the first verification
 fails."""
 
-LEAST_SEARCHED = 2 * HELD_OUT
+LEAST_SEARCHED = 2 * INVERSE_HELD_OUT_SHARE
 """Minimum number of distinct rows of a file for a search: two in each held-out part, because
 qualities are relative to the variation between rows."""
 
 
 @dataclass(frozen=True, eq=False)
-class Split:
+class FileParts:
     """The parts of the rows of a file, as indices.
 
     Attributes:
@@ -51,13 +57,13 @@ class Split:
     parts: Sequence[Sequence[int]]
 
     @staticmethod
-    def whole(file: FileRows) -> Split:
+    def whole(file: FileRows) -> FileParts:
         """All rows in one part."""
         everything = range(len(file.rows))
-        return Split(file, everything, [everything])
+        return FileParts(file, everything, [everything])
 
     @staticmethod
-    def of(file: FileRows) -> Split:
+    def of(file: FileRows) -> FileParts:
         """The distinct rows in parts, each of which has rows of both roles."""
         distinct = _distinct(file)
         roles: Sequence[Role | None] = get_args(Role) if file.roles else (None,)
@@ -66,16 +72,16 @@ class Split:
             for role in roles
         ]
         parts = [[i for part in parts for i in part] for parts in zip(*strata, strict=True)]
-        return Split(file, distinct, parts)
+        return FileParts(file, distinct, parts)
 
 
-def without_held_out(splits: Sequence[Split]) -> list[Split]:
+def without_held_out(splits: Sequence[FileParts]) -> list[FileParts]:
     """The splits without rows that another file has in a later part (to choose or to verify)."""
     contents = [
         [[(index, _content(split.file.rows[index])) for index in part] for part in split.parts]
         for split in splits
     ]
-    reduced: list[Split] = []
+    reduced: list[FileParts] = []
     for split, own in zip(splits, contents, strict=True):
         others = [parts for parts in contents if parts is not own]
         parts: list[list[int]] = []
@@ -86,7 +92,7 @@ def without_held_out(splits: Sequence[Split]) -> list[Split]:
     return reduced
 
 
-def weighted(splits: Sequence[Split], weights: Sequence[float]) -> list[Split]:
+def weighted(splits: Sequence[FileParts], weights: Sequence[float]) -> list[FileParts]:
     """As many rows to fit as possible, in the shares of the weights and of all lengths.
 
     Raises:
@@ -105,7 +111,7 @@ def weighted(splits: Sequence[Split], weights: Sequence[float]) -> list[Split]:
             for split, weight in zip(splits, weights, strict=True)]  # fmt: skip
 
 
-def _with_fit(split: Split, count: int) -> Split:
+def _with_fit(split: FileParts, count: int) -> FileParts:
     """A split with about ``count`` rows to fit, of all lengths."""
     fit, *held_out = split.parts
     random = np.random.default_rng(len(fit))
@@ -150,7 +156,7 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
         last = [rows - 1]
         return [list(range(max(rows - 1, 1))), last, last, []]
     random = np.random.default_rng(rows)
-    count = min(max(rows // HELD_OUT, 1), MOST_HELD_OUT)
+    count = min(max(rows // INVERSE_HELD_OUT_SHARE, 1), MOST_HELD_OUT)
     held: list[list[int]] = [[] for _ in range(HELD_OUT_PARTS)]
     for stratum in _strata(lengths, count, random):
         for part, index in zip(held, random.permutation(stratum), strict=False):

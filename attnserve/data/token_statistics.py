@@ -94,7 +94,7 @@ def token_statistics(data: Dataset) -> TokenIds | None:
         None if the model has no integer input ``input_ids`` (B, S). The ids take about 5 kB for a
         vocabulary of 30,000.
     """
-    fitted, held_out = (_token_ids(part) for part in (data.fit, [*data.choose, *data.held_out]))
+    fitted, held_out = (_token_ids(part) for part in (data.fit, data.held_out))
     if fitted is None or held_out is None:
         return None
     seen = np.zeros(fitted.max(initial=-1) + 1, bool)

@@ -222,7 +222,7 @@ def _pooling(torch: Any, modes: Sequence[str]) -> Any:
 def _layer(torch: Any, apply: Callable[[Any], Any]) -> Any:
     """A module of sentence-transformers that needs no mask."""
 
-    class Layer(torch.nn.Module):
+    class Maskless(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.apply_to = apply
@@ -230,7 +230,7 @@ def _layer(torch: Any, apply: Callable[[Any], Any]) -> Any:
         def forward(self, values: Any, mask: Any) -> Any:
             return self.apply_to(values)
 
-    return Layer()
+    return Maskless()
 
 
 def _dense(torch: Any, module: Module, settings: Dense) -> Any:
@@ -245,7 +245,7 @@ def _dense(torch: Any, module: Module, settings: Dense) -> Any:
         raise _not_weights(module, KeyError("linear.weight"))
     activation = getattr(torch.nn, torch_name(settings.activation_function))()
 
-    class Layer(torch.nn.Module):
+    class DenseLayer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layers = torch.nn.ModuleDict(layers)
@@ -256,7 +256,7 @@ def _dense(torch: Any, module: Module, settings: Dense) -> Any:
                 return output
             return output + (layers["residual"](values) if "residual" in layers else values)
 
-    return Layer()
+    return DenseLayer()
 
 
 def _weights(module: Module) -> Mapping[str, Any]:

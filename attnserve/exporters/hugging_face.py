@@ -600,7 +600,6 @@ def _position_limit(network: Any) -> int | None:
 
 
 def _input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
-    """The inputs of the graph."""
     accepted = inspect.signature(network.forward).parameters
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 

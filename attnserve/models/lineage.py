@@ -12,7 +12,7 @@ from pydantic import Field, FiniteFloat
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
-from attnserve.models.recorded import Recorded, Whole
+from attnserve.models.recorded import Recorded, RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup
@@ -21,11 +21,11 @@ __all__ = [
     "SIZES",
     "BeforeRecovery",
     "Calibration",
-    "Change",
     "LineageEntry",
     "MixingChoice",
     "MixingReport",
     "ModelCost",
+    "RecordedChange",
     "Source",
     "TokenIds",
     "TrainingRecord",
@@ -40,7 +40,7 @@ class Source(Recorded, frozen=True):
     weights: str | None = None
 
 
-class ModelCost(Whole, frozen=True):
+class ModelCost(RecordedWithNulls, frozen=True):
     """Counts at the recorded batch and sequence, and bytes of the weights.
 
     ``macs`` is None where they cannot be counted.
@@ -98,7 +98,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 """The fields of a change that are sizes, in the order of tables."""
 
 
-class Change(Whole, frozen=True):
+class RecordedChange(RecordedWithNulls, frozen=True):
     """One rewrite of one block (a step in JSON).
 
     Attributes:
@@ -133,7 +133,7 @@ class Change(Whole, frozen=True):
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
-class MixingReport(Whole, frozen=True):
+class MixingReport(RecordedWithNulls, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
@@ -150,7 +150,7 @@ class MixingReport(Whole, frozen=True):
     slowest: Speedup
 
 
-class MixingChoice(Whole, frozen=True):
+class MixingChoice(RecordedWithNulls, frozen=True):
     """The chosen mixing, the reason, and all mixings that were timed."""
 
     chosen: MixingKind
@@ -204,7 +204,7 @@ class LineageEntry(Measured, frozen=True):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    changes: Annotated[tuple[Change, ...], Field(alias="steps")] = ()
+    changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
     fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, PlainSerializer, model
 
 from attnserve.context import Device
 from attnserve.literals import Precision
-from attnserve.models.recorded import Recorded, Whole
+from attnserve.models.recorded import Recorded, RecordedWithNulls
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.workload import Phase, Workload
 
@@ -309,7 +309,7 @@ class Fidelity(Measured, frozen=True):
         return [warning for output in self.outputs for warning in output.warnings()]
 
 
-class ShapeLatency(Whole, frozen=True):
+class ShapeLatency(RecordedWithNulls, frozen=True):
     """Latencies in milliseconds of the new model and the original at one shape, and their ratio.
 
     They are medians of interleaved runs.
@@ -353,7 +353,6 @@ class ServedSpeed(Recorded, frozen=True):
 
     @property
     def workloads(self) -> list[Workload]:
-        """The runs."""
         phase = cast(Phase, self.phase)
         return [Workload.of(batch, length, phase) for batch, length in self.shapes]
 

@@ -130,7 +130,6 @@ def _origin(artifact: Artifact) -> str:
 
 
 def _changes(lineage: Sequence[LineageEntry]) -> list[str]:
-    """The changes of each rewrite."""
     if not lineage:
         return ["## Changes\n\nNone: the graph is the exported model."]
     rows = [

@@ -127,7 +127,6 @@ class Record(Recorded, frozen=True):
         )
 
     def without(self, *fields: str) -> Self:
-        """The record without some fields."""
         kept = {name: value for name, value in self.stated.items() if name not in fields}
         return type(self)().model_copy(update=kept)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
-__all__ = ["Recorded", "Whole", "present"]
+__all__ = ["Recorded", "RecordedWithNulls", "without_empty"]
 
 
 class Recorded(BaseModel, frozen=True):
@@ -44,12 +44,12 @@ class Recorded(BaseModel, frozen=True):
         return {name: getattr(self, name) for name in self.model_fields_set}
 
 
-def present(**values: Any) -> dict[str, Any]:
+def without_empty(**values: Any) -> dict[str, Any]:
     """The values that are not 0, None or empty, for fields that are omitted otherwise."""
     return {name: value for name, value in values.items() if value}
 
 
-class Whole(Recorded, frozen=True):
+class RecordedWithNulls(Recorded, frozen=True):
     """Base class of record parts whose JSON contains all fields; null without a value."""
 
     @property

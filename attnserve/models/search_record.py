@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat
 
 from attnserve.models.measured import Fidelity, Measured, Quality, ShapeLatency, Share
-from attnserve.models.recorded import Recorded, Whole
+from attnserve.models.recorded import Recorded, RecordedWithNulls
 
 __all__ = [
     "GoalRecord",
@@ -62,7 +62,7 @@ class Verification(Measured, frozen=True):
     part: str = ""
 
 
-class Round(Whole, frozen=True):
+class Round(RecordedWithNulls, frozen=True):
     """One choice that was built and trained.
 
     Attributes:
@@ -81,7 +81,7 @@ class Round(Whole, frozen=True):
     keeps: bool
 
 
-class TrainingRounds(Whole, frozen=True):
+class TrainingRounds(RecordedWithNulls, frozen=True):
     """The training rounds of a search.
 
     Attributes:

@@ -20,7 +20,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import Change, LineageEntry, ModelCost
+from attnserve.models.lineage import LineageEntry, ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -31,7 +31,7 @@ from attnserve.models.outputs import (
     write_rewritten,
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
 from attnserve.options.keywords import (
     DataKeywords,
@@ -91,7 +91,7 @@ class OptimizeReport:
     search: PlanRecord | None = None
 
     @property
-    def changes(self) -> tuple[Change, ...]:
+    def changes(self) -> tuple[RecordedChange, ...]:
         """The applied rewrites, one per block."""
         return self.record.changes
 
@@ -262,7 +262,6 @@ def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
     timer = ServedTimer(job)
 
     def build(plan: Plan) -> _Outcome:
-        """Rewrite the float32 model."""
         _require_empty_caches(job, plan)
         state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
         return _Outcome(plan, state, timer)
@@ -301,7 +300,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
         names = plan.targets(Collaborate)
         pasts = [block.k.past for block in job.matches.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
-        require_empty([*job.data.fit, *job.data.held_out], caches)
+        require_empty([*job.data.fit, *job.data.to_verify], caches)
 
 
 # ---- result -------------------------------------------------------------------------------------
@@ -316,7 +315,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     if search is not None and search.gain:
         fidelity = search.verifications[-1].fidelity
     elif isinstance(job, JobWithData):
-        fidelity = job.compare_held_out(converted, job.data.held_out)
+        fidelity = job.compare_held_out(converted, job.data.to_verify)
     else:
         empty = empty_axes(original, converted)
         batches = random_batches(original, job.context.seed, empty=empty)
@@ -363,7 +362,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         plan=plan.to_json(),
         served_speedup=speed and speed.served.value,
         speedups=speed,
-        **present(
+        **without_empty(
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),

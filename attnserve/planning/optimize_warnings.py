@@ -9,10 +9,10 @@ import numpy as np
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.relations import MIN_DOCUMENTS, NEIGHBORS
 from attnserve.data.joined_texts import JOINED
-from attnserve.data.splits import HELD_OUT
+from attnserve.data.splits import INVERSE_HELD_OUT_SHARE
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
-from attnserve.models.lineage import Change, ModelCost
+from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.search_record import SearchRecord
 from attnserve.planning.plans.plan import Plan
@@ -138,7 +138,9 @@ def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
     return warnings
 
 
-def _cache_warnings(blocks: Sequence[AttentionBlock], changes: Sequence[Change]) -> list[str]:
+def _cache_warnings(
+    blocks: Sequence[AttentionBlock], changes: Sequence[RecordedChange]
+) -> list[str]:
     """Warnings about caches, which the original cannot share and which may even grow."""
     widths = {block.name: block.num_heads * block.head_size for block in blocks}
     sizes = [
@@ -181,12 +183,12 @@ def _fidelity_warnings(fidelity: Fidelity, plan: Plan) -> list[str]:
         kind = f" of {quality.lengths}" if quality.lengths else ""
         warnings.append(
             f"measured on {quality.rows} held-out rows{kind}, which is too few for an interval: "
-            f"give at least {MIN_ROWS * HELD_OUT} different rows{kind}"
+            f"give at least {MIN_ROWS * INVERSE_HELD_OUT_SHARE} different rows{kind}"
         )
     documents = quality.documents or quality.rows - 1
     if quality.measure == "index" and documents < MIN_DOCUMENTS:
         warnings.append(
             f"queries searched {documents} held-out documents, too few to compare {NEIGHBORS} "
-            f"neighbors: give at least {MIN_DOCUMENTS * HELD_OUT} different documents"
+            f"neighbors: give at least {MIN_DOCUMENTS * INVERSE_HELD_OUT_SHARE} different documents"
         )
     return warnings

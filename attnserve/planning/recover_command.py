@@ -24,7 +24,7 @@ from attnserve.models.lineage import BeforeRecovery, LineageEntry
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, output_file
 from attnserve.models.quantized import int8_activations, int8_weight_bits
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files, with_keywords
 from attnserve.options.keywords import RunKeywords, TrainingKeywords
@@ -264,7 +264,7 @@ def _recovered(
         verdict=_verdict(before, after, teacher_score, training, gain, bits is not None),
         training=training.record,
         warnings=tuple(warnings),
-        **present(
+        **without_empty(
             scores=scores,
             int8_weight_bits=bits,
             int8_activations=int8_activations(result_model),

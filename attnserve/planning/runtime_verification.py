@@ -47,7 +47,7 @@ def verify_in_other_runtimes(
     first = runtime_of(model, device)
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
     others = [runtime for runtime in installed if runtime != first]
-    rows = job.data.held_out
+    rows = job.data.to_verify
     comparisons: dict[str, Fidelity] = {}
 
     def verify(name: str) -> None:

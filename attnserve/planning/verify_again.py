@@ -85,7 +85,6 @@ class VerifyAgainReport:
 
     @property
     def holds(self) -> bool:
-        """Whether all guarantees hold."""
         return all(check.holds for check in self.guarantees)
 
     def to_json(self) -> dict[str, Any]:
@@ -366,8 +365,8 @@ def _read_rows(
     part = _part(entry)
     names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
                                                       strict=True)}  # fmt: skip
-    first = data.held_out if part is None else part.batches(data)
-    return _Rows(data, first, data.held_out, True, part, names)
+    first = data.to_verify if part is None else part.batches(data)
+    return _Rows(data, first, data.to_verify, True, part, names)
 
 
 def _require_same_counts(recorded: Calibration, now: Calibration) -> None:

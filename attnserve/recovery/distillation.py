@@ -15,7 +15,7 @@ from attnserve.checks.compare import compare
 from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.data.datasets import require_rows
 from attnserve.data.row_batches import thinned
-from attnserve.data.splits import HELD_OUT
+from attnserve.data.splits import INVERSE_HELD_OUT_SHARE
 from attnserve.job import JobWithData
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
@@ -42,7 +42,7 @@ from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
 __all__ = ["Distillation", "check_input"]
 
-MIN_TEXTS = 4 * HELD_OUT
+MIN_TEXTS = 4 * INVERSE_HELD_OUT_SHARE
 """Minimum number of distinct rows of a file: four in each held-out part, to rank similarities."""
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2

@@ -145,7 +145,7 @@ class Labels:
         def inputs(row_encodings: Sequence[Encoding]) -> Batch:
             return encoder.batch_inputs(row_encodings, input_names)
 
-        held_out = _contents(data.choose), _contents(data.held_out)
+        held_out = _contents(data.choose), _contents(data.to_verify)
         levels = [_level(row, inputs, held_out) for row in encodings]
         parts = [[i for i, level in enumerate(levels) if level == part] for part in range(3)]
         labels = np.array([row.label for row in rows])

@@ -53,7 +53,7 @@ def verify_model(job: JobWithData, model: ir.Model, labels: Labels | None = None
         CheckFailed: The outputs are not finite, or equal for all labeled pairs.
         InvalidModel: The models do not have the same inputs and outputs.
     """
-    fidelity = job.labeled("held out").compare_held_out(model, job.data.held_out)
+    fidelity = job.labeled("held out").compare_held_out(model, job.data.to_verify)
     if labels is None:
         return VerifiedModel(fidelity)
     outputs = labeled_outputs(job, model, labels)

@@ -85,9 +85,7 @@ class Session(Protocol):
         """The inputs, without initializers."""
         ...
 
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        """The outputs."""
-        ...
+    def get_outputs(self) -> Sequence[ValueInfo]: ...
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         """Run the model and return the named outputs (None: all).

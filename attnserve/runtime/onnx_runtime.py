@@ -128,11 +128,9 @@ class OnnxSession:
         return "CUDAExecutionProvider" in self.native.get_providers()
 
     def get_inputs(self) -> Sequence[ValueInfo]:
-        """The inputs, without initializers."""
         return self.native.get_inputs()
 
     def get_outputs(self) -> Sequence[ValueInfo]:
-        """The outputs."""
         return self.native.get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed, options: Any = None) -> list[np.ndarray]:

@@ -140,7 +140,6 @@ def _permutation(value: ir.Value | None) -> list[int] | None:
 
 
 def _is_half(value: ir.Value | None) -> bool:
-    """Whether a value is float16."""
     if value is None:
         return False
     tensor = value.const_value

@@ -50,7 +50,6 @@ class Linear:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether W is quantized."""
         return self.product is not None
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
@@ -78,7 +77,6 @@ class Operand(NamedTuple):
 
     @property
     def value(self) -> ir.Value:
-        """The constant."""
         value = self.node.inputs[self.position]
         assert value is not None
         return value

@@ -103,7 +103,6 @@ class ElementMap:
         return replace(self, gain=self.gain * factor, offset=self.offset * factor)
 
     def broadcast_to(self, shape: tuple[int, ...]) -> ElementMap:
-        """Broadcast each array."""
         return self.map(lambda array: np.broadcast_to(array, shape))
 
     @property
@@ -160,7 +159,6 @@ class LinearTrace:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the value."""
         return next(iter(self.terms.values())).columns.shape
 
     @property

@@ -366,7 +366,6 @@ def _blocks_in_order(blocks: Sequence[AttentionBlock], model: ir.Model) -> list[
 
 
 def _match_operator(node: ir.Node, reader: LayoutReader) -> AttentionBlock:
-    """Match a fused attention operator."""
     matcher = OPERATORS.get((node.domain, node.op_type))
     if matcher is None:
         raise MatchFailure(

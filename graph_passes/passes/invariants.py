@@ -27,7 +27,7 @@ class CacheShape(NamedTuple):
     size: int
 
 
-class Signature(NamedTuple):
+class ValueSignature(NamedTuple):
     """An input or an output; its axes are None if its rank is unknown."""
 
     name: str
@@ -39,8 +39,8 @@ class Signature(NamedTuple):
 class Interface:
     """Inputs, outputs and opsets of a model, and the names of its initializers."""
 
-    inputs: tuple[Signature, ...]
-    outputs: tuple[Signature, ...]
+    inputs: tuple[ValueSignature, ...]
+    outputs: tuple[ValueSignature, ...]
     opsets: tuple[tuple[str, int], ...]
     initializers: frozenset[str]
 
@@ -52,7 +52,7 @@ class Interface:
                 is removed.
         """
 
-        def resized(value: Signature) -> Signature:
+        def resized(value: ValueSignature) -> ValueSignature:
             axes = value.axes
             if axes is None or (shape := caches.get(value.name)) is None:
                 return value
@@ -74,9 +74,9 @@ class Interface:
 def interface(model: ir.Model) -> Interface:
     """The interface of a model."""
 
-    def describe(value: ir.Value) -> Signature:
+    def describe(value: ir.Value) -> ValueSignature:
         axes = None if value.shape is None else tuple(map(str, value.shape))
-        return Signature(value.name or "", str(value.type), axes)
+        return ValueSignature(value.name or "", str(value.type), axes)
 
     return Interface(
         inputs=tuple(describe(value) for value in model.graph.inputs),

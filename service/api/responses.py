@@ -15,7 +15,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
-from service.cost import Cost
+from service.cost import AnswerCost
 from service.engine.answer import Answer, TextAnswer
 from service.engine.engine import Engine
 
@@ -128,9 +128,9 @@ async def _parts(
             yield tensor[start : start + SLICE_BYTES]
 
 
-def _cost(answer: Answer, total_ms: float, provider: str) -> Cost:
+def _cost(answer: Answer, total_ms: float, provider: str) -> AnswerCost:
     macs = answer.macs
-    return Cost(
+    return AnswerCost(
         queue_ms=round(answer.result.queue_ms, 3),
         tokenize_ms=round(answer.result.prepare_ms, 3),
         compute_ms=round(answer.result.compute_ms, 3),

@@ -105,7 +105,7 @@ class Prompted(Body):
     """A prompt of the model before each text; none if omitted."""
 
 
-class Truncated(Body):
+class TruncationOptions(Body):
     """What happens to texts that are too long."""
 
     truncate: bool = False
@@ -118,7 +118,7 @@ class Truncated(Body):
         return "left" if self.truncation_direction.lower() == "left" else "right"
 
 
-class EmbedAllRequest(TeiBody, Prompted, Truncated):
+class EmbedAllRequest(TeiBody, Prompted, TruncationOptions):
     """Texts or token ids to embed: one vector per token."""
 
     inputs: Inputs
@@ -137,7 +137,7 @@ class EmbedRequest(EmbedAllRequest):
     """Return only the first dimensions of each vector."""
 
 
-class RerankRequest(TeiBody, Truncated):
+class RerankRequest(TeiBody, TruncationOptions):
     """A query, and texts to order by their relevance to it."""
 
     query: str
@@ -148,7 +148,7 @@ class RerankRequest(TeiBody, Truncated):
     """Return the texts too."""
 
 
-class PredictRequest(TeiBody, Truncated):
+class PredictRequest(TeiBody, TruncationOptions):
     """Texts or pairs of texts to classify."""
 
     inputs: Sequences
@@ -164,7 +164,7 @@ class SimilarityInput(Body):
     sentences: TextList
 
 
-class SimilarityParameters(Prompted, Truncated):
+class SimilarityParameters(Prompted, TruncationOptions):
     """How the texts are embedded."""
 
 

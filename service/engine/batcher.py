@@ -77,7 +77,6 @@ class RequestResult(Generic[P, R]):
 
     @property
     def results(self) -> list[R]:
-        """The result of each row."""
         return [row.result for row in self.rows]
 
 

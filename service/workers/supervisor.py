@@ -214,7 +214,6 @@ class _Supervisor:
 
     @property
     def _serving(self) -> int:
-        """Number of serving workers."""
         return sum(worker.serving_since is not None for worker in self._workers.values())
 
     async def _wait(self, worker: _Worker) -> None:

@@ -86,22 +86,22 @@ class BlockConfig(ABC):
 
     @property
     def change(self) -> str:
-        """The change of the kept heads, in words; empty if it only removes heads."""
+        """The change of the kept heads in words; empty if the configuration only removes heads."""
         return ""
 
     @property
     def size(self) -> str:
-        """The size of the queries and keys of a kept head; empty if it is that of the original."""
+        """The size of a kept head's queries and keys; empty if the block keeps its own size."""
         return ""
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Its attributes in plan.json, by name: those that are compared."""
+        """The compared attributes of the configuration by name, as in plan.json."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
     @property
     def sort_key(self) -> tuple[int, int, int]:
-        """Its place in reports: by the change, then by the number of heads."""
+        """The key that sorts configurations in reports: by change, then by number of heads."""
         return 0, 0, self.kept
 
     @property

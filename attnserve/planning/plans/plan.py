@@ -68,7 +68,6 @@ class Plan:
 
     @property
     def steps(self) -> tuple[PlanStep, ...]:
-        """All steps, in order."""
         return (*map(RunPass, self.passes), *self.trainings, *self.conversion)
 
     @property

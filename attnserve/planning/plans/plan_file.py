@@ -20,7 +20,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import Whole
+from attnserve.models.recorded import RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Lengths, Target
 from attnserve.planning.blocks.configurations import AnyConfig, BlockConfig
@@ -44,7 +44,7 @@ FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
 
 
-class Decision(Whole, frozen=True):
+class Decision(RecordedWithNulls, frozen=True):
     """The decision for one block, and the reason.
 
     Attributes:
@@ -75,14 +75,13 @@ class Decision(Whole, frozen=True):
 
     @property
     def config(self) -> BlockConfig:
-        """The configuration of the block."""
         kinds = get_args(AnyConfig)
         names = {each.name for kind in kinds for each in fields(kind) if each.compare}
         values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return CONFIG.validate_python(values)
 
 
-class Point(Whole, frozen=True):
+class Point(RecordedWithNulls, frozen=True):
     """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:

@@ -16,7 +16,7 @@ from attnserve.fusion import DEFECT
 from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import Change
+from attnserve.models.lineage import RecordedChange
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
@@ -39,7 +39,7 @@ class ApplyReport:
         shared: Rewritten blocks that were not refitted, because other blocks share their weights.
     """
 
-    changes: tuple[Change, ...] = ()
+    changes: tuple[RecordedChange, ...] = ()
     is_exact: bool = True
     shared: tuple[str, ...] = ()
 
@@ -59,13 +59,13 @@ class BlockChange:
     Attributes:
         rewrite, block: The names of the pass and of the block.
         macs: MACs of the whole model afterwards; None if they cannot be counted.
-        sizes: Sizes of the block afterwards, by their names in ``Change``.
+        sizes: Sizes of the block afterwards, by their names in ``RecordedChange``.
         is_exact: Whether the pass changes the block's output by rounding only.
         needs_measuring: Whether the output must still be compared with the original's (and
             refitted).
         needs_certificate: Whether the block must still be certified.
-        error: ``Change.relative_error``; None while it is unknown.
-        fitted_error: ``Change.fitted_error``; None while it is unknown.
+        error: ``RecordedChange.relative_error``; None while it is unknown.
+        fitted_error: ``RecordedChange.fitted_error``; None while it is unknown.
         is_shared: Whether the block was not refitted, because other blocks share its weights.
     """
 
@@ -80,9 +80,9 @@ class BlockChange:
     fitted_error: float | None = None
     is_shared: bool = False
 
-    def record(self) -> Change:
+    def record(self) -> RecordedChange:
         """The change as attnserve.json records it."""
-        return Change(
+        return RecordedChange(
             rewrite=self.rewrite,
             block=self.block,
             relative_error=self.error,

@@ -50,7 +50,6 @@ class SearchCheckpoint:
         return BlockLosses(self._content.curves, tuple(measured_pairs), self._content.conversion)
 
     def put_losses(self, losses: BlockLosses) -> None:
-        """Store losses."""
         self._content.curves = losses.curves
         self._content.pairs = {p.reader.key: (p.heads, p.loss) for p in losses.pairs}
         self._content.conversion = losses.conversion

@@ -75,7 +75,6 @@ class Front:
             yield unit, unit.configs[index]
 
     def plan(self, choice: Choice) -> Plan:
-        """The plan of a choice."""
         passes: list[RewritePass] = []
         float_blocks: list[str] = []
         masks: dict[str, list[int]] = {}

@@ -156,7 +156,6 @@ class FrontSearch:
         return self.front.precision
 
     def build(self, choice: Choice) -> Candidate:
-        """Build and measure a choice."""
         return self.judge.build(choice, self.front.plan(choice))
 
     def measure_loss(self, choice: Choice) -> float:
@@ -242,8 +241,8 @@ class FrontSearch:
     def unreduced(self) -> FrontSearch:
         """The same search among the unreduced choices.
 
-        The fastest one is the fused original in the precision of the goal, if that keeps enough:
-        otherwise some of its blocks stay float32.
+        The fastest unreduced choice is the fused original with all blocks in the precision of the
+        goal. If that choice loses too much, the search keeps some blocks in float32.
         """
         return replace(self, front=replace(self.front, choices=self.front.unreduced))
 

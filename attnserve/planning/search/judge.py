@@ -47,8 +47,9 @@ class Candidate:
 
     Attributes:
         state: The model after the steps of the plan.
-        fidelity, share, loss: On the rows to choose; ``loss`` is the largest of the losses that the
-            goal limits, at their bounds.
+        fidelity: The comparison with the original on the rows to choose.
+        share: The share of the task's score that the model keeps on its rows; None without a task.
+        loss: The largest upper bound of a loss that the goal limits, on these rows.
     """
 
     choice: Choice

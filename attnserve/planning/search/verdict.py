@@ -8,7 +8,7 @@ from dataclasses import replace
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
-from attnserve.models.recorded import present
+from attnserve.models.recorded import without_empty
 from attnserve.models.search_record import TrainingRounds, Verification
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import start
@@ -177,6 +177,6 @@ def _report(
         latency_ms=tuple(front.timing.to_json()),
         machine=front.timing.table.setting,
         versions=versions(),
-        **present(recovered=recovered),
+        **without_empty(recovered=recovered),
     )
     return PlanReport(record, plan, fidelity)

@@ -15,11 +15,12 @@ from attnserve.planning.search.judge import Candidate
 __all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 
 PARTS = (
-    HeldOut.VERIFY,  # unused
-    HeldOut.VERIFY_AGAIN,  # unused
-    # Used before, but only for choices with more loss; losses are bounds.
+    HeldOut.VERIFY,  # no choice depends on these rows
+    HeldOut.VERIFY_AGAIN,  # no choice depends on these rows
+    # The search measured only choices with more loss on these rows; losses are bounds.
     HeldOut.ALL,
-    # Used before. The choice does not depend on it: it is the one with the least loss.
+    # The search measured other choices on these rows. The last choice does not depend on them: it
+    # is always the one with the least loss.
     HeldOut.VERIFY_AGAIN,
 )
 """The data of each verification of a search, if those before failed."""
@@ -30,8 +31,8 @@ class Verified:
     """The candidate that was verified last, with all verifications.
 
     Attributes:
-        verifications: In order; all but the last missed the goal. Empty if even the choice with the
-            least loss missed it before.
+        verifications: All verifications in order; all but the last missed the goal. Empty if even
+            the choice with the least loss missed the goal on the rows to choose.
         meets_goal: Whether the candidate may be returned: it keeps the quality of the goal, or
             differs from the original by rounding only.
         note: Why the candidate is unreduced, although a reduced one was found; else empty.

@@ -75,7 +75,7 @@ def test_load_inputs_removes_duplicates_before_the_split(
     twice = read(tmp_path / "twice.txt", open_artifact(tiny))
     assert twice.source.rows == 2 * once.source.rows
     assert twice.source.distinct_rows == once.source.distinct_rows
-    assert texts(twice.fit).isdisjoint(texts([*twice.choose, *twice.held_out]))
+    assert texts(twice.fit).isdisjoint(texts(twice.held_out))
 
 
 def test_held_out_rows_come_from_the_whole_file_and_all_lengths(tmp_path: Path):
@@ -96,12 +96,12 @@ def test_held_out_rows_come_from_the_whole_file_and_all_lengths(tmp_path: Path):
 
 def test_split_depends_on_the_rows_alone(tiny: Path, sentences: Path):
     one, two = (read(sentences, open_artifact(tiny)) for _ in range(2))
-    assert texts(one.choose) == texts(two.choose) and texts(one.held_out) == texts(two.held_out)
+    assert texts(one.choose) == texts(two.choose) and texts(one.to_verify) == texts(two.to_verify)
 
 
 def test_load_inputs_without_split_has_all_rows_in_each_part(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny), split=False)
-    assert rows(data.fit) == rows(data.choose) == rows(data.held_out) == 60
+    assert rows(data.fit) == rows(data.choose) == rows(data.to_verify) == 60
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_load_inputs_few_sentences_fill_all_parts(
     words = ["a", "the", "man", "woman", "dog", "cat", "child", "is", "are"]
     (tmp_path / "few.txt").write_text("\n".join(words[:count]))
     data = read(tmp_path / "few.txt", open_artifact(tiny))
-    assert (rows(data.fit), rows(data.choose), rows(data.held_out)) == expected
+    assert (rows(data.fit), rows(data.choose), rows(data.to_verify)) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,14 +225,14 @@ def test_load_inputs_fills_batches_of_a_fixed_shape(tiny: Path, tmp_path: Path):
     path.write_text("\n".join(f"a man {'is ' * n}playing" for n in range(25)))
     model = ir.from_onnx_text(COPY.replace("batch", "4").replace("seq", "9"))
     data = load_inputs(path, model, open_artifact(tiny))
-    batches = [*data.fit, *data.choose, *data.held_out]
+    batches = [*data.fit, *data.held_out]
     assert {batch["input_ids"].shape for batch in batches} == {(4, 9)}
     assert all(batch["attention_mask"][:, :3].all() for batch in batches)
     arrays = {name: np.ones((25, 9), np.int64) for name in ("input_ids", "attention_mask")}
     arrays["input_ids"][:, 0] = np.arange(25)
     np.savez(tmp_path / "calib.npz", **arrays)
     data = load_inputs(tmp_path / "calib.npz", model, open_artifact(tiny))
-    batches = [*data.fit, *data.choose, *data.held_out]
+    batches = [*data.fit, *data.held_out]
     assert {batch["input_ids"].shape for batch in batches} == {(4, 9)}
     assert {int(i) for b in batches for i in b["input_ids"][:, 0]} == set(range(25))
 
@@ -240,7 +240,7 @@ def test_load_inputs_fills_batches_of_a_fixed_shape(tiny: Path, tmp_path: Path):
 def test_weights_of_a_file_without_rows_to_fit_are_refused(tiny: Path, tmp_path: Path):
     many = [f"a man {'is ' * n}playing" for n in range(40)]
     (tmp_path / "many.txt").write_text("\n".join(many))
-    held_out = read(tmp_path / "many.txt", open_artifact(tiny)).held_out
+    held_out = read(tmp_path / "many.txt", open_artifact(tiny)).to_verify
     ids = {tuple(row[mask != 0]) for b in held_out
            for row, mask in zip(b["input_ids"], b["attention_mask"], strict=True)}  # fmt: skip
     for text in many:
@@ -287,8 +287,8 @@ def test_files_are_split_apart_and_their_parts_are_disjoint(
         assert texts(part).isdisjoint(later)
     assert texts(data.verify[-1]) == set.union(*(texts(one.verify[-1]) for one in alone))
     assert [file.source.file for file in data.files] == ["sentences.txt", "other.txt"]
-    for batch in data.held_out:
-        assert any(batch is each for each in data.file_of(batch).held_out)
+    for batch in data.to_verify:
+        assert any(batch is each for each in data.file_of(batch).to_verify)
     source = data.source
     assert source.rows == sum(one.source.rows for one in alone)
     assert source.fit_rows == rows(data.fit)
@@ -308,7 +308,7 @@ def test_weights_are_shares_of_the_rows_to_fit(
     assert any(n == rows(file.fit) for n, file in zip(counts, every.files, strict=True))
     assert texts(data.fit) <= texts(every.fit)
     assert texts(data.choose) == texts(every.choose), "weights concern the fit alone"
-    assert texts(data.held_out) == texts(every.held_out)
+    assert texts(data.to_verify) == texts(every.to_verify)
     assert data.source.sha256 != every.source.sha256
 
 
@@ -377,8 +377,8 @@ def artifact(tiny: Path) -> Artifact:
 def test_load_inputs_npz_rows_by_input_name(artifact: Artifact, tmp_path: Path):
     np.savez(tmp_path / "calib.npz", **arrays(20, 7))
     data = read(tmp_path / "calib.npz", artifact)
-    assert (rows(data.fit), rows(data.choose), rows(data.held_out), data.length) == (14, 2, 4, 7)
-    everything = texts([*data.fit, *data.choose, *data.held_out])
+    assert (rows(data.fit), rows(data.choose), rows(data.to_verify), data.length) == (14, 2, 4, 7)
+    everything = texts([*data.fit, *data.held_out])
     assert everything == {tuple(row) for row in arrays(20, 7)["input_ids"]}
 
 
@@ -397,7 +397,7 @@ def test_rows_that_differ_in_padding_alone_are_one_row(artifact: Artifact, tmp_p
         np.savez(tmp_path / f"{length}.npz", **padded)
     data = read(tmp_path, artifact)
     assert data.source.distinct_rows == 30
-    parts = [{row[:7] for row in texts(part)} for part in (data.fit, data.choose, data.held_out)]
+    parts = [{row[:7] for row in texts(part)} for part in (data.fit, data.choose, data.to_verify)]
     assert sum(map(len, parts)) == len(set.union(*parts)) == 30
 
 

@@ -73,7 +73,7 @@ def test_a_runtime_is_verified_if_it_keeps_the_quality(
 ) -> None:  # fmt: skip
     use(OtherRuntime(job.original), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
-    found = job.compare_held_out(model, job.data.held_out)
+    found = job.compare_held_out(model, job.data.to_verify)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
     expected = found.model_copy(update={"qualities": qualities})
     comparisons = verify_in_other_runtimes(job, model, expected, keep)
@@ -91,7 +91,7 @@ def test_a_goal_must_be_met_in_the_other_runtime(
 ) -> None:
     model = convert(job.original, "int8", job.calibration)
     use(OtherRuntime(model), monkeypatch)
-    found = job.compare_held_out(model, job.data.held_out)
+    found = job.compare_held_out(model, job.data.to_verify)
     loss = max(quality.losses.measured for quality in found.qualities)
     assert loss > 0
     assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == ALL_OTHERS

@@ -165,7 +165,7 @@ def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):
         {content for one in part for content in row_contents(one.batch)}
         for part in (labels.fit, labels.choose, labels.verify)
     )
-    unseen = {content for batch in data.held_out for content in row_contents(batch)}
+    unseen = {content for batch in data.to_verify for content in row_contents(batch)}
     watched = {content for batch in data.choose for content in row_contents(batch)}
     assert not fit & (unseen | watched)
     assert not choose & unseen
