@@ -300,7 +300,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
         names = plan.targets(Collaborate)
         pasts = [block.k.past for block in job.matches.blocks if block.name in names]
         caches = [past.value.name or "" for past in pasts if past is not None]
-        require_empty([*job.data.fit, *job.data.to_verify], caches)
+        require_empty([*job.data.fit, *job.data.held_out], caches)
 
 
 # ---- result -------------------------------------------------------------------------------------
