@@ -485,7 +485,7 @@ def test_change_that_cannot_be_written_is_refused_and_undone(
             with raises(NotReady, "workers.not_written", "tiny", "No space left"):
                 await getattr(one, action)("tiny")
         deadline = monotonic() + 10
-        while "tiny" not in one._engines or one.versions("tiny") != ["1"]:
+        while [e.version for e in one.engines() if e.name == "tiny"] != ["1"]:
             assert monotonic() < deadline
             await asyncio.sleep(0.05)
         await one.load("tiny")
