@@ -435,7 +435,7 @@ class TransformersConfig(SettingsFile):
     @classmethod
     def renamed(cls, keys: dict[str, Any]) -> dict[str, Any]:
         """The keys, with ``relative``."""
-        rotary = keys.get("model_type") not in ROTARY_TABLES and any(
+        rotary = str(keys.get("model_type")) not in ROTARY_TABLES and any(
             "rope" in key or "rotary" in key for key in keys
         )
         biased = keys.get("position_biased_input", True)
