@@ -23,8 +23,8 @@ from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.serving.buckets import Buckets
-from attnserve.serving.cuda_graphs import CudaRunner, GraphRunner
-from attnserve.serving.padding import PaddingRunner
+from attnserve.serving.cuda_graphs import GraphRunner
+from attnserve.serving.padding import PaddingRunner, SessionWrapper
 from graph_passes.errors import InvalidModel
 
 __all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner", "parts_by_least_length"]
@@ -119,7 +119,7 @@ def _with_io_binding(session: Session) -> Session:
     return IoBindingRunner(session) if isinstance(session, OnnxSession) else session
 
 
-class IoBindingRunner(CudaRunner):
+class IoBindingRunner(SessionWrapper[OnnxSession]):
     """Run a CUDA session with I/O binding.
 
     Inputs are copied into persistent device buffers, and outputs are copied to the host once. The
@@ -161,7 +161,7 @@ class IoBindingRunner(CudaRunner):
                 self._free.append(buffers)
 
 
-class RunnerPool(CudaRunner):
+class RunnerPool(SessionWrapper[OnnxSession]):
     """Several sessions of one model, each with one run at a time."""
 
     def __init__(self, runners: Sequence[GraphRunner]) -> None:

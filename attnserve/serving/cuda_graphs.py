@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.interface import Feed, ValueInfo
+from attnserve.runtime.interface import Feed
 from attnserve.runtime.io_binding import run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, placed
 from attnserve.serving.buckets import Bucket, Buckets
-from attnserve.serving.padding import Layout
+from attnserve.serving.padding import Layout, SessionWrapper
 
 __all__ = ["GraphRunner"]
 
 
-class CudaRunner:
-    """A session on CUDA whose runs are prepared by a subclass."""
-
-    def __init__(self, session: OnnxSession) -> None:
-        self.session = session
-
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_outputs()
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self.session.bind(feed)
-
-
-class GraphRunner(CudaRunner):
+class GraphRunner(SessionWrapper[OnnxSession]):
     """Run a session and capture frequent shapes as CUDA graphs.
 
     A run is padded to its bucket, copied into the input buffers of the graph and replayed; padding

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from attnserve.runtime.interface import Feed, Session, ValueInfo
 from attnserve.serving.buckets import Bucket
 from attnserve.serving.signature import Axes
 
-__all__ = ["Layout", "PaddingRunner", "PaddingSession", "run_overhead"]
+__all__ = ["Layout", "PaddingRunner", "PaddingSession", "SessionWrapper", "run_overhead"]
 
 LARGEST = 512
 """Maximum tokens of a run that is compiled before the first request."""
@@ -108,6 +108,25 @@ class Layout:
         )
 
 
+S = TypeVar("S", bound=Session)
+
+
+class SessionWrapper(Generic[S]):
+    """A session whose runs are prepared by a subclass."""
+
+    def __init__(self, session: S) -> None:
+        self.session = session
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_inputs()
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_outputs()
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self.session.bind(feed)
+
+
 @runtime_checkable
 class PaddingSession(Session, Protocol):
     """A session that pads its runs, if that does not change their results."""
@@ -146,7 +165,7 @@ def run_overhead(session: Session, example: Feed) -> int | None:
     return min(round(OVERHEAD_SHARE * max(seconds[0] / per_token - small, 0.0)), LARGEST)
 
 
-class PaddingRunner:
+class PaddingRunner(SessionWrapper[Session]):
     """Run a session in few sizes: rows are padded with zeros, also in the attention mask.
 
     Args:
@@ -156,18 +175,9 @@ class PaddingRunner:
     """
 
     def __init__(self, session: Session, *, multiple: int, longest: int) -> None:
-        self.session = session
+        super().__init__(session)
         self._multiple, self._longest = multiple, longest
         self._layout: Layout | None = None
-
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_outputs()
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self.session.bind(feed)
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         """See ``PaddingSession``. Rows are not added: tokens suffice."""
