@@ -356,6 +356,11 @@ class ServedSpeed(Recorded, frozen=True):
         phase = cast(Phase, self.phase)
         return [Workload.of(batch, length, phase) for batch, length in self.shapes]
 
+    @property
+    def over_exported(self) -> float:
+        """The speed-up over the exported model."""
+        return self.fusion.value * self.served.value
+
     def describe(self, precision: Precision) -> str:
         """One line, for example "1.24x by fused operators, 2.40x by int8, 1.00x by removal"."""
         parts = [f"{self.fusion.value:.2f}x by fused operators"]
