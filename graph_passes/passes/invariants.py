@@ -8,7 +8,7 @@ attnserve.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -37,7 +37,7 @@ class ValueSignature(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """Inputs, outputs and opsets of a model, and the names of its initializers."""
+    """Inputs, outputs and opsets of a model, and the names of its initializers at any depth."""
 
     inputs: tuple[ValueSignature, ...]
     outputs: tuple[ValueSignature, ...]
@@ -82,7 +82,7 @@ def interface(model: ir.Model) -> Interface:
         inputs=tuple(describe(value) for value in model.graph.inputs),
         outputs=tuple(describe(value) for value in model.graph.outputs),
         opsets=tuple(sorted(model.opset_imports.items())),
-        initializers=frozenset(model.graph.initializers),
+        initializers=frozenset(name for graph in _graphs(model) for name in graph.initializers),
     )
 
 
@@ -108,34 +108,62 @@ def keeps_opsets(expected: Interface, model: ir.Model) -> list[str]:
 
 def every_value_is_made_before_it_is_read(expected: Interface, model: ir.Model) -> list[str]:
     """The nodes are in order of execution, and each input has a producer."""
-    defined = {*model.graph.inputs, *model.graph.initializers.values()}
+    return _unmade(model.graph, frozenset())
+
+
+def _unmade(graph: ir.Graph, outer: Set[ir.Value]) -> list[str]:
+    """The violations in a graph and its bodies.
+
+    Args:
+        outer: The values that outer graphs define before it.
+    """
+    defined = {*outer, *graph.inputs, *graph.initializers.values()}
     violations: list[str] = []
-    for node in model.graph:
+    for node in graph:
         violations += [
             f"{node.name!r} reads {value.name!r}, which is not computed before it"
             for value in node.inputs
             if value is not None and value not in defined
         ]
+        for body in _bodies(node):
+            violations += _unmade(body, defined)
         defined.update(node.outputs)
     violations += [
-        f"output {v.name!r} is computed by no node" for v in model.graph.outputs if v not in defined
+        f"output {v.name!r} is computed by no node" for v in graph.outputs if v not in defined
     ]
     return violations
 
 
 def names_are_unique(expected: Interface, model: ir.Model) -> list[str]:
-    """No two values share a name."""
-    names = [v.name for v in model.graph.inputs if v.name not in model.graph.initializers]
-    names += list(model.graph.initializers)
-    names += [value.name for node in model.graph for value in node.outputs]
+    """No two values share a name, except in bodies that do not see each other (ONNX, SSA)."""
+    return _repeated(model.graph, frozenset())
+
+
+def _repeated(graph: ir.Graph, outer: Set[str]) -> list[str]:
+    """The violations in a graph and its bodies.
+
+    Args:
+        outer: The names that outer graphs define before it.
+    """
+    names = [v.name for v in graph.inputs if v.name not in graph.initializers]
+    names += list(graph.initializers)
+    visible = {*outer, *filter(None, names)}
+    violations: list[str] = []
+    for node in graph:
+        for body in _bodies(node):
+            violations += _repeated(body, visible)
+        outputs = [value.name for value in node.outputs if value.name]
+        names += outputs
+        visible.update(outputs)
     counts = Counter(name for name in names if name)
-    return [f"{name!r} names two values" for name, count in counts.items() if count > 1]
+    repeated = [name for name, count in counts.items() if count > 1 or name in outer]
+    return [*(f"{name!r} names two values" for name in repeated), *violations]
 
 
 def new_weights_are_finite(expected: Interface, model: ir.Model) -> list[str]:
     """New initializers are finite, except for the scalar -inf, which masks scores."""
     violations: list[str] = []
-    for name, value in model.graph.initializers.items():
+    for name, value in (item for graph in _graphs(model) for item in graph.initializers.items()):
         tensor = value.const_value
         if name in expected.initializers or tensor is None or not tensor.dtype.is_floating_point():
             continue
@@ -143,6 +171,22 @@ def new_weights_are_finite(expected: Interface, model: ir.Model) -> list[str]:
         if not (np.isfinite(array) | (array.ndim == 0 and array == -np.inf)).all():
             violations.append(f"{name!r} holds a value that is not finite")
     return violations
+
+
+def _graphs(model: ir.Model) -> tuple[ir.Graph, ...]:
+    """The graph of a model, and all bodies in it."""
+    return (model.graph, *model.graph.subgraphs())
+
+
+def _bodies(node: ir.Node) -> list[ir.Graph]:
+    """The graphs in the attributes of a node, such as the branches of an If."""
+    bodies: list[ir.Graph] = []
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            bodies.append(attribute.as_graph())
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            bodies += attribute.as_graphs()
+    return bodies
 
 
 INVARIANTS: tuple[Callable[[Interface, ir.Model], list[str]], ...] = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import onnx_ir as ir
@@ -26,6 +27,7 @@ from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import Cut, LatencyTable, Part, cut_out
 from attnserve.runtime.session import open_session
@@ -44,7 +46,14 @@ from graph_passes.passes.reuse_attention import reuse_refusal
 
 __all__ = ["BlockLatency", "BlockTimer", "without_casts"]
 
+log = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+
 OPERATORS: Sequence[FusedOperator] = get_args(FusedOperator)
+
+NOTHING_TO_CONVERT = frozenset({"precision.already", "precision.no_weights", "precision.unchanged"})
+"""Codes of the conversions that leave a part as it is; any other error is a failure."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,8 +101,13 @@ class BlockTimer:
     def time_blocks(self, groups: Sequence[BlockGroup]) -> dict[Block, BlockLatency]:
         """Time each block with every operator, and each configuration with the fastest one.
 
-        Blocks with equal work are timed once.
+        Blocks with equal work are timed once. Blocks whose conversion fails are left out, if the
+        precision allows that they stay float32.
+
+        Raises:
+            AttnserveError: The conversion of a block fails, and the block may not stay float32.
         """
+        may_fail = SCHEMES[self.precision].allows_float_blocks
         blocks = [block for group in groups for block in group.blocks]
         parts = self._cut_out(self.model, [_cut(block) for block in blocks])
         equal_work: dict[tuple[Any, ...], list[tuple[Block, Part]]] = {}
@@ -108,8 +122,16 @@ class BlockTimer:
         latencies: dict[Block, BlockLatency] = {}
         for done, ((*_, operators, is_frozen), equal) in enumerate(equal_work.items(), start=1):
             first, part = equal[0]
-            latency = self._time_block(first, part, operators, is_frozen=is_frozen)
-            latencies |= {block: latency for block, _ in equal}
+            try:
+                original = self._converted(part)
+            except AttnserveError as error:
+                if not may_fail:
+                    raise
+                names = ", ".join(block.name for block, _ in equal)
+                log.warning("%s: not timed in %s: %s", names, self.precision, error.what)
+            else:
+                latency = self._time_block(first, part, original, operators, is_frozen=is_frozen)
+                latencies |= {block: latency for block, _ in equal}
             self.report("time blocks", done, len(equal_work))
         return latencies
 
@@ -132,7 +154,7 @@ class BlockTimer:
         ] = {}
         for index, reader in enumerate(reusable):
             source = next((s for s in reversed(reusable[:index]) if _can_reuse(s, reader)), None)
-            if source is None:
+            if source is None or not {source.blocks[0], reader.blocks[0]} <= timed.keys():
                 continue
             latencies = timed[source.blocks[0]], timed[reader.blocks[0]]
             if latencies not in timed_pairs:  # blocks with equal work are timed once
@@ -160,12 +182,15 @@ class BlockTimer:
         for residual_pass in RESIDUAL_PASSES[self.table.device.provider] if cuts else ():
             graph_pass = residual_pass()
             total = self._saved_by(graph_pass, cuts)
-            if min(total) > 0 and total.mean > best[1]:
+            if total is not None and min(total) > 0 and total.mean > best[1]:
                 best = graph_pass, total.mean
         return best
 
-    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> Latencies:
-        """Milliseconds that a pass saves over all residual additions."""
+    def _saved_by(self, graph_pass: RewritePass, cuts: Sequence[Cut]) -> Latencies | None:
+        """Milliseconds that a pass saves over all residual additions.
+
+        None if a conversion fails.
+        """
         saved: list[Latencies] = []
         saved_by_part: dict[str, Latencies] = {}
         for part in self._cut_out(self.model, cuts):
@@ -173,7 +198,10 @@ class BlockTimer:
             if key not in saved_by_part:
                 new = part.model.clone()
                 graph_pass(new)
-                times = self._measure(self._converted(part), {"new": Part(new, part.feeds)})
+                both = self._convertible({"old": part, "new": Part(new, part.feeds)})
+                if len(both) < 2:
+                    return None
+                times = self._measure(both.pop("old"), both)
                 saved_by_part[key] = times["new"].saved_over(times[None])
             saved.append(saved_by_part[key])
         return Latencies.total(saved)
@@ -182,6 +210,7 @@ class BlockTimer:
         self,
         block: Block,
         part: Part,
+        original: Part,
         operators: Sequence[BlockOperator],
         *,
         is_frozen: bool,
@@ -189,15 +218,19 @@ class BlockTimer:
         """Time a block with each operator, then its configurations with the fastest one.
 
         Args:
+            part: The block in float32.
+            original: The block in the precision of the timer.
             operators: The fused operators that may be possible.
             is_frozen: Skip the configurations, because nothing can be removed.
         """
-        original = self._converted(part)
-        fused: dict[BlockOperator, Part] = {}
-        for operator in operators:
-            new = _fused(part, operator)
-            if new is not None and self._runs(self._converted(new)):
-                fused[operator] = new
+        possible: dict[BlockOperator, Part] = {
+            operator: new for operator in operators if (new := _fused(part, operator)) is not None
+        }
+        fused: dict[BlockOperator, Part] = {
+            operator: new
+            for operator, new in self._convertible(possible).items()
+            if self._runs(new)
+        }
         times = self._measure(original, fused)
         fastest: BlockOperator = AS_EXPORTED
         least = times[None].mean
@@ -233,18 +266,21 @@ class BlockTimer:
                 smaller = _fused(smaller, operator)
             if smaller is not None:
                 parts[config] = smaller
-        times = self._measure(original, parts)
-        return {config: times[config] for config in parts}
+        converted = self._convertible(parts)
+        times = self._measure(original, converted)
+        return {config: times[config] for config in converted}
 
     def _time_pair(
         self, source: BlockGroup, reader: BlockGroup, latencies: tuple[BlockLatency, BlockLatency]
     ) -> tuple[dict[int, Latencies], float]:
         """Times of both blocks by the number of kept heads, and the time saved with all heads.
 
-        There are no times if reuse is impossible.
+        There are no times if reuse is impossible or a conversion fails.
         """
         cuts = [_cut(source.blocks[0]), _cut(reader.blocks[0])]
-        original = self._converted(self._cut_out(self.model, cuts)[0])
+        original = self._convertible({"source": self._cut_out(self.model, cuts)[0]}).get("source")
+        if original is None:
+            return {}, 0.0
 
         def timed(numbers: Sequence[int]) -> dict[int, Latencies]:
             """Time both parts for each number of heads, interleaved with the exported source."""
@@ -252,11 +288,11 @@ class BlockTimer:
             for kept in numbers:
                 for index, part in enumerate(self._reusing_parts(source, reader, kept)):
                     parts[kept, index] = part
-            ms = self._measure(original, parts)
+            ms = self._measure(original, self._convertible(parts))
             return {
                 kept: Latencies.total([ms[kept, 0], ms[kept, 1]])
                 for kept in numbers
-                if (kept, 0) in parts
+                if {(kept, 0), (kept, 1)} <= ms.keys()
             }
 
         times = timed([source.count])
@@ -296,18 +332,35 @@ class BlockTimer:
         return True
 
     def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, Latencies]:
-        """The latencies by key; None is the original."""
-        parts = {None: original, **{key: self._converted(part) for key, part in others.items()}}
+        """The latencies of converted parts by key; None is the original."""
+        parts = {None: original, **others}
         times = self.table.measure({str(key): part for key, part in parts.items()})
         count = len(self.requested)
         return {key: Latencies(times[str(key)][:count], times[str(key)][count:]) for key in parts}
 
+    def _convertible(self, parts: Mapping[Key, Part]) -> dict[Key, Part]:
+        """The parts in the precision of the timer, without those whose conversion fails."""
+        converted: dict[Key, Part] = {}
+        for key, part in parts.items():
+            try:
+                converted[key] = self._converted(part)
+            except AttnserveError as error:
+                log.warning("variant %s: not timed in %s: %s", key, self.precision, error.what)
+        return converted
+
     def _converted(self, part: Part) -> Part:
+        """The part in the precision of the timer; unchanged if it has nothing to convert.
+
+        Raises:
+            AttnserveError: The conversion fails.
+        """
         if self.precision == "float32":
             return part
         try:
             model = convert(part.model, self.precision, part.feeds, to_nearest=True)
-        except AttnserveError:  # nothing can be converted
+        except AttnserveError as error:
+            if error.code not in NOTHING_TO_CONVERT:
+                raise
             return part
         converted = Part(model, part.feeds)
         # numpy has no bfloat16, so that such a part is timed with its casts.

@@ -96,7 +96,8 @@ class Estimates:
     """Latencies and losses of the blocks of a model, from which units are built.
 
     Attributes:
-        timed: Latencies in the precision of the goal, by block.
+        timed: Latencies in the precision of the goal, by block; a group with a block that is
+            missing stays float32.
         curves: Losses by the key of a group.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
@@ -145,17 +146,21 @@ class Estimates:
             replace(config, loss=config.loss + conversion_loss)
             for config in self._in_precision(group, self.timed)
         ]
-        if all(block in self.float_latencies for block in group.blocks):
-            configs += [
-                replace(config, in_float=frozenset({0}))
-                for config in self._in_precision(group, self.float_latencies)
-            ]
+        configs += [
+            replace(config, in_float=frozenset({0}))
+            for config in self._in_precision(group, self.float_latencies)
+        ]
         return configs
 
     def _in_precision(
         self, group: BlockGroup, timed: Mapping[Block, BlockLatency]
     ) -> list[UnitConfig]:
-        """The configurations of one group by these latencies, without the loss of a conversion."""
+        """The configurations of one group by these latencies, without the loss of a conversion.
+
+        There are none if a block has no latencies.
+        """
+        if not all(block in timed for block in group.blocks):
+            return []
         times = [timed[block] for block in group.blocks]
         original = Latencies.total([latency.original for latency in times])
         unreduced = Kept(group.count)

@@ -71,7 +71,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         count=group.count,
                         **config.recorded,
                         operator=operator,
-                        ms_before=timing.blocks[block].original.mean,
+                        ms_before=timing.default_latency(block).original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,
                         in_float=in_float,

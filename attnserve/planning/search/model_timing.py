@@ -29,7 +29,8 @@ class ModelTiming:
 
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
-        blocks: The latencies of each block with its operators and in its configurations.
+        blocks: The latencies of each block with its operators and in its configurations. Blocks
+            that cannot be converted to the precision of the goal are left out.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion: The fastest pass for residual additions; None if the export is fastest.
@@ -51,6 +52,10 @@ class ModelTiming:
         """The latencies of a block in float32, or in the precision of the goal."""
         return (self.float_latencies if in_float else self.blocks)[block]
 
+    def default_latency(self, block: Block) -> BlockLatency:
+        """The latencies in the precision of the goal, or in float32 if conversion is impossible."""
+        return self.latency(block, in_float=block not in self.blocks)
+
     @property
     def original_ms(self) -> float:
         """Latency of the original model, as the sum of its parts."""
@@ -58,7 +63,7 @@ class ModelTiming:
         return self.other_ms + self.residual_fusion_ms + blocks
 
     def _per_block(self) -> list[BlockLatency]:
-        return [self.blocks[block] for group in self.groups for block in group.blocks]
+        return [self.default_latency(block) for group in self.groups for block in group.blocks]
 
     def to_json(self) -> list[dict[str, Any]]:
         """The latencies of each distinct block."""
@@ -66,8 +71,8 @@ class ModelTiming:
         seen: set[int] = set()
         for timed, group in product(filter(None, (self.blocks, self.float_latencies)), self.groups):
             for block in group.blocks:
-                latency = timed[block]
-                if id(latency) in seen:
+                latency = timed.get(block)
+                if latency is None or id(latency) in seen:
                     continue
                 seen.add(id(latency))
                 configs = sorted(latency.configs, key=lambda config: config.sort_key)
@@ -123,7 +128,11 @@ def time_model(
     residuals, saved = timer.residual_fusion()
     converted = convert(job.original, precision, job.data.fit, to_nearest=True)
     total = timer.time_whole(converted).mean
-    in_blocks = sum(blocks[block].original.mean for group in groups for block in group.blocks)
+    in_blocks = sum(
+        (blocks.get(block) or float_latencies[block]).original.mean
+        for group in groups
+        for block in group.blocks
+    )
     # Blocks may take longer alone than in the model; the rest then counts as 0.
     other = max(total - in_blocks - saved, 0.0)
     return ModelTiming(

@@ -115,7 +115,7 @@ def _estimate_losses(
     if stored is not None:
         return stored
     changes = {
-        group.key: changes_to_measure(group, timing.blocks[group.blocks[0]])
+        group.key: changes_to_measure(group, timing.default_latency(group.blocks[0]))
         for group in timing.groups
     }
     job = search_input.job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import numpy as np
@@ -10,14 +11,21 @@ import pytest
 
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.groups import group_blocks
-from attnserve.planning.search.block_timing import BlockTimer, without_casts
+from attnserve.planning.blocks.groups import BlockGroup, group_blocks
+from attnserve.planning.search import block_timing
+from attnserve.planning.search.block_timing import (
+    NOTHING_TO_CONVERT,
+    BlockTimer,
+    without_casts,
+)
+from attnserve.planning.search.estimates import Estimates
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.matching.find import find_attention
 
 W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
@@ -129,3 +137,96 @@ def test_block_timer_part_that_cannot_be_converted_is_unchanged():
     given = Part(model, ({"x": np.ones((1, 4), np.float32)},))
     timer = BlockTimer(model, LatencyTable(None), given.feeds, precision="float16")
     assert timer._converted(given) is given
+
+
+def encoder() -> tuple[ir.Model, list[BlockGroup]]:
+    model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
+    return model, group_blocks(model, find_attention(model).blocks, ffn=True)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
+    """All parts that are timed; each takes 1 ms."""
+    parts_seen: list[Part] = []
+
+    def measure(self: LatencyTable, parts: dict[str, Part], **_: object) -> object:
+        parts_seen.extend(parts.values())
+        return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
+
+    monkeypatch.setattr(LatencyTable, "measure", measure)
+    return parts_seen
+
+
+def broken(*_: object, **__: object) -> ir.Model:
+    raise ValueError("a defect of the conversion")
+
+
+def test_block_timer_failed_conversion_is_not_timed_and_block_stays_float32(
+    measured: list[Part], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    model, groups = encoder()
+    feeds = [example_inputs(model, Workload.of(1, 8))]
+    in_float = BlockTimer(model, LatencyTable(None), feeds).time_blocks(groups)
+    measured.clear()
+    monkeypatch.setattr("attnserve.precision.schemes.quantize", broken)
+    timer = BlockTimer(model, LatencyTable(None), feeds, precision="int8")
+    with caplog.at_level(logging.WARNING):
+        timed = timer.time_blocks(groups)
+    assert timed == {} and measured == [] and timer.time_pairs(groups, timed) == []
+    for group in groups:
+        assert group.blocks[0].name in caplog.text
+        unit = Estimates(timed, {}, in_float, {group.key: 0.01}).unit(group)
+        assert unit.configs and all(config.in_float == {0} for config in unit.configs)
+    assert "a defect of the conversion" in caplog.text
+
+
+def test_block_timer_failed_conversion_is_refused_if_blocks_must_be_converted(
+    measured: list[Part], monkeypatch: pytest.MonkeyPatch
+):
+    model, groups = encoder()
+    feeds = [example_inputs(model, Workload.of(1, 8))]
+    monkeypatch.setattr("attnserve.precision.schemes.to_float16", broken)
+    timer = BlockTimer(model, LatencyTable(None), feeds, precision="float16")
+    with pytest.raises(CannotRewrite) as refused:
+        timer.time_blocks(groups)
+    assert refused.value.code == "precision.failed" and measured == []
+
+
+def test_block_timer_failed_conversion_of_operator_leaves_it_out(
+    measured: list[Part], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    model, groups = encoder()
+    feeds = [example_inputs(model, Workload.of(1, 8))]
+
+    def converted(part: ir.Model, *args: object, **keywords: object) -> ir.Model:
+        if any(node.domain == "com.microsoft" for node in part.graph):
+            raise CannotRewrite("fused", code="precision.does_not_run")
+        return part.clone()
+
+    whole = BlockTimer(model, LatencyTable(None), feeds).time_blocks(groups)
+    assert any(latency.operators for latency in whole.values())
+    monkeypatch.setattr(block_timing, "convert", converted)
+    measured.clear()
+    timed = BlockTimer(model, LatencyTable(None), feeds, precision="int8").time_blocks(groups)
+    assert timed.keys() == whole.keys() and measured
+    assert all(node.domain != "com.microsoft" for part in measured for node in part.model.graph)
+    assert "not timed in int8: fused" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "code", [*sorted(NOTHING_TO_CONVERT), "precision.failed", "precision.does_not_run"]
+)
+def test_block_timer_only_parts_without_weights_stay_unconverted(
+    code: str, monkeypatch: pytest.MonkeyPatch
+):
+    def refuses(*_: object, **__: object) -> ir.Model:
+        raise CannotRewrite("refused", code=code)
+
+    monkeypatch.setattr(block_timing, "convert", refuses)
+    given = part("y = MatMul(x, w)")
+    timer = BlockTimer(given.model, LatencyTable(None), given.feeds, precision="int8")
+    if code in NOTHING_TO_CONVERT:
+        assert timer._converted(given) is given
+    else:
+        with pytest.raises(AttnserveError):
+            timer._converted(given)
