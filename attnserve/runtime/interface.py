@@ -90,7 +90,8 @@ class Session(Protocol):
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         """Run the model and return the named outputs (None: all).
 
-        Outputs may be views of session memory (``owned``). ``stop.STOP`` ends the run.
+        Outputs may be views of session memory (``owned``). ``stop.STOP`` ends the run if
+        the runtime can end one.
 
         Raises:
             RunFailed: The model refuses the batch, or the run fails.

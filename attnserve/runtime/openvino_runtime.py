@@ -2,13 +2,15 @@
 
 It is an optional dependency (extra ``[openvino]``) and is imported on first use. OpenVINO reads
 ONNX, including the operators of com.microsoft that attnserve writes. It differs from ONNX Runtime
-in three ways that are undone here:
+in four ways, of which three are undone here:
 
 * It computes in bfloat16 by default where the CPU has it. Here a model is computed in its own
   types, unless it states bfloat16 (``inference_precision``).
 * It reads outside of a table without an error. Here indices are compared with the table.
 * An input that is not given keeps its last value, and arrays of another type are converted. Here
   both are errors.
+* A compiled model returns outputs of a canceled run to the runs after it, also by a new request.
+  Here ``stop.STOP`` ends no run.
 """
 
 from __future__ import annotations
@@ -40,7 +42,6 @@ from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
 from attnserve.runtime.machine import available_cores
 from attnserve.runtime.onnx_reader import read_in_place
-from attnserve.runtime.stop import STOP
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 
 __all__ = ["OLDEST", "OpenVino", "OpenVinoSession", "require_openvino", "write_openvino"]
@@ -51,9 +52,6 @@ OLDEST = (2026, 2)
 RUN = "attnserve_run"
 """Input with the number of a run, which is returned behind the outputs. If the sizes of the inputs
 do not fit together, OpenVINO may return the outputs of the run before, without an exception."""
-
-CANCELED = "was canceled"
-"""Part of the error message of a canceled run."""
 
 CHECKSUM_BYTES = 32
 """Size of the checksum that a file with a compiled model begins with."""
@@ -149,8 +147,7 @@ class OpenVinoSession:
         self._outputs = [_value_info(value) for value in graph.outputs]
         self._types = {info.name: _numpy_type(info) for info in self._inputs}
         self._lock = Lock()
-        self._canceling = Lock()
-        self._runs = self._ended = 0
+        self._runs = 0
         self._start()
 
     def _start(self) -> None:
@@ -189,8 +186,7 @@ class OpenVinoSession:
         """Run the request.
 
         A compiled model cannot be used again after sizes that do not fit together: it may repeat
-        the error, return the outputs of the run before, or end the process. A request that was
-        canceled cannot be used again.
+        the error, return the outputs of the run before, or end the process.
         """
         self._runs += 1
         # A view: some arrays have another type object of the same numbers ("q" and "l" of int64).
@@ -198,10 +194,7 @@ class OpenVinoSession:
         given[RUN] = np.array(self._runs)
         request = self._request
         try:
-            # Not ``infer``: it cannot be canceled, and loses errors.
-            request.start_async(given, share_inputs=True)
-            if (stop := STOP.get()) is not None:
-                stop.connect(partial(self._cancel, self._runs))
+            request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
             request.wait()
             if int(request.get_output_tensor(len(self._outputs)).data) == self._runs:
                 return
@@ -209,20 +202,8 @@ class OpenVinoSession:
         except Exception as error:  # RuntimeError for everything
             failure = RunFailed(_describe(error), feed, _kind(error))
             failure.__cause__ = error
-        finally:
-            with self._canceling:
-                self._ended = self._runs
-        if CANCELED in failure.reason:
-            self._request = self._compiled.create_infer_request()  # it would return this run's
-        else:
-            self._start()
+        self._start()
         raise failure
-
-    def _cancel(self, run: int) -> None:
-        """Cancel a run, unless it has ended: the request may serve another by now."""
-        with self._canceling:
-            if run > self._ended:
-                self._request.cancel()
 
     def _check(self, feed: Feed) -> None:
         """Check the names, types and sizes of the inputs, as the graph states them."""

@@ -1,6 +1,6 @@
 """Sessions of the service: ``open_runner`` selects how a model runs.
 
-``stop.STOP`` ends a run, except with CUDA graphs.
+``stop.STOP`` ends a run, except in OpenVINO and with CUDA graphs.
 """
 
 from __future__ import annotations
