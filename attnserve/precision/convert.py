@@ -13,7 +13,8 @@ import onnx_ir.passes.common as common
 from attnserve.context import AUTO, RunContext
 from attnserve.literals import Precision
 from attnserve.models.quantized import quantized_node
-from attnserve.precision.int8 import Rounding, roundings
+from attnserve.precision.int8 import roundings
+from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
 from attnserve.runtime.external_data import map_external_data

@@ -29,7 +29,8 @@ from attnserve.literals import Precision
 from attnserve.models.quantized import Bits
 from attnserve.precision.half import to_bfloat16, to_float16
 from attnserve.precision.int4 import quantize_to_int4
-from attnserve.precision.int8 import Rounding, large_tables, quantize
+from attnserve.precision.int8 import quantize
+from attnserve.precision.int8_grids import Rounding, large_tables
 from attnserve.precision.products import InputMoments, Range, WeightKey, collect_ranges, product_of
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_bfloat16_product, has_int8_dot_product

@@ -25,7 +25,7 @@ from attnserve.models.output_kinds import is_cache_name, probability_outputs, re
 from attnserve.models.quantized import Bits
 from attnserve.models.rows import fixed_axes
 from attnserve.precision.convert import convert, nodes_of_blocks, roundings_of
-from attnserve.precision.int8 import Rounding
+from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import MOMENT_TOKENS, WeightKey, collect_ranges
 from attnserve.precision.schemes import SCHEMES
 from attnserve.recovery.batches import regroup

@@ -13,7 +13,7 @@ from attnserve.job import Job
 from attnserve.literals import Precision
 from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
-from attnserve.precision.int8 import Rounding
+from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
 

@@ -12,7 +12,8 @@ from attnserve.literals import Precision
 from attnserve.precision import products as products_module
 from attnserve.precision.convert import convert
 from attnserve.precision.int4 import in_blocks
-from attnserve.precision.int8 import quantize, quantized_arrays
+from attnserve.precision.int8 import quantize
+from attnserve.precision.int8_grids import quantized_arrays
 from attnserve.precision.products import InputMoments, collect_ranges
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.interface import Batch

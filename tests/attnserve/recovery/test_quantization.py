@@ -20,7 +20,7 @@ from attnserve.precision.convert import (  # noqa: E402
     nodes_of_blocks,
     roundings_of,
 )
-from attnserve.precision.int8 import product_groups  # noqa: E402
+from attnserve.precision.int8_grids import product_groups  # noqa: E402
 from attnserve.precision.products import collect_ranges  # noqa: E402
 from attnserve.precision.schemes import SCHEMES  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
