@@ -1,7 +1,7 @@
 """Fake quantization: compute the results of int8 kernels in PyTorch, with gradients.
 
-Activations and weights are rounded to the grids of ``precision.int8_grids``. These are static bytes of
-activations with the same divisors, scales and zero points, weights with one scale per column and
+Activations and weights are rounded to the grids of ``precision.int8_grids``. These are static bytes
+of activations with the same divisors, scales and zero points, weights with one scale per column and
 corrected biases, and bytes of large embedding tables. Weights keep the rounding from before the
 training. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
 
