@@ -707,7 +707,7 @@ def test_export_encoder_decoder_and_image_models_are_refused(source: Path, tmp_p
 def test_export_difference_from_pytorch_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("attnserve.exporters.hugging_face.TOLERANCE", 1e-12)
+    monkeypatch.setattr("attnserve.exporters.torch_graph.TOLERANCE", 1e-12)
     refused(source, tmp_path / "out", CheckFailed, "export.differs")
 
 

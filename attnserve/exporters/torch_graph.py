@@ -1,0 +1,175 @@
+"""Trace a network of PyTorch to an ONNX graph, and compare the graph with it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from attnserve.exporters.transformers_model import Task, quiet
+from attnserve.literals import Exporter
+from attnserve.models.onnx_files import load_model
+from attnserve.runtime.interface import RunFailed
+from attnserve.runtime.session import open_session
+from graph_passes.errors import CheckFailed
+
+__all__ = [
+    "CHECKED",
+    "EXAMPLE",
+    "compare",
+    "input_names",
+    "positional_module",
+    "random_inputs",
+    "trace",
+]
+
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""The inputs of a graph, if the model takes them and its tokenizer writes them."""
+
+TOLERANCE = 1e-3
+"""Maximum difference from PyTorch, relative to the largest output; usual values are 1e-6."""
+
+EXAMPLE = (2, 7)
+"""Batch and sequence of the inputs that trace the model."""
+
+CHECKED = ((3, 11), (1, 24))
+"""Batch and sequence of the checks; different from ``EXAMPLE``, to detect constant sizes."""
+
+
+def input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
+    accepted = inspect.signature(network.forward).parameters
+    return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
+
+
+def positional_module(
+    torch: Any, names: tuple[str, ...], network: Any, head: Any, fields: Sequence[str]
+) -> Any:
+    """Wrap the network as a module with positional tensors as inputs and a tuple as output.
+
+    With a head, the output is computed by the head from the hidden states.
+    """
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = network
+            self.head = head
+
+        def forward(self, *values: Any) -> Any:
+            inputs = dict(zip(names, values, strict=True))
+            result = self.network(**inputs, return_dict=True)
+            if self.head is not None:
+                return (self.head(result.last_hidden_state, inputs["attention_mask"]),)
+            return tuple(getattr(result, field) for field in fields)
+
+    # dynamo uses the mode of the outermost module and exports Dropout nodes in training mode.
+    return Wrapper().eval()
+
+
+def random_inputs(
+    network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int, seed: int
+) -> dict[str, np.ndarray]:
+    """Random inputs; with several rows, the last one has padding."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(0, network.config.vocab_size, (batch, sequence))
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    ids[ids == pad] = (pad + 1) % network.config.vocab_size
+    mask = np.ones_like(ids)
+    if batch > 1:
+        mask[-1, sequence - sequence // 3 :] = 0
+    ids[mask == 0] = pad
+    num_types = max(min(getattr(network.config, "type_vocab_size", 2) or 1, 2), 1)
+    types = np.broadcast_to(np.arange(sequence) * num_types // sequence, ids.shape).copy()
+    values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+    return {name: values[name] for name in names}
+
+
+@quiet()
+def trace(
+    torch: Any,
+    wrapper: Any,
+    example: Mapping[str, np.ndarray],
+    task: Task,
+    exporter: Exporter,
+    opset: int,
+    limit: int | None,
+    scratch: Path,
+) -> ir.Model:
+    """Run the exporter and return the graph, with dynamic axes "batch" and "sequence"."""
+    values = tuple(torch.from_numpy(value) for value in example.values())
+    options: dict[str, Any] = {
+        "opset_version": opset,
+        "input_names": list(example),
+        "output_names": list(task.outputs),
+    }
+    if exporter == "dynamo":
+        dims = {
+            0: torch.export.Dim("batch", min=1, max=2**15),
+            1: torch.export.Dim("sequence", min=2, max=limit or 2**17),
+        }
+        program = torch.onnx.export(
+            wrapper,
+            values,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=((dims,) * len(values),),
+            **options,
+        )
+        for node in program.model.graph.all_nodes():
+            # Stack traces contain paths and source lines of this machine.
+            node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
+        return program.model
+    axes = {0: "batch", 1: "sequence"}
+    dynamic = dict.fromkeys(example, axes)
+    dynamic |= dict.fromkeys(task.outputs, axes if task.per_token else {0: "batch"})
+    with torch.no_grad():
+        torch.onnx.export(
+            wrapper, values, scratch / "traced.onnx", dynamo=False, dynamic_axes=dynamic, **options
+        )
+    return load_model(scratch / "traced.onnx")
+
+
+def compare(
+    torch: Any, wrapper: Any, path: Path, feeds: list[dict[str, np.ndarray]], per_token: bool
+) -> tuple[float, float]:
+    """Largest absolute and relative error of the graph against PyTorch, without padding.
+
+    Raises:
+        CheckFailed: The relative error is above ``TOLERANCE``, or a number is not finite.
+    """
+    session = open_session(path)
+    absolute = relative = 0.0
+    for feed in feeds:
+        with torch.no_grad(), quiet():
+            torch_outputs = wrapper(*(torch.from_numpy(value) for value in feed.values()))
+        real: Any = slice(None)
+        if per_token and "attention_mask" in feed:
+            real = feed["attention_mask"] != 0
+        try:
+            onnx_outputs = session.run(None, feed)
+        except RunFailed as error:
+            raise CheckFailed(
+                f"ONNX Runtime fails on the exported graph at shape"
+                f" {feed['input_ids'].shape}: {error.reason}",
+                "nothing was written: try the other `exporter` or another `opset`",
+                code="export.does_not_run",
+            ) from error
+        for expected_output, computed_output in zip(torch_outputs, onnx_outputs, strict=True):
+            reference = expected_output.numpy()[real]
+            with np.errstate(invalid="ignore"):
+                difference = float(np.abs(computed_output[real] - reference).max())
+            scale = float(np.abs(reference).max())
+            if not difference <= TOLERANCE * scale:  # also true for NaN
+                raise CheckFailed(
+                    f"ONNX Runtime and PyTorch differ by {difference:.3g} at shape"
+                    f" {feed['input_ids'].shape}: expected at most {TOLERANCE * scale:.3g}",
+                    "nothing was written: try the other `exporter`, `attention` or `opset`",
+                    code="export.differs",
+                )
+            absolute = max(absolute, difference)
+            relative = max(relative, difference / scale if scale else 0.0)
+    return absolute, relative
