@@ -65,7 +65,7 @@ from attnserve.runtime.openvino_runtime import require_openvino
 from attnserve.versions import package_versions
 from graph_passes.errors import InvalidArgument, InvalidModel
 
-__all__ = ["TASKS", "ExportReport", "Exporter", "Task", "export"]
+__all__ = ["ExportReport", "export"]
 
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
 """Opsets that each exporter writes without a conversion of the graph."""

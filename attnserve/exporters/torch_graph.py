@@ -41,6 +41,7 @@ CHECKED = ((3, 11), (1, 24))
 
 
 def input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
+    """The inputs of a graph of this network."""
     accepted = inspect.signature(network.forward).parameters
     return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 
@@ -48,9 +49,14 @@ def input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
 def positional_module(
     torch: Any, names: tuple[str, ...], network: Any, head: Any, fields: Sequence[str]
 ) -> Any:
-    """Wrap the network as a module with positional tensors as inputs and a tuple as output.
+    """A module with positional tensors as inputs and a tuple as output, in evaluation mode.
 
-    With a head, the output is computed by the head from the hidden states.
+    Args:
+        torch: The package.
+        names: The inputs of the network, in the order of the tensors.
+        network: The module of transformers.
+        head: A module that computes the output from the hidden states; None for the network's own.
+        fields: The fields of the network's output that are returned, without a head.
     """
 
     class Wrapper(torch.nn.Module):
