@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from attnserve.runtime.observer import reads
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.matching.rotary_and_norms import depends_on
+from graph_passes.matching.rotary import depends_on
 
 __all__ = ["UndecidedError", "block_graph", "single"]
 

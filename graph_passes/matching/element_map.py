@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Linear, Norm
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "add_traces",
     "concat_traces",
     "describe",
+    "known_shape",
     "split_heads",
     "split_last_axis",
 ]
@@ -375,3 +377,17 @@ def _uniform(term: ElementMap, trace: LinearTrace, role: str) -> TermByHead:
     return TermByHead(
         columns[0, :, 0], gain[0, :, 0], offset[0, :, 0], factor_index, sequence_first
     )
+
+
+def known_shape(value: ir.Value, info: ShapeInfo) -> tuple[int, ...]:
+    """The shape of a value.
+
+    Raises:
+        MatchFailure: It is unknown.
+    """
+    shape = info.shape(value)
+    if shape is None:
+        raise MatchFailure(
+            f"the shape of {value.name!r} could not be inferred: {info.explain(value)}"
+        )
+    return shape

@@ -39,7 +39,7 @@ from graph_passes.matching.reuse import (
     reused_heads,
     whole_values,
 )
-from graph_passes.matching.rotary_and_norms import depends_on
+from graph_passes.matching.rotary import depends_on
 from graph_passes.matching.scores import ContextMatch, match_context, match_logits
 
 __all__ = ["FoundAttention", "find_attention"]

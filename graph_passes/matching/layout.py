@@ -46,13 +46,13 @@ from graph_passes.matching.element_map import (
     add_traces,
     concat_traces,
     describe,
+    known_shape,
     split_heads,
 )
+from graph_passes.matching.norms import NORMS, apply_norm
 from graph_passes.matching.products import linear
 from graph_passes.matching.quantized import quantized_linear, quantized_reader
-from graph_passes.matching.rotary_and_norms import (
-    NORMS,
-    apply_norm,
+from graph_passes.matching.rotary import (
     apply_position_factor,
     apply_rotary_operator,
     broadcast_layout_of,
@@ -97,11 +97,7 @@ class LayoutReader:
         Raises:
             MatchFailure: The shape is unknown, or the value has too many elements.
         """
-        shape = self.info.shape(value)
-        if shape is None:
-            raise MatchFailure(
-                f"the shape of {value.name!r} could not be inferred: {self.info.explain(value)}"
-            )
+        shape = known_shape(value, self.info)
         if math.prod(shape) > MAX_ELEMENTS:
             raise MatchFailure(
                 f"{value.name!r} has shape {shape}: more than {MAX_ELEMENTS} elements"

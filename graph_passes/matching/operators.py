@@ -35,7 +35,7 @@ from graph_passes.matching.element_map import (
     split_last_axis,
 )
 from graph_passes.matching.layout import LayoutReader
-from graph_passes.matching.rotary_and_norms import rotate_heads
+from graph_passes.matching.rotary import rotate_heads
 
 __all__ = ["FUSED_OPERATORS", "OPERATORS", "OperatorMatch"]
 
