@@ -21,6 +21,7 @@ __all__ = [
     "named_axes",
     "read_axes",
     "real_inputs",
+    "search_bodies",
 ]
 
 
@@ -146,7 +147,7 @@ def real_inputs(graph: ir.Graph) -> list[ir.Value]:
 
     The bodies of a search declare the shapes of their inputs as a graph does, and come last.
     """
-    bodies = [body for node in graph for body in _search_bodies(node)]
+    bodies = [body for node in graph for body in search_bodies(node)]
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
     return [*inputs, *(value for body in bodies for value in real_inputs(body))]
 
@@ -155,7 +156,7 @@ SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
 """Operators of ONNX Runtime that run a decoder, and maybe an encoder, to generate text."""
 
 
-def _search_bodies(node: ir.Node) -> list[ir.Graph]:
+def search_bodies(node: ir.Node) -> list[ir.Graph]:
     """The decoder and the encoder of a search; empty for other nodes."""
     if node.op_type not in SEARCHES or node.domain != MICROSOFT:
         return []

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graph_passes.analysis.axes import bind_axes, input_shape, real_inputs
+from graph_passes.analysis.axes import bind_axes, input_shape, real_inputs, search_bodies
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes, gives_bytes
 from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
@@ -232,7 +232,7 @@ def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
         if value.const_value is not None:
             inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
-        for searched in _search_bodies(node):
+        for searched in search_bodies(node):
             _infer_graph(searched, inference)
         body = BODIES.get(node.op_type) if not node.domain else None
         try:
