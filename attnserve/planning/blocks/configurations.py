@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import ConfigDict, PositiveInt
 
 from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.blocks.groups import Block, BlockGroup
@@ -23,22 +22,16 @@ from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
-from graph_passes.passes.reuse_attention import Edges, ReuseAttention, ReusedHeads
+from graph_passes.passes.reuse_attention import Edges, ReuseAttention, ReusedHeads, SourceHead
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
     "AS_EXPORTED",
     "MAX_CONFIGS",
-    "AnyConfig",
     "BlockConfig",
     "BlockOperator",
-    "Kept",
     "LossCurve",
-    "Replaced",
     "ReusePair",
-    "Reusing",
-    "Shared",
-    "Truncated",
     "apply_config",
     "apply_reuse",
     "configs_of",
@@ -62,37 +55,56 @@ SHARED_FRACTION = 2 / 3
 
 
 @dataclass(frozen=True)
-class BlockConfig(ABC):
+class BlockConfig:
     """A block after a rewrite; of each block, a search chooses one of several configurations.
 
-    A new kind of rewrite adds a subclass, and the subclass to ``AnyConfig``. Other modules ask the
-    configuration, and do not depend on its kind.
-
     Attributes:
-        kept: The number of remaining heads or neurons.
-        plain_operators: The name in plan.json of the plain operators that compute it; None if fused
-            ones can.
-        is_fitted: Whether one of its passes is fitted to the moments of tokens (``FittedPass``).
-        is_refitted: Whether the block's output is refitted before the loss is measured.
+        kept: The number of remaining heads or neurons; 0 if an affine map replaces the attention.
+        head_size: The dimensions of queries and keys, including one of the content term; None if
+            they are not truncated.
+        rank: R, the number of dimensions that the heads share, of which each reads ``head_size``;
+            None if they share none.
+        source: The name of the attention whose probabilities the heads reuse
+            (``ReusePair.reusing``); None if they reuse none.
+        reused_heads: The head that each kept head reuses; numbers before pruning. Not recorded.
+        reuse_loss: The loss at the model's output if all heads are reused; not recorded.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")  # a union member is chosen by its fields
-
-    plain_operators: ClassVar[PlainOperators | None] = None
-    is_fitted: ClassVar[bool] = False
-    is_refitted: ClassVar[bool] = False
-
-    kept: PositiveInt
+    kept: int
+    head_size: int | None = None
+    rank: int | None = None
+    source: str | None = None
+    reused_heads: ReusedHeads = field(default_factory=dict[int, SourceHead], compare=False)
+    reuse_loss: float = field(default=float("inf"), compare=False)
 
     @property
-    def change(self) -> str:
-        """The change of the kept heads in words; empty if the configuration only removes heads."""
-        return ""
+    def plain_operators(self) -> PlainOperators | None:
+        """The name in plan.json of the plain operators that compute it; None if fused ones can."""
+        if self.is_replaced:
+            return "skip"
+        if self.source is not None:
+            return "reuse"
+        return None if self.rank is None else "sparse"
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether an affine map, which is refitted, replaces the attention."""
+        return self.kept == 0
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether one of its passes is fitted to the moments of tokens (``FittedPass``)."""
+        return self.head_size is not None
+
+    def is_unreduced(self, count: int) -> bool:
+        """Whether all heads or neurons, ``count`` of them, stay as they are."""
+        return self == BlockConfig(count)
 
     @property
     def size(self) -> str:
         """The size of a kept head's queries and keys; empty if the block keeps its own size."""
-        return ""
+        own = "" if self.head_size is None else f" x {self.head_size}"
+        return own if self.rank is None else f"{own} of {self.rank} shared"
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -102,79 +114,90 @@ class BlockConfig(ABC):
     @property
     def sort_key(self) -> tuple[int, int, int]:
         """The key that sorts configurations in reports: by change, then by number of heads."""
-        return 0, 0, self.kept
+        return self.head_size or 0, self.rank or 0, self.kept
 
     @property
     def less_lossy(self) -> BlockConfig | None:
         """The less lossy configuration that it must be faster than before its loss is measured.
 
-        None if there is none.
+        With shared dimensions, as many separate ones of each head. None if there is none.
         """
-        return None
+        return None if self.rank is None else replace(self, rank=None)
 
     def outruns(self, latencies: Mapping[BlockConfig, Latencies]) -> bool:
         """Whether it is faster, by ``MIN_REMOVAL_GAIN``, than ``less_lossy``, or there is none."""
         other = self.less_lossy
-        if other is None:
-            return True
-        return (
+        return other is None or (
             other in latencies and MIN_REMOVAL_GAIN * latencies[self].mean < latencies[other].mean
         )
 
-    def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
-        """The configurations to time if it is faster than ``less_lossy``.
-
-        Args:
-            wanted: The configurations that are timed anyway.
-        """
-        del wanted
-        return []
-
     def with_heads(self, kept: int) -> BlockConfig:
-        """The same configuration with fewer heads."""
-        return replace(self, kept=kept)
+        """The same with fewer heads, which share proportionally fewer dimensions.
+
+        Without attention, it is unchanged.
+        """
+        if self.is_replaced:
+            return self
+        rank = self.rank and max(self.rank * kept // self.kept // MULTIPLE, 1) * MULTIPLE
+        return replace(self, kept=kept, rank=rank)
 
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
         """The passes that give a block the configuration.
 
+        The pass that reuses probabilities (``apply_reuse``) concerns two blocks, and is not among
+        them.
+
         Args:
             mask: 1 for each head or neuron that is kept, ``kept`` of them.
         """
-        if all(mask):
-            return []
-        if isinstance(block, FeedForwardBlock):
-            return [PruneNeurons({block.name: mask})]
-        return [PruneHeads({block.name: mask})]
+        if self.is_replaced:
+            return [SkipAttention({block.name: "affine"})]
+        passes: list[BlockPass[Any, Any]] = []
+        if not all(mask):
+            prune = PruneNeurons if isinstance(block, FeedForwardBlock) else PruneHeads
+            passes.append(prune({block.name: mask}))
+        if self.head_size is not None:
+            assert isinstance(block, AttentionBlock)
+            # With as many dimensions as the heads have, nothing is shared.
+            rank = self.rank or self.kept * block.head_size
+            mixing = Mixing(rank=rank, head_size=self.head_size - 1)
+            passes.append(Collaborate({block.name: mixing}))
+        return passes
 
     def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        """1 for each head or neuron of a group that is kept.
+        """1 for each head or neuron of a group that ``passes`` keep: all if it is replaced.
 
         Args:
             curves: The losses of each group that can be reduced, by its key.
         """
-        if self.kept == group.count:
+        if self.source is not None:
+            return [int(head in self.reused_heads) for head in range(group.count)]
+        if self.kept in (0, group.count):
             return [1] * group.count
         return curves[group.key].mask(self.kept)
 
-    def reused_heads(self) -> ReusedHeads:
-        """The kept heads that reuse probabilities, and of which head; numbers before pruning."""
-        return {}
-
-    def loss(self, curve: LossCurve) -> float | None:
-        """The predicted loss at the model's output; None if the change was not measured.
+    def loss(self, curve: LossCurve) -> float:
+        """The predicted loss at the model's output; infinite if the change was not measured.
 
         Losses of removal and of other changes are added; removed heads lose nothing by a change.
 
         Args:
             curve: The losses of the block.
         """
+        if self.is_replaced:
+            return dict(curve.changed).get(self, math.inf)
+        removal = curve.at(curve.count - self.kept)
+        if self.source is not None:
+            return removal + self.reuse_loss * self.kept / curve.count
+        if self.head_size is None:
+            return removal
         changes = {change.with_heads(self.kept): loss for change, loss in curve.changed}
-        if self not in changes:
-            return None
-        return curve.at(curve.count - self.kept) + self.kept / curve.count * changes[self]
+        return removal + self.kept / curve.count * changes.get(self, math.inf)
 
     def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
         """What a group loses by it, in words: a clause for the removal, and one for the change."""
+        if self.is_replaced:
+            return [f"replacing it by an affine map loses {self.loss(curve):.4f}"]
         removed = group.count - self.kept
         reasons: list[str] = []
         if removed:
@@ -182,172 +205,21 @@ class BlockConfig(ABC):
                 f"the {removed} removed {group.noun} hold {curve.own_loss[removed]:.1%} of its "
                 "output that the others cannot reproduce"
             )
-        if self.change:
-            lost = (self.loss(curve) or 0.0) - curve.at(removed)
-            reasons.append(f"{self.change} lose {lost:.4f}")
+        if self.head_size is not None:
+            shared = "" if self.rank is None else f" of {self.rank} shared ones"
+            lost = self.loss(curve) - curve.at(removed)
+            reasons.append(
+                f"queries and keys of {self.head_size} dimensions{shared} lose {lost:.4f}"
+            )
+        if self.source is not None:
+            reused = f"reusing the probabilities of {self.source} in all heads loses "
+            reasons.append(f"{reused}{self.reuse_loss:.4f}")
         return reasons
 
     def __str__(self) -> str:
-        return f"{self.kept}{self.size}"
-
-
-@dataclass(frozen=True)
-class Kept(BlockConfig):
-    """Heads or neurons as in the original, all or some of them."""
-
-    def loss(self, curve: LossCurve) -> float:
-        return curve.at(curve.count - self.kept)
-
-
-@dataclass(frozen=True)
-class Truncated(BlockConfig):
-    """Heads whose queries and keys have fewer dimensions.
-
-    Attributes:
-        head_size: These dimensions, including one of the content term.
-    """
-
-    is_fitted: ClassVar[bool] = True
-
-    head_size: int
-
-    @property
-    def change(self) -> str:
-        return f"queries and keys of {self.head_size} dimensions"
-
-    @property
-    def size(self) -> str:
-        return f" x {self.head_size}"
-
-    @property
-    def sort_key(self) -> tuple[int, int, int]:
-        return self.head_size, 0, self.kept
-
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-        assert isinstance(block, AttentionBlock)
-        mixing = Mixing(rank=self._rank(block), head_size=self.head_size - 1)
-        return [*super().passes(block, mask), Collaborate({block.name: mixing})]
-
-    def _rank(self, block: AttentionBlock) -> int:
-        """R; with as many dimensions as the heads have, nothing is shared."""
-        return self.kept * block.head_size
-
-
-@dataclass(frozen=True)
-class Shared(Truncated):
-    """Heads that read ``head_size`` of R dimensions, which they share.
-
-    Attributes:
-        rank: R.
-    """
-
-    plain_operators: ClassVar[PlainOperators | None] = "sparse"
-
-    rank: int
-
-    @property
-    def change(self) -> str:
-        return f"{super().change} of {self.rank} shared ones"
-
-    @property
-    def size(self) -> str:
-        return f"{super().size} of {self.rank} shared"
-
-    @property
-    def sort_key(self) -> tuple[int, int, int]:
-        return self.head_size, self.rank, self.kept
-
-    @property
-    def less_lossy(self) -> Truncated:
-        """As many separate dimensions of each head."""
-        return Truncated(self.kept, self.head_size)
-
-    def follow_ups(self, wanted: Iterable[BlockConfig]) -> list[BlockConfig]:
-        """The same with each number of heads of which separate dimensions are timed."""
-        return [
-            self.with_heads(other.kept)
-            for other in wanted
-            if other == Truncated(other.kept, self.head_size)
-        ]
-
-    def with_heads(self, kept: int) -> Shared:
-        """The same with fewer heads, which share proportionally fewer dimensions."""
-        rank = max(self.rank * kept // self.kept // MULTIPLE, 1) * MULTIPLE
-        return Shared(kept, self.head_size, rank)
-
-    def _rank(self, block: AttentionBlock) -> int:
-        return self.rank
-
-
-@dataclass(frozen=True)
-class Reusing(BlockConfig):
-    """Heads that reuse the probabilities of another attention (``ReusePair.reusing``).
-
-    The pass that makes them reuse (``apply_reuse``) concerns two blocks, so it is not in
-    ``passes``.
-
-    Attributes:
-        source: The name of the other attention.
-        heads: For each kept head, the head of the other attention; not recorded.
-        reuse_loss: The loss at the model's output if all heads are reused; not recorded.
-    """
-
-    plain_operators: ClassVar[PlainOperators | None] = "reuse"
-
-    source: str
-    heads: Mapping[int, int] = field(default_factory=dict[int, int], compare=False)
-    reuse_loss: float = field(default=float("inf"), compare=False)
-
-    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        return [int(head in self.heads) for head in range(group.count)]
-
-    def reused_heads(self) -> ReusedHeads:
-        return {head: (self.source, reused) for head, reused in self.heads.items()}
-
-    def loss(self, curve: LossCurve) -> float:
-        removed = curve.at(curve.count - self.kept)
-        return removed + self.reuse_loss * self.kept / curve.count
-
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
-        reused = f"reusing the probabilities of {self.source} in all heads loses "
-        return [*super().reasons(group, curve), f"{reused}{self.reuse_loss:.4f}"]
-
-    def __str__(self) -> str:
-        return f"{self.kept} as {self.source}"
-
-
-@dataclass(frozen=True)
-class Replaced(BlockConfig):
-    """An affine map in place of an attention."""
-
-    plain_operators: ClassVar[PlainOperators | None] = "skip"
-    is_refitted: ClassVar[bool] = True
-
-    kept: Literal[0] = 0
-
-    def with_heads(self, kept: int) -> Replaced:
-        """This configuration, which has no heads."""
-        return self
-
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-        return [SkipAttention({block.name: "affine"})]
-
-    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        """All heads: none is removed before the replacement."""
-        return [1] * group.count
-
-    def loss(self, curve: LossCurve) -> float | None:
-        return dict(curve.changed).get(self)
-
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
-        return [f"replacing it by an affine map loses {self.loss(curve) or 0:.4f}"]
-
-    def __str__(self) -> str:
-        return "none"
-
-
-AnyConfig = Kept | Truncated | Shared | Reusing | Replaced
-"""All kinds of configuration, for files."""
+        if self.is_replaced:
+            return "none"
+        return f"{self.kept}{self.size}" + ("" if self.source is None else f" as {self.source}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -365,7 +237,7 @@ class LossCurve:
     own_loss: tuple[float, ...]
     gone: tuple[int, ...]
     loss: tuple[float, ...]
-    changed: tuple[tuple[AnyConfig, float], ...] = ()
+    changed: tuple[tuple[BlockConfig, float], ...] = ()
 
     @property
     def count(self) -> int:
@@ -412,7 +284,7 @@ class ReusePair:
     heads: tuple[int, ...] = ()
     loss: float = float("inf")
 
-    def reusing(self, kept: int, curve: LossCurve) -> Reusing:
+    def reusing(self, kept: int, curve: LossCurve) -> BlockConfig:
         """The reader with the heads that reuse those that the source needs most.
 
         Args:
@@ -420,25 +292,26 @@ class ReusePair:
             curve: The losses of the source.
         """
         stays = curve.mask(kept)
-        heads = {head: reused for head, reused in enumerate(self.heads) if stays[reused]}
-        return Reusing(kept, self.source.names[0], heads, self.loss)
+        source = self.source.names[0]
+        heads = {head: (source, reused) for head, reused in enumerate(self.heads) if stays[reused]}
+        return BlockConfig(kept, source=source, reused_heads=heads, reuse_loss=self.loss)
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
     """The configurations of a block besides the whole block; some may be impossible."""
     if isinstance(block, FeedForwardBlock):
         step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
-        return [Kept(kept) for kept in range(step, block.num_neurons, step)]
+        return [BlockConfig(kept) for kept in range(step, block.num_neurons, step)]
     step = max(block.num_heads // MAX_CONFIGS, 1)
     numbers = (*range(step, block.num_heads, step), block.num_heads)
-    configs: list[BlockConfig] = [Kept(kept) for kept in numbers[:-1]]
+    configs = [BlockConfig(kept) for kept in numbers[:-1]]
     if (cut := _shorter(block)) is not None:
-        configs += [Truncated(kept, cut) for kept in numbers]
+        configs += [BlockConfig(kept, cut) for kept in numbers]
         own = block.num_heads * (cut - 1)
         if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
-            configs.append(Shared(block.num_heads, cut, rank))
+            configs.append(BlockConfig(block.num_heads, cut, rank))
     if not block.k.is_cached and not (returned_refusal(block) or skip_refusal(block)):
-        configs.append(Replaced())
+        configs.append(BlockConfig(0))
     return configs
 
 

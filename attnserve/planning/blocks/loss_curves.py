@@ -219,7 +219,7 @@ class _ChangeLosses:
                 new = plain.clone() if config.is_fitted else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
-                    loss = self._loss(new, name, [name] if config.is_refitted else [])
+                    loss = self._loss(new, name, [name] if config.is_replaced else [])
                     losses.setdefault(group.key, []).append((config, loss))
             self.context.progress("measure changes", done, len(single))
         return losses

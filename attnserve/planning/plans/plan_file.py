@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -23,7 +23,7 @@ from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Lengths, Target
-from attnserve.planning.blocks.configurations import AnyConfig, BlockConfig
+from attnserve.planning.blocks.configurations import BlockConfig
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -37,8 +37,6 @@ __all__ = [
     "Point",
     "SavedPlan",
 ]
-
-CONFIG: Final = TypeAdapter[AnyConfig](AnyConfig)
 
 FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
@@ -75,10 +73,7 @@ class Decision(RecordedWithNulls, frozen=True):
 
     @property
     def config(self) -> BlockConfig:
-        kinds = get_args(AnyConfig)
-        names = {each.name for kind in kinds for each in fields(kind) if each.compare}
-        values = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return CONFIG.validate_python(values)
+        return BlockConfig(self.kept, self.head_size, self.rank, self.source)
 
 
 class Point(RecordedWithNulls, frozen=True):

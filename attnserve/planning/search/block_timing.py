@@ -17,7 +17,6 @@ from attnserve.planning.blocks.configurations import (
     AS_EXPORTED,
     BlockConfig,
     BlockOperator,
-    Kept,
     ReusePair,
     apply_config,
     apply_reuse,
@@ -71,6 +70,11 @@ class BlockLatency:
     operator: BlockOperator
     configs: Mapping[BlockConfig, Latencies]
     operators: Mapping[BlockOperator, Latencies]
+
+    @property
+    def unreduced(self) -> Latencies:
+        """The latencies of the whole block with that operator."""
+        return self.operators.get(self.operator, self.original)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,14 +245,18 @@ class BlockTimer:
         start = times[None if fastest == AS_EXPORTED else fastest]
         fused_ms: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
+        unreduced = {BlockConfig(count): start}
         if is_frozen:
-            return BlockLatency(times[None], fastest, {Kept(count): start}, fused_ms)
+            return BlockLatency(times[None], fastest, unreduced, fused_ms)
         wanted = configs_of(block)
         configs = self._time_configs(part, wanted, fastest, original)
         faster = [config for config in configs if config.outruns(configs)]
-        if more := [other for config in faster for other in config.follow_ups(wanted)]:
-            configs |= self._time_configs(part, more, fastest, original)
-        return BlockLatency(times[None], fastest, {**configs, Kept(count): start}, fused_ms)
+        # Each with the numbers of heads with which the less lossy one is timed.
+        fewer = [config.with_heads(other.kept) for config in faster for other in wanted
+                 if config.with_heads(other.kept).less_lossy == other]  # fmt: skip
+        if fewer:
+            configs |= self._time_configs(part, fewer, fastest, original)
+        return BlockLatency(times[None], fastest, {**configs, **unreduced}, fused_ms)
 
     def _time_configs(
         self,
@@ -298,11 +306,10 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        fused_ms = sum(block.configs[Kept(source.count)].mean for block in latencies)
-        saved_ms = fused_ms - times[source.count].mean
+        saved_ms = sum(block.unreduced.mean for block in latencies) - times[source.count].mean
         if saved_ms > 0:
-            fewer = [config.kept for config in latencies[0].configs if config == Kept(config.kept)]
-            times |= timed([kept for kept in fewer if kept < source.count])
+            numbers = {config.kept for config in latencies[0].configs if not config.is_replaced}
+            times |= timed(sorted(numbers - {source.count}))
         return times, saved_ms
 
     def _reusing_parts(self, source: BlockGroup, reader: BlockGroup, kept: int) -> Sequence[Part]:

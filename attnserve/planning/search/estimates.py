@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import chain, product
 
-import numpy as np
-
-from attnserve.planning.blocks.configurations import BlockConfig, Kept, LossCurve, ReusePair
+from attnserve.planning.blocks.configurations import BlockConfig, LossCurve, ReusePair
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.search.block_timing import BlockLatency
@@ -21,13 +20,13 @@ class UnitConfig:
     """A unit after rewrites: a configuration for each of its groups, with predicted loss and time.
 
     Attributes:
-        blocks: The configuration of the blocks of each group.
+        group_configs: The configuration of each group.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the requested shapes.
         in_float: The groups that stay float32 in an int8 or int4 model, by index.
     """
 
-    blocks: tuple[BlockConfig, ...]
+    group_configs: tuple[BlockConfig, ...]
     loss: float
     ms: float
     in_float: frozenset[int] = frozenset()
@@ -35,11 +34,12 @@ class UnitConfig:
     @property
     def sources(self) -> set[str]:
         """The attention blocks whose probabilities others of the unit reuse."""
-        return {source for config in self.blocks for source, _ in config.reused_heads().values()}
+        return {config.source for config in self.group_configs if config.source is not None}
 
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
-        return self.blocks == tuple(Kept(group.count) for group in groups)
+        pairs = zip(self.group_configs, groups, strict=True)
+        return all(config.is_unreduced(group.count) for config, group in pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ def changes_to_measure(group: BlockGroup, timed: BlockLatency) -> list[BlockConf
         config
         for config in timed.configs
         if config.kept in (0, group.count)
-        and config != Kept(group.count)
+        and not config.is_unreduced(group.count)
         and config.outruns(timed.configs)
     ]
 
@@ -85,7 +85,7 @@ def paired_groups(
     taken: set[BlockGroup] = set()
     chosen: dict[BlockGroup, ReusePair] = {}
     for pair in sorted(pairs, key=lambda pair: pair.loss):
-        if np.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
+        if math.isfinite(pair.loss) and taken.isdisjoint((pair.source, pair.reader)):
             taken |= {pair.source, pair.reader}
             chosen[pair.source] = pair
     return [chosen.get(group, group) for group in groups if group in chosen or group not in taken]
@@ -135,7 +135,7 @@ class Estimates:
         for kept, ms in pair.times.items():
             if not ms.keeps_up_with(original):
                 continue
-            source, reader = Kept(kept), pair.reusing(kept, curve)
+            source, reader = BlockConfig(kept), pair.reusing(kept, curve)
             loss = source.loss(curve) + reader.loss(other) + conversion
             configs.append(UnitConfig((source, reader), loss, ms.mean))
         return _rising(configs)
@@ -163,18 +163,19 @@ class Estimates:
             return []
         times = [timed[block] for block in group.blocks]
         original = Latencies.total([latency.original for latency in times])
-        unreduced = Kept(group.count)
         curve = self.curves.get(group.key)
         configs: list[UnitConfig] = []
-        for config in set.intersection(*(set(latency.configs) for latency in times)):
+        for config in times[0].configs:
+            if not all(config in latency.configs for latency in times):
+                continue
             ms = Latencies.total([latency.configs[config] for latency in times])
-            if config == unreduced:
+            if config.is_unreduced(group.count):
                 loss = 0.0
             elif curve is None or not ms.keeps_up_with(original):
                 continue
             else:
                 loss = config.loss(curve)
-            if loss is not None:
+            if math.isfinite(loss):
                 configs.append(UnitConfig((config,), loss, ms.mean))
         return configs
 
@@ -182,7 +183,7 @@ class Estimates:
 def _joined(groups: Sequence[UnitConfig]) -> UnitConfig:
     """One configuration of each group of a unit as one of the unit."""
     return UnitConfig(
-        tuple(block for config in groups for block in config.blocks),
+        tuple(chain.from_iterable(config.group_configs for config in groups)),
         sum(config.loss for config in groups),
         sum(config.ms for config in groups),
         frozenset(index for index, config in enumerate(groups) if config.in_float),

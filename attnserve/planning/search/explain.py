@@ -50,9 +50,11 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
         chosen = unit.configs[index]
-        for place, (group, config) in enumerate(zip(unit.groups, chosen.blocks, strict=True)):
+        for place, (group, config) in enumerate(
+            zip(unit.groups, chosen.group_configs, strict=True)
+        ):
             curve, in_float = losses.curves.get(group.key), place in chosen.in_float
-            predicted_loss = 0.0 if curve is None else config.loss(curve) or 0.0
+            predicted_loss = 0.0 if curve is None else config.loss(curve)
             if timing.float_latencies and not in_float:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
@@ -98,10 +100,10 @@ def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
     if len(unit.configs) == 1:
         return f"no smaller number of {group.noun} is faster at every length"
     parts = ["it is not converted"] if place in chosen.in_float else list[str]()
-    parts += chosen.blocks[place].reasons(group, curve)
+    parts += chosen.group_configs[place].reasons(group, curve)
     following = next(iter(unit.configs[index + 1 :]), None)
     if following is not None and following.ms < chosen.ms:
-        smaller = f"{following.blocks[place]} {group.noun}"
+        smaller = f"{following.group_configs[place]} {group.noun}"
         if place in chosen.in_float and place not in following.in_float:
             smaller += " without float32"
         pair = " and its pair" if len(unit.groups) > 1 else ""

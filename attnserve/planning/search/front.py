@@ -81,15 +81,15 @@ class Front:
         edges: dict[str, ReusedHeads] = {}
         for unit, unit_config in self.configs(choice):
             for place, (group, config) in enumerate(
-                zip(unit.groups, unit_config.blocks, strict=True)
+                zip(unit.groups, unit_config.group_configs, strict=True)
             ):
                 mask = config.mask(group, self.losses.curves)
                 in_float = place in unit_config.in_float
                 for block in group.blocks:
                     passes += config.passes(block, mask)
                     masks[block.name] = mask
-                    if heads := config.reused_heads():
-                        edges[block.name] = heads
+                    if config.reused_heads:
+                        edges[block.name] = config.reused_heads
                     operator = self.timing.latency(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
                     is_source = block.name in unit_config.sources
