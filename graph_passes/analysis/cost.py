@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -272,14 +273,8 @@ def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> i
         return 1
     if not costs_more(limit):
         return None
-    low, high = 1, limit  # one crossing: savings are linear in the length, costs quadratic
-    while high - low > 1:
-        middle = (low + high) // 2
-        if costs_more(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    # There is one crossing: savings are linear in the length, costs quadratic.
+    return bisect_left(range(limit), True, lo=1, key=costs_more)
 
 
 class _UnknownShape(Exception):

@@ -15,6 +15,7 @@ Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice lose
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -109,8 +110,7 @@ def bisect(
     high: int,
     most: int,
     *,
-    aim: Callable[[int, int], int],
-    is_near: Callable[[int, int, int], bool],
+    aim: Callable[[int, int], int | None],
     probe: Callable[[int], BisectStep],
 ) -> tuple[int, int]:
     """Narrow the part of a front in which a measured loss or speed crosses a limit.
@@ -121,18 +121,18 @@ def bisect(
         low, high: Choices on both sides of the limit, by index; ``high`` may be the end of the
             front.
         most: The number of choices to measure.
-        aim: The index between two others at which the limit is expected.
-        is_near: Given the lower side, the next choice and the upper side: whether they are so close
-            that the choice is not measured.
+        aim: The index between two others at which the limit is expected; None if no choice between
+            them is worth measuring.
         probe: Measures a choice.
 
     Returns:
         The measured choices that are next to the limit, by index.
     """
     for _ in range(most):
-        index = min(max(aim(low, high), low + 1), high - 1)
-        if not low < index < high or is_near(low, index, high):
+        aimed = aim(low, high)
+        if aimed is None or high - low < 2:
             break
+        index = min(max(aimed, low + 1), high - 1)
         probed = probe(index)
         if probed.is_low:
             low = index
@@ -210,7 +210,9 @@ class FrontSearch:
         limit, start = allowed**power, least_lossy.loss**power
         measured = {0: start}  # by index
 
-        def aim(low: int, high: int) -> int:
+        def aim(low: int, high: int) -> int | None:
+            if self.is_near(low, high):
+                return None
             if len(measured) == 1:
                 return self.index_of(first_guess(measure, limit - start))
             return self.index_of(self._next_guess(low, high, limit, measured))
@@ -220,17 +222,14 @@ class FrontSearch:
             measured[index] = loss
             return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
 
-        low, _ = bisect(
-            0, len(choices), MAX_CANDIDATES,
-            aim=aim, is_near=lambda low, _, high: self.is_near(low, high), probe=keeps,
-        )  # fmt: skip
+        low, _ = bisect(0, len(choices), MAX_CANDIDATES, aim=aim, probe=keeps)
         return self.build(choices[low])
 
     def find_less_lossy(self, candidate: Candidate) -> Candidate:
         """Find a choice that loses less and is as fast within the interval of paired times."""
         front = self.front
-        most = SAME_MS * front.predicted_ms(candidate.choice)
-        other = next(c for c in front.choices if front.predicted_ms(c) <= most)
+        ms = SAME_MS * front.predicted_ms(candidate.choice)
+        other = front.choices[self._first_within(ms)]
         if other.loss >= candidate.choice.loss:
             return candidate
         lean = self.build(other)
@@ -302,16 +301,15 @@ class FrontSearch:
             )
         reached = {0: first, len(choices) - 1: last}
 
+        def aim(low: int, high: int) -> int | None:
+            return None if self.is_near(low, high) else self._expected(low, high, speedup, reached)
+
         def is_slow(index: int) -> BisectStep:
             measured = self._measure_speedup(index)
             reached[index] = measured
             return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
 
-        _, high = bisect(
-            0, len(choices) - 1, MAX_CANDIDATES,
-            aim=lambda low, high: self._expected(low, high, speedup, reached),
-            is_near=lambda low, _, high: self.is_near(low, high), probe=is_slow,
-        )  # fmt: skip
+        _, high = bisect(0, len(choices) - 1, MAX_CANDIDATES, aim=aim, probe=is_slow)
         return self.build(choices[high])
 
     def _measure_speedup(self, index: int) -> float:
@@ -328,8 +326,11 @@ class FrontSearch:
 
     def index_of(self, predicted_loss: float) -> int:
         """The index of the fastest choice with at most this predicted loss."""
-        losses = [choice.loss for choice in self.front.choices]
-        return int(np.searchsorted(losses, predicted_loss, side="right")) - 1
+        return bisect_right(self.front.choices, predicted_loss, key=lambda c: c.loss) - 1
+
+    def _first_within(self, ms: float) -> int:
+        """The index of the least lossy choice with at most this predicted time."""
+        return bisect_left(self.front.choices, -ms, key=lambda c: -self.front.predicted_ms(c))
 
     def _next_guess(
         self, low: int, high: int, allowed: float, measured: Mapping[int, float]
@@ -355,5 +356,4 @@ class FrontSearch:
         start, end = self._predicted_ms(low), self._predicted_ms(high)
         share = (slow - 1 / speedup) / max(slow - fast, 1e-9)
         share = min(max(share, TIME_MARGIN), 1 - TIME_MARGIN)
-        times = np.array([self.front.predicted_ms(c) for c in self.front.choices])
-        return int(np.searchsorted(-times, -(start + share * (end - start))))
+        return self._first_within(start + share * (end - start))

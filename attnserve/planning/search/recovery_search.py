@@ -113,13 +113,14 @@ class RecoverySearch:
         power = power_of(measure)
         trained: list[Candidate] = []
 
-        def aim(low: int, high: int) -> int:
-            if not trained:
-                first = STEP * untrained.choice.loss or first_guess(measure, allowed**power)
-                return search.index_of(first)
-            last = trained[-1]
-            share = INTERPOLATE * (allowed / max(last.loss, 1e-9)) ** power
-            return search.index_of(last.choice.loss * float(np.clip(share, 1 / STEP, STEP)))
+        def aim(low: int, high: int) -> int | None:
+            if trained:
+                share = INTERPOLATE * (allowed / max(trained[-1].loss, 1e-9)) ** power
+                loss = trained[-1].choice.loss * float(np.clip(share, 1 / STEP, STEP))
+            else:
+                loss = STEP * untrained.choice.loss or first_guess(measure, allowed**power)
+            index = min(max(search.index_of(loss), low + 1), high - 1)
+            return None if search.is_near(low, index) else index
 
         def keeps(index: int) -> BisectStep:
             seconds = self.seconds / (ROUNDS - len(trained))
@@ -127,11 +128,8 @@ class RecoverySearch:
             loss = trained[-1].loss
             return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
 
-        bisect(
-            choices.index(untrained.choice), len(choices), ROUNDS,
-            aim=aim, probe=keeps,
-            is_near=lambda low, index, _: search.is_near(low, index),
-        )  # fmt: skip
+        start = choices.index(untrained.choice)
+        bisect(start, len(choices), ROUNDS, aim=aim, probe=keeps)
 
     def _train(self, choice: Choice, allowed: float, seconds: float) -> Candidate:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""

@@ -94,10 +94,7 @@ def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
         measured.append(index)
         return BisectStep(is_low=index <= border, is_close=False)
 
-    low, high = bisect(
-        0, 100, 20,
-        aim=lambda low, high: (low + high) // 2, is_near=lambda *_: False, probe=measure,
-    )  # fmt: skip
+    low, high = bisect(0, 100, 20, aim=lambda low, high: (low + high) // 2, probe=measure)
     assert (low, high) == (border, border + 1)
     assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
 
@@ -105,23 +102,22 @@ def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
 def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
     measured: list[int] = []
 
-    def run(most: int = 9, close: int = -1, near: int = -1) -> tuple[int, int]:
+    def run(most: int = 9, close: int = -1, least_high: int = 0) -> tuple[int, int]:
         measured.clear()
 
         def probe(index: int) -> BisectStep:
             measured.append(index)
             return BisectStep(False, index == close)
 
-        return bisect(
-            0, 10, most,
-            aim=lambda low, high: 99, is_near=lambda low, index, high: index == near,
-            probe=probe,
-        )  # fmt: skip
+        def aim(low: int, high: int) -> int | None:
+            return None if high == least_high else 99
+
+        return bisect(0, 10, most, aim=aim, probe=probe)
 
     assert run() == (0, 1) and measured == [9, 8, 7, 6, 5, 4, 3, 2, 1]
     assert run(most=2) == (0, 8)
     assert run(close=7) == (0, 7)
-    assert run(near=7) == (0, 8)
+    assert run(least_high=8) == (0, 8)
 
 
 @pytest.mark.parametrize(
