@@ -99,7 +99,7 @@ class MixingComparison:
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
         """Speed-ups over the fused original, as served: the mean, and the slowest shape.
 
-        Shapes at which a model seems to be slower are timed twice.
+        They are timed twice if a model seems to be slower at a shape.
 
         Returns:
             None if they cannot be timed.
@@ -117,14 +117,10 @@ class MixingComparison:
                 self.timer.served(model, self.job.target.precision) for model in (original, *models)
             ]
 
-        timed = self.timer.time(served, workloads)
+        timed = self.timer.time(served, workloads, least=1.0)
         if timed is None:
             return None
         times = dict(zip(*timed, strict=True))
-        doubtful = [s for s, rows in times.items() if min(x.value for x in _speedups(rows)) < 1]
-        again = self.timer.time(served, doubtful) if doubtful else None
-        for shape, rows in zip(*again, strict=True) if again else ():
-            times[shape] = np.concatenate([times[shape], rows], axis=1)
         wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
         by_model = zip(*map(_speedups, times.values()), strict=True)
         slowest = [min(speedups, key=lambda speedup: speedup.high) for speedups in by_model]

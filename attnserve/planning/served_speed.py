@@ -37,6 +37,7 @@ from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
     paired_speedup,
     shape_sampler,
+    time_twice_if_slow,
 )
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
@@ -96,12 +97,13 @@ class ServedTimer:
         models: Callable[[], Sequence[ir.Model]],
         workloads: Sequence[Workload],
         runtimes: Sequence[str] = (),
+        least: float = 0.0,
     ) -> tuple[list[Workload], list[np.ndarray]] | None:
         """``time_models`` on example inputs.
 
         Args:
             models: Creates the models.
-            runtimes: See ``time_models``.
+            runtimes, least: See ``time_models``.
 
         Returns:
             None if the models cannot be created or timed on this machine; the log contains the
@@ -110,7 +112,7 @@ class ServedTimer:
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
         try:
-            return time_models(models(), feeds, context=job.context, runtimes=runtimes)
+            return time_models(models(), feeds, context=job.context, runtimes=runtimes, least=least)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
@@ -293,6 +295,7 @@ def time_models(
     context: RunContext,
     seconds: float | None = None,
     runtimes: Sequence[str] = (),
+    least: float = 0.0,
 ) -> tuple[list[Workload], list[np.ndarray]] | None:
     """The workloads that all models run, and milliseconds at each of them: (models, rounds).
 
@@ -300,6 +303,7 @@ def time_models(
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. The times then
             are (runtimes x models, rounds): all models in the first runtime come first.
+        least: See ``time_twice_if_slow``; by default, the models are timed once.
 
     Returns:
         None if a model accepts none of the shapes.
@@ -318,9 +322,13 @@ def time_models(
         if not accepted:
             return None
         samplers = [partial(call, "sample", index) for index in range(count)]
-        times = TIMER.measure(samplers, total, progress=progress)
+
+        def time_once() -> np.ndarray:
+            return TIMER.measure(samplers, total, progress=progress).transpose(2, 0, 1)
+
+        times = time_twice_if_slow(time_once, least)
     workloads = list(feeds)
-    return [workloads[index] for index in accepted], list(times.transpose(2, 0, 1))
+    return [workloads[index] for index in accepted], list(times)
 
 
 def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:

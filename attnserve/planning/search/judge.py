@@ -225,18 +225,14 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        models = [self.job.original, model]
-        timed, times = self._time(models, workloads)
-        if any(_median_speedup(rows) < MIN_SPEEDUP for rows in times):
-            _, again = self._time(models, timed)
-            times = [np.hstack(pair) for pair in zip(times, again, strict=True)]
+        timed, times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
         return [
             ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
                 original_ms=float(np.median(rows[0])),
                 ms=float(np.median(rows[1])),
-                speedup=_median_speedup(rows),
+                speedup=float(np.median(rows[0] / rows[1])),
             )
             for workload, rows in zip(timed, times, strict=True)
         ]
@@ -247,14 +243,17 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        _, times = self._time([slow.model, fast.model], self.job.requested, PAIR_SECONDS)
+        models = [slow.model, fast.model]
+        _, times = self._time(models, self.job.requested, seconds=PAIR_SECONDS)
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
     def _time(
         self,
         models: Sequence[ir.Model],
         workloads: Sequence[Workload],
+        *,
         seconds: float | None = None,
+        least: float = 0.0,
     ) -> tuple[list[Workload], list[np.ndarray]]:
         """Time models in interleaved runs; see ``time_models``.
 
@@ -263,7 +262,7 @@ class Judge:
         """
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        timed = time_models(models, feeds, context=job.context, seconds=seconds)
+        timed = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
         if timed is None:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
@@ -294,11 +293,6 @@ class Judge:
             loss=max(losses, default=0.0),
             part=part.name.lower(),
         )
-
-
-def _median_speedup(rows: np.ndarray) -> float:
-    """The median over the rounds of the first model's time over the second's."""
-    return float(np.median(rows[0] / rows[1]))
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:

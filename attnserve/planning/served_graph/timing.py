@@ -17,6 +17,7 @@ from attnserve.runtime.interleaved_timer import (
     Speedup,
     paired_speedup,
     time_shapes,
+    time_twice_if_slow,
 )
 from graph_passes.analysis.workload import Workload
 
@@ -56,23 +57,15 @@ def time_variants(
 ) -> tuple[Times, Sequence[Times]]:
     """Times of the original and of each variant.
 
-    If a variant seems too slow, all are timed once more, and both runs count.
+    If a variant seems too slow at a shape, all are timed once more, and both runs count.
     """
-    first, *others = _time([original, *variants], inputs)
-    if any(_seems_slow(first, times) for times in others):
-        again = _time([original, *variants], inputs)
-        first, *others = (
-            {shape: np.hstack([times[shape], more[shape]]) for shape in times}
-            for times, more in zip([first, *others], again, strict=True)
-        )
-    return first, others
-
-
-def _time(sessions: Sequence[Session], inputs: Sequence[Batch]) -> list[Times]:
+    sessions = original, *variants
     runs = [[partial(session.run, None, feed) for feed in inputs] for session in sessions]
-    times = time_shapes(runs, TIMED_S * len(sessions) / 2, TIMER)
+    seconds = TIMED_S * len(sessions) / 2
+    times = time_twice_if_slow(lambda: time_shapes(runs, seconds, TIMER), MIN_LOSSLESS_GAIN)
     names = [shape_name(feed) for feed in inputs]
-    return [dict(zip(names, rows, strict=True)) for rows in times.swapaxes(0, 1)]
+    first, *others = (dict(zip(names, rows, strict=True)) for rows in times.swapaxes(0, 1))
+    return first, others
 
 
 def speedup(before: Times, after: Times) -> Speedup:
@@ -109,12 +102,6 @@ def fastest(original: Times, variants: Sequence[Times]) -> int:
         if speedup(variants[best], variants[index]).low >= MIN_GAIN:
             best = index
     return best
-
-
-def _seems_slow(original: Times, times: Times) -> bool:
-    """Whether a variant is below a limit, inside or outside of its interval."""
-    least = min(ratio.value for ratio in by_shape(original, times).values())
-    return speedup(original, times).value < MIN_LOSSLESS_GAIN or least < MIN_SPEEDUP
 
 
 def too_slow(original: Times, times: Times) -> str | None:

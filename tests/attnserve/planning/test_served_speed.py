@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,33 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     assert found is not None
     assert found[0] == shapes[:1]
     assert found[1][0].shape[0] == 2 and (found[1][0] > 0).all()
+
+
+@dataclass
+class SlowAtFirst:
+    """A timer of two models at one shape, of which the second is slower in the first run."""
+
+    runs: int = 0
+
+    def measure(self, *_: object, **__: object) -> np.ndarray:
+        self.runs += 1
+        return np.array([[[1.0]] * 4, [[1.1 if self.runs == 1 else 0.9]] * 4])
+
+
+@pytest.mark.usefixtures("real_clock")
+@pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.97, 2)])
+def test_time_models_are_timed_twice_if_one_seems_slow(
+    least: float, runs: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timer = SlowAtFirst()
+    monkeypatch.setattr(served_speed, "TIMER", timer)
+    model = load_model(tiny / "model.onnx")
+    feeds = served_speed.example_feeds(model, SHAPES[:1], 0)
+    models = [model, model.clone()]
+    found = served_speed.time_models(models, feeds, context=RunContext(), least=least)
+    assert timer.runs == runs
+    assert found is not None and found[0] == SHAPES[:1]
+    assert found[1][0].tolist() == [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
 
 
 def test_served_lengths_are_requested_or_those_of_the_data() -> None:

@@ -16,6 +16,7 @@ from attnserve.runtime.interleaved_timer import (
     paired_speedup,
     time_functions,
     time_shapes,
+    time_twice_if_slow,
 )
 
 
@@ -81,6 +82,23 @@ def test_times_exclude_what_other_functions_do_to_the_caches():
 def test_time_shapes_tells_times_of_shapes_apart():
     slow, fast = time_shapes([[lambda: sum(range(20_000)), lambda: None]], 0.02)
     assert np.median(slow) > 10 * np.median(fast) > 0
+
+
+@pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.92, 2)])
+def test_time_twice_if_slow_joins_two_runs_if_a_model_seems_slow_at_a_shape(
+    least: float, runs: int
+):
+    """Of two models and their reference, the last is slower at the second of two shapes."""
+    times: list[np.ndarray] = []
+
+    def time_models() -> np.ndarray:
+        times.append(np.full((2, 3, 4), 1.0 + len(times)))
+        times[-1][1, 2] *= 1.1
+        return times[-1]
+
+    found = time_twice_if_slow(time_models, least)
+    np.testing.assert_array_equal(found, np.concatenate(times, axis=2))
+    assert len(times) == runs and found.shape == (2, 3, 4 * runs)
 
 
 def test_paired_speedup_is_the_geometric_mean_of_median_ratios():
