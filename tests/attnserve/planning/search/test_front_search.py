@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import onnx_ir as ir
 import pytest
@@ -13,20 +11,24 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.literals import Precision
 from attnserve.models.search_record import Verification
 from attnserve.options import Goal
+from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search import verification
+from attnserve.planning.search.estimates import Unit, UnitConfig
+from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import (
     MAX_CANDIDATES,
     BisectStep,
     FrontSearch,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate, SpeedCheck
+from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck
+from attnserve.planning.search.model_timing import ModelTiming
 from attnserve.planning.search.recovery_search import RecoverySearch
-from attnserve.planning.search.verification import Verified
+from attnserve.planning.search.verification import Verified, prefer_unreduced, verify_candidate
 from attnserve.runtime.interleaved_timer import Speedup
+from attnserve.runtime.part_latency import LatencyTable
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.jobs import job_of
@@ -38,8 +40,8 @@ MODEL = ir.from_onnx_text(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
 )
 STATE = start(Plan(), job_of(MODEL), MODEL)
-PLAN = Plan()
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
+TIMING = ModelTiming((), (), LatencyTable(None), {}, {}, (), None, 0.0, 0.0)
 
 
 def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
@@ -48,42 +50,68 @@ def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = F
     return Candidate(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
 
 
-@dataclass(frozen=True)
-class FakeFront:
-    """A front whose choices have a loss and a time, without blocks."""
-
-    choices: Sequence[Choice] = tuple(FRONT)
-    unreduced: Sequence[Choice] = (FUSED, INT8)
-    precision: Precision = "float32"
-
-    def plan(self, choice: Choice) -> Plan:
-        return PLAN
-
-    def predicted_ms(self, choice: Choice) -> float:
-        return choice.ms
+def front_of(
+    choices: Sequence[Choice] = FRONT,
+    unreduced: Sequence[Choice] = (FUSED, INT8),
+    precision: Precision = "float32",
+) -> Front:
+    """A front of one unit without blocks."""
+    unit = Unit((), [UnitConfig((), choice.loss, choice.ms) for choice in choices])
+    return Front(TIMING, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
 
 
-@dataclass
-class Judge:
-    """A judge whose losses are the predicted ones; pairs differ in speed by ``gain``."""
+class FakeJudge(Judge):
+    """A judge that runs no model.
 
-    gain: Speedup = NO_GAIN
-    built: list[Choice] = field(default_factory=list[Choice])
+    Args:
+        loss: The measured loss of a lossy choice by its predicted one.
+        gain: The measured speed-up of a pair of candidates.
+        gains: The same by the choice of the slower one, where it differs.
+        verified: The losses of the verifications, in order.
+    """
 
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
+    def __init__(
+        self,
+        loss: Callable[[float], float] = lambda predicted: predicted,
+        *,
+        gain: Speedup = NO_GAIN,
+        gains: Mapping[Choice, Speedup] | None = None,
+        verified: Iterable[float] = (),
+    ) -> None:
+        self.loss, self.gain, self.gains = loss, gain, gains or {}
+        self.losses = iter(verified)
+        self.measured = {}
+        self.built: list[Choice] = []
+        self.parts: list[HeldOut] = []
+
+    def measure_loss(self, choice: Choice, plan: Plan) -> float:
+        loss = self.loss(choice.loss) if choice.loss else 0.0
+        self.measured[choice.picks] = loss, 1 - loss
+        return loss
+
+    def build(self, choice: Choice, plan: Plan) -> Candidate:
         self.built.append(choice)
-        return candidate_of(choice)
+        return candidate_of(choice, self.measure_loss(choice, plan))
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
-        return self.gain
+        return self.gains.get(slow.choice, self.gain)
 
     def measure_speedup(self, candidate: Candidate) -> float:
         return FUSED.ms / candidate.choice.ms
 
+    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
+        self.parts.append(part)
+        return Verification(fidelity=FIDELITY, loss=next(self.losses))
 
-def search(judge: Any, **goal: Any) -> FrontSearch:
-    front: Any = FakeFront()
-    return FrontSearch(Goal(**goal), front, judge)
+    def time(self, candidate: Candidate) -> SpeedCheck:
+        return SpeedCheck((), 2.0, "")
+
+
+KEEP = Goal(keep=0.99)
+
+
+def search(judge: Judge, goal: Goal = KEEP, front: Front | None = None) -> FrontSearch:
+    return FrontSearch(goal, front or front_of(), judge)
 
 
 @pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
@@ -124,20 +152,18 @@ def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
     ("gain", "index"), [(NO_GAIN, 2), (Speedup(value=1.05, ci95=(1.01, 1.09)), 3)]
 )
 def test_find_less_lossy_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
-    judge = Judge(gain)
-    built = judge.build(FRONT[3])
-    assert search(judge, keep=0.99).find_less_lossy(built).choice == FRONT[index]
+    found = search(FakeJudge(gain=gain)).find_less_lossy(candidate_of(FRONT[3]))
+    assert found.choice == FRONT[index]
 
 
 def test_find_less_lossy_builds_nothing_where_no_choice_is_as_fast() -> None:
-    judge = Judge()
-    built = judge.build(FRONT[4])
-    assert search(judge, keep=0.9).find_less_lossy(built) is built
-    assert judge.built == [FRONT[4]]
+    judge, built = FakeJudge(), candidate_of(FRONT[4])
+    assert search(judge, Goal(keep=0.9)).find_less_lossy(built) is built
+    assert judge.built == []
 
 
 def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
-    unreduced = search(Judge(), keep=0.99).unreduced
+    unreduced = search(FakeJudge()).unreduced
     found = unreduced.run_from_fastest()
     assert found is not None and found.choice == INT8
     assert list(unreduced.front.choices) == [FUSED, INT8]
@@ -145,135 +171,61 @@ def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
 def test_unreduced_reaches_the_speedup_or_is_none(speedup: float, choice: Choice | None) -> None:
-    found = search(Judge(), target_speedup=speedup).unreduced.run_from_fastest()
+    found = search(FakeJudge(), Goal(target_speedup=speedup)).unreduced.run_from_fastest()
     assert (found and found.choice) == choice
 
 
-@dataclass(frozen=True, eq=False)
-class Int8Search(FrontSearch):
-    """A search in int8, with this unreduced choice."""
-
-    whole: Candidate | None = None
-
-    @property
-    def unreduced(self) -> FrontSearch:
-        return self
-
-    def run_from_fastest(self) -> Candidate | None:
-        return self.whole
+def verified_of(candidate: Candidate) -> Verified:
+    return Verified(candidate, [Verification(fidelity=FIDELITY, loss=candidate.loss)])
 
 
-@dataclass
-class PairedJudge:
-    """A judge of two models: their speed-up by the slower one."""
-
-    gain: Speedup
-    others: dict[Candidate, Speedup] = field(default_factory=dict[Candidate, Speedup])
-
-    def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
-        return self.others.get(slow, self.gain)
-
-
-@dataclass
-class Settling:
-    """A search whose best choice is reduced; the other one is not."""
-
-    gain: Speedup
-    keeps: bool = True
-    careful: Speedup | None = None
-    """The gain over another unreduced choice, which the verification returns then."""
-    verified: list[Any] = field(default_factory=list[Any])
-
-    def run(self, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, str]:
-        whole, careful = candidate_of(INT8), candidate_of(FUSED)
-        best = candidate_of(FRONT[3], reduced=True)
-        front: Any = FakeFront(precision="int8")
-        judge: Any = PairedJudge(self.gain, {careful: self.careful} if self.careful else {})
-        front_search = Int8Search(Goal(keep=0.99), front, judge, whole)
-
-        def verify(*_: Any) -> Any:
-            found = careful if self.careful else whole
-            verified: Any = ["verification of the whole"]
-            return Verified(found, verified, meets_goal=self.keeps)
-
-        monkeypatch.setattr(verification, "verify_candidate", verify)
-        first: Any = ["verification"]
-        found = verification.prefer_unreduced(front_search, Verified(best, first))
-        self.verified = list(found.verifications)
-        return found.candidate, found.note
+REDUCED = verified_of(candidate_of(FRONT[3], reduced=True))
+INT8_FRONT = front_of(precision="int8")
 
 
 @pytest.mark.parametrize(
-    ("gain", "keeps", "reduced"),
+    ("gain", "losses", "is_reduced"),
     [
-        (Speedup(value=1.10, ci95=(1.03, 1.2)), True, True),
-        (Speedup(value=1.10, ci95=(1.029, 1.2)), True, False),  # within the interval
-        (Speedup(value=0.99, ci95=(0.98, 1.0)), True, False),
-        (
-            Speedup(value=0.99, ci95=(0.98, 1.0)),
-            False,
-            True,
-        ),  # the other one failed its verification by chance
+        (Speedup(value=1.10, ci95=(1.03, 1.2)), [], True),
+        (Speedup(value=1.10, ci95=(1.029, 1.2)), [0.004], False),  # within the interval
+        (Speedup(value=0.99, ci95=(0.98, 1.0)), [0.004], False),
+        (Speedup(value=0.99, ci95=(0.98, 1.0)), [0.02, 0.02], True),  # by chance
     ],
 )
 def test_prefer_unreduced_gain_within_three_percent_is_unreduced(
-    gain: Speedup, keeps: bool, reduced: bool, monkeypatch: pytest.MonkeyPatch
+    gain: Speedup, losses: Sequence[float], is_reduced: bool
 ) -> None:
-    settling = Settling(gain, keeps)
-    found, note = settling.run(monkeypatch)
-    assert bool(found.plan.lossy_blocks) == reduced
-    assert bool(note) == (not reduced) and (reduced or "1.03x" in note)
-    assert settling.verified == (["verification"] if reduced else ["verification of the whole"])
+    """The unreduced choice may miss the goal in its own verifications."""
+    judge = FakeJudge(gain=gain, verified=losses)
+    found = prefer_unreduced(search(judge, front=INT8_FRONT), REDUCED)
+    assert len(judge.parts) == len(losses)
+    if is_reduced:
+        assert found is REDUCED
+        return
+    assert found.candidate.choice == INT8 and "1.03x" in found.note
+    assert [verification.loss for verification in found.verifications] == losses
 
 
 @pytest.mark.parametrize(
-    ("careful", "reduced"),
+    ("gain", "is_reduced"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
 def test_prefer_unreduced_compares_with_the_model_that_would_be_written(
-    careful: Speedup, reduced: bool, monkeypatch: pytest.MonkeyPatch
+    gain: Speedup, is_reduced: bool
 ) -> None:
-    """The fastest choice without removal failed its verification; the one after it may be slow."""
-    settling = Settling(NO_GAIN, careful=careful)
-    found, note = settling.run(monkeypatch)
-    assert bool(found.plan.lossy_blocks) == reduced
-    assert reduced or f"{careful.value:.2f}x" in note
+    """The fastest choice without removal fails its verification; the one after it may be slow."""
+    judge = FakeJudge(gains={FUSED: gain}, verified=[0.02, 0.0])
+    found = prefer_unreduced(search(judge, front=INT8_FRONT), REDUCED)
+    if is_reduced:
+        assert found is REDUCED
+    else:
+        assert found.candidate.choice == FUSED and f"{gain.value:.2f}x" in found.note
 
 
 def test_prefer_unreduced_plan_is_not_compared() -> None:
-    no_judge, plain = None, candidate_of(FUSED)
-    front_search = search(no_judge, keep=0.99)  # a comparison would need one
-    verified = Verified(plain, [Verification(fidelity=FIDELITY, loss=0.0)])
-    assert verification.prefer_unreduced(front_search, verified) is verified
-
-
-class LongFront:
-    """A front of a hundred choices."""
-
-    def __init__(self) -> None:
-        self.choices = [Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)]
-
-    def plan(self, choice: Choice) -> Plan:
-        return PLAN
-
-    def predicted_ms(self, choice: Choice) -> float:
-        return choice.ms
-
-
-class FakeJudge:
-    """A judge whose losses follow from the predicted ones by a function."""
-
-    def __init__(self, measure: Callable[[float], float]) -> None:
-        self.measure = measure
-        self.measured: dict[tuple[int, ...], tuple[float, float]] = {}
-
-    def measure_loss(self, choice: Choice, plan: Plan = PLAN) -> float:
-        loss = self.measure(choice.loss) if choice.loss else 0.0
-        self.measured[choice.picks] = loss, 1 - loss
-        return loss
-
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
-        return candidate_of(choice, self.measure_loss(choice))
+    judge, verified = FakeJudge(), verified_of(candidate_of(FUSED))
+    assert prefer_unreduced(search(judge), verified) is verified
+    assert judge.built == judge.parts == []
 
 
 @pytest.mark.parametrize(
@@ -285,74 +237,46 @@ class FakeJudge:
 def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
     loss: Callable[[float], float], least: float
 ):
-    fake: Any = FakeJudge(loss)
-    front: Any = LongFront()
-    found: Any = FrontSearch(Goal(keep=0.99), front, fake).run()
-    assert found.choice.loss >= least
+    """On a front of a hundred choices."""
+    judge = FakeJudge(loss)
+    front = front_of([Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)])
+    found = search(judge, front=front).run()
+    assert found is not None and found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
-    assert len(fake.measured) <= 1 + MAX_CANDIDATES
+    assert len(judge.measured) <= 1 + MAX_CANDIDATES
 
 
-@dataclass
-class VerifyingJudge:
-    """A judge whose verifications have these losses, one after the other."""
-
-    losses: Iterator[float]
-    parts: list[HeldOut] = field(default_factory=list[HeldOut])
-    """The data of each verification."""
-
-    def build(self, choice: Choice, plan: Plan = PLAN) -> Candidate:
-        return candidate_of(choice)
-
-    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
-        self.parts.append(part)
-        return Verification(fidelity=FIDELITY, loss=next(self.losses))
-
-    def time(self, candidate: Candidate) -> SpeedCheck:
-        return SpeedCheck((), 2.0, "")
-
-
-@dataclass(frozen=True, eq=False)
-class CarefulSearch(FrontSearch):
-    """A search that finds these more careful choices, one after the other."""
-
-    careful: Iterator[Candidate] = field(default_factory=lambda: iter(()))
-
-    def step_back(self, candidate: Candidate, loss: float, keep: float) -> Candidate:
-        return next(self.careful)
+STEPS = [Choice(loss, 10 - 100 * loss, (n,)) for n, loss in enumerate((0.0, 0.01, 0.02, 0.03))]
 
 
 @pytest.mark.parametrize(
-    ("losses", "kept", "count"),
+    ("losses", "choices", "kept"),
     [
-        ([0.01], 0.03, 1),
-        ([0.011, 0.01], 0.02, 2),
-        ([0.011, 0.012, 0.0099], 0.01, 3),  # on all held-out data, by its bounds
-        ([0.011, 0.012, 0.0101, 0.0], 0.0, 4),  # what loses nothing
-        ([0.011, 0.0], 0.0, 2),  # nothing more careful was found
+        ([0.01], STEPS, 0.03),
+        ([0.011, 0.01], STEPS, 0.02),
+        ([0.011, 0.012, 0.0099], STEPS, 0.01),  # on all held-out data, by its bounds
+        ([0.011, 0.012, 0.0101, 0.0], STEPS, 0.0),  # the choice that loses nothing
+        ([0.011, 0.0], [STEPS[0], STEPS[3]], 0.0),  # no other choice is more careful
     ],
 )
 def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
-    losses: list[float], kept: float, count: int
+    losses: list[float], choices: list[Choice], kept: float
 ):
-    steps = [Choice(loss, 1.0, ()) for loss in (0.03, 0.02, 0.01, 0.0)]
-    careful = map(candidate_of, steps[1:] if len(losses) != 2 or losses[1] else steps[-1:])
-    front: Any = FakeFront(choices=steps[-1:])
-    judge: Any = VerifyingJudge(iter(losses))
-    front_search = CarefulSearch(Goal(keep=0.99), front, judge, careful)
-    verified = verification.verify_candidate(front_search, candidate_of(steps[0]))
-    found = verified.verifications
+    """Each lossy choice loses as much as is allowed on the rows to choose."""
+    judge = FakeJudge(lambda _: 0.01, verified=losses)
+    verified = verify_candidate(
+        search(judge, front=front_of(choices)), candidate_of(STEPS[3], 0.01)
+    )
     assert verified.meets_goal and verified.candidate.choice.loss == kept
-    assert [each.loss for each in found] == losses and len(found) == count
+    assert [each.loss for each in verified.verifications] == losses
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
-    assert judge.parts == parts[:count]
+    assert judge.parts == parts[: len(losses)]
 
 
 def test_recovery_search_without_keep_compares_losses_on_the_same_data():
-    judge: Any = VerifyingJudge(iter([0.01, 0.02, 0.03, 0.02]))
-    front: Any = FakeFront()
+    judge = FakeJudge(verified=[0.01, 0.02, 0.03, 0.02])
     plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
-    front_search = FrontSearch(Goal(target_speedup=1.5), front, judge)
+    front_search = search(judge, Goal(target_speedup=1.5))
     recovery = RecoverySearch(front_search, "key", 60.0, found=trained)
     assert recovery._verify_fastest(plain) is trained[1]
     first, second = HeldOut.VERIFY, HeldOut.VERIFY_AGAIN
