@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from attnserve.planning import served_speed
 from attnserve.planning.search.judge import Candidate, Judge
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
-from attnserve.runtime.part_latency import Part
+from attnserve.runtime.part_latency import LatencyTable, Part
 from graph_passes.analysis.axes import named_axes, read_axes
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.shapes import infer_shapes_at
@@ -48,13 +48,16 @@ def macs(model: ir.Model, feed: Mapping[str, np.ndarray]) -> int:
     return 0 if uncounted else total
 
 
-def measure(
-    table: Any, parts: Mapping[str, Part], *, progress: Any = None
-) -> dict[str, tuple[float, ...]]:
-    return {
-        name: tuple(milliseconds(part.model, feed) for feed in part.feeds)
-        for name, part in parts.items()
-    }
+class CountedTable(LatencyTable):
+    """Milliseconds by the number of operations."""
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        return {
+            name: tuple(milliseconds(part.model, feed) for feed in part.feeds)
+            for name, part in parts.items()
+        }
 
 
 def compare_speed(
@@ -121,7 +124,7 @@ def measure_unfused(timer: ServedTimer, *arguments: Any, **named: Any) -> Served
 
 
 def count_instead_of_timing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnserve.runtime.part_latency.LatencyTable.measure", measure)
+    monkeypatch.setattr(LatencyTable, "measure", CountedTable.measure)
     monkeypatch.setattr(Judge, "compare_speed", compare_speed)
     monkeypatch.setattr(Judge, "measure_speedup_over", measure_speedup_over)
     count_served(monkeypatch)

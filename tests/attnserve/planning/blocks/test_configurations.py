@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,12 +34,12 @@ from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.part_latency import LatencyTable
+from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidModel
 from tests.architectures import ARCHITECTURES, Cell, cells_of
-from tests.attnserve.costs import measure
+from tests.attnserve.costs import CountedTable
 
 Build = Callable[..., Path]
 
@@ -110,12 +110,9 @@ def test_group_blocks_shared_weights_are_one_group(
 
 
 @pytest.fixture
-def timed(
-    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
-) -> dict[Block, BlockLatency]:
-    monkeypatch.setattr(LatencyTable, "measure", measure)
+def timed(bert: ir.Model, groups: list[BlockGroup]) -> dict[Block, BlockLatency]:
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    timer = BlockTimer(bert, CountedTable(None, ONE_THREAD), feeds[:1], feeds[1:])
     return timer.time_blocks(groups)
 
 
@@ -156,28 +153,31 @@ def test_time_blocks_skips_operator_without_kernel(
             raise InvalidModel("no kernel", "none")
         return open_session(part, *given, **named)
 
-    monkeypatch.setattr(LatencyTable, "measure", measure)
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
+    found = BlockTimer(bert, CountedTable(None), feeds).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
+class SlowAtSecondShape(CountedTable):
+    """Everything but the original takes 1.2 times as long as it at the second shape."""
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts, progress=progress)
+        slow = 1.2 * found["None"][1]
+        return {name: ms if name == "None" else (ms[0], slow) for name, ms in found.items()}
+
+
 def test_time_blocks_skips_implementation_slower_at_any_length(
-    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup]
 ):
-    """One operator is faster at the length asked for, and 1.2 times as slow at another."""
-
-    def slow_at_length(table: Any, parts: Any, *, progress: Any = None) -> Any:
-        found = measure(table, parts)
-        original = next(iter(found.values()))
-        slower = {name: (ms[0], 1.2 * original[1]) for name, ms in found.items() if name != "None"}
-        return {**found, **slower}
-
-    monkeypatch.setattr(LatencyTable, "measure", slow_at_length)
+    """One operator is faster at the requested length, and slower at another."""
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    found = BlockTimer(bert, LatencyTable(None), feeds[:1], feeds[1:]).time_blocks(groups)
+    timer = BlockTimer(bert, SlowAtSecondShape(None), feeds[:1], feeds[1:])
+    found = timer.time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator == "as exported"
         configs = Estimates(found, {}).unit(group).configs
@@ -370,19 +370,21 @@ def test_time_blocks_times_truncated_heads(
         assert {config for config in configs if config.rank is not None} == {BlockConfig(4, 4, 8)}
 
 
-def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(
-    short_enough: None,
-    bert: ir.Model,
-    groups: list[BlockGroup],
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def share_fast(table: Any, parts: Any, *, progress: Any = None) -> Any:
-        found = measure(table, parts)
+class FastSharing(CountedTable):
+    """Shared dimensions take a tenth of their time, at the only shape."""
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts, progress=progress)
         return {name: (0.1 * ms if "shared" in name else ms,) for name, (ms,) in found.items()}
 
-    monkeypatch.setattr(LatencyTable, "measure", share_fast)
+
+def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(
+    short_enough: None, bert: ir.Model, groups: list[BlockGroup]
+):
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds).time_blocks(groups)
+    found = BlockTimer(bert, FastSharing(None, ONE_THREAD), feeds).time_blocks(groups)
     for group in filter(cut_attention, groups):
         configs = found[group.blocks[0]].configs
         shared = {config for config in configs if config.rank is not None}
@@ -482,11 +484,10 @@ def handed_on(
     bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
     """Counted times, where one operator for a whole attention takes this share."""
-    monkeypatch.setattr(LatencyTable, "measure", measure)
     if implementation == "as exported":
         monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    timer = BlockTimer(bert, CountedTable(None, ONE_THREAD), feeds[:1], feeds[1:])
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -105,25 +106,40 @@ def test_without_casts_keeps_integers():
     assert border(made)[1] == [FLOAT16, ir.DataType.INT64, FLOAT16]
 
 
-@pytest.mark.parametrize("precision", ["float16", "float32"])
-def test_block_timer_forms_and_configs_use_precision(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch
-):
-    """Original, forms and configs alike: their masks are fed in float16 too."""
-    seen: list[Part] = []
+def encoder() -> tuple[ir.Model, list[BlockGroup]]:
+    model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
+    return model, group_blocks(model, find_attention(model).blocks, ffn=True)
 
-    def measured(self: LatencyTable, parts: dict[str, Part], **_: object) -> object:
-        seen.extend(parts.values())
+
+class EqualTimes(LatencyTable):
+    """Every part takes 1 ms.
+
+    Attributes:
+        parts: All parts that were timed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.parts: list[Part] = []
+
+    def measure(
+        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, tuple[float, ...]]:
+        self.parts.extend(parts.values())
         return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
 
-    monkeypatch.setattr(LatencyTable, "measure", measured)
-    model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
-    groups = group_blocks(model, find_attention(model).blocks, ffn=True)
-    feeds = [example_inputs(model, Workload.of(1, 8))]
-    BlockTimer(model, LatencyTable(None), feeds, precision=precision).time_blocks(groups)
-    assert len(seen) > 8
+
+@pytest.mark.parametrize("precision", ["float16", "float32"])
+def test_block_timer_forms_and_configs_use_precision(
+    precision: Precision,
+):
+    """Original, forms and configs alike: their masks are fed in float16 too."""
+    model, groups = encoder()
+    table, feeds = EqualTimes(), [example_inputs(model, Workload.of(1, 8))]
+    BlockTimer(model, table, feeds, precision=precision).time_blocks(groups)
+    assert len(table.parts) > 8
     expected = np.float16 if precision == "float16" else np.float32
-    for each in seen:
+    for each in table.parts:
         read = {value.name for value in each.model.graph.inputs if value.uses()}
         assert read and {each.feeds[0][name or ""].dtype for name in read} == {np.dtype(expected)}
         assert operators(each)["Cast"] == 0
@@ -139,40 +155,22 @@ def test_block_timer_part_that_cannot_be_converted_is_unchanged():
     assert timer._converted(given) is given
 
 
-def encoder() -> tuple[ir.Model, list[BlockGroup]]:
-    model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
-    return model, group_blocks(model, find_attention(model).blocks, ffn=True)
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Part]:
-    """All parts that are timed; each takes 1 ms."""
-    parts_seen: list[Part] = []
-
-    def measure(self: LatencyTable, parts: dict[str, Part], **_: object) -> object:
-        parts_seen.extend(parts.values())
-        return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
-
-    monkeypatch.setattr(LatencyTable, "measure", measure)
-    return parts_seen
-
-
 def broken(*_: object, **__: object) -> ir.Model:
     raise ValueError("a defect of the conversion")
 
 
 def test_block_timer_failed_conversion_is_not_timed_and_block_stays_float32(
-    measured: list[Part], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     model, groups = encoder()
     feeds = [example_inputs(model, Workload.of(1, 8))]
-    in_float = BlockTimer(model, LatencyTable(None), feeds).time_blocks(groups)
-    measured.clear()
+    in_float = BlockTimer(model, EqualTimes(), feeds).time_blocks(groups)
     monkeypatch.setattr("attnserve.precision.schemes.quantize", broken)
-    timer = BlockTimer(model, LatencyTable(None), feeds, precision="int8")
+    table = EqualTimes()
+    timer = BlockTimer(model, table, feeds, precision="int8")
     with caplog.at_level(logging.WARNING):
         timed = timer.time_blocks(groups)
-    assert timed == {} and measured == [] and timer.time_pairs(groups, timed) == []
+    assert timed == {} and table.parts == [] and timer.time_pairs(groups, timed) == []
     for group in groups:
         assert group.blocks[0].name in caplog.text
         unit = Estimates(timed, {}, in_float, {group.key: 0.01}).unit(group)
@@ -181,19 +179,20 @@ def test_block_timer_failed_conversion_is_not_timed_and_block_stays_float32(
 
 
 def test_block_timer_failed_conversion_is_refused_if_blocks_must_be_converted(
-    measured: list[Part], monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ):
     model, groups = encoder()
     feeds = [example_inputs(model, Workload.of(1, 8))]
     monkeypatch.setattr("attnserve.precision.schemes.to_float16", broken)
-    timer = BlockTimer(model, LatencyTable(None), feeds, precision="float16")
+    table = EqualTimes()
+    timer = BlockTimer(model, table, feeds, precision="float16")
     with pytest.raises(CannotRewrite) as refused:
         timer.time_blocks(groups)
-    assert refused.value.code == "precision.failed" and measured == []
+    assert refused.value.code == "precision.failed" and table.parts == []
 
 
 def test_block_timer_failed_conversion_of_operator_leaves_it_out(
-    measured: list[Part], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     model, groups = encoder()
     feeds = [example_inputs(model, Workload.of(1, 8))]
@@ -203,13 +202,13 @@ def test_block_timer_failed_conversion_of_operator_leaves_it_out(
             raise CannotRewrite("fused", code="precision.does_not_run")
         return part.clone()
 
-    whole = BlockTimer(model, LatencyTable(None), feeds).time_blocks(groups)
+    whole = BlockTimer(model, EqualTimes(), feeds).time_blocks(groups)
     assert any(latency.operators for latency in whole.values())
     monkeypatch.setattr(block_timing, "convert", converted)
-    measured.clear()
-    timed = BlockTimer(model, LatencyTable(None), feeds, precision="int8").time_blocks(groups)
-    assert timed.keys() == whole.keys() and measured
-    assert all(node.domain != "com.microsoft" for part in measured for node in part.model.graph)
+    table = EqualTimes()
+    timed = BlockTimer(model, table, feeds, precision="int8").time_blocks(groups)
+    assert timed.keys() == whole.keys() and table.parts
+    assert all(node.domain != "com.microsoft" for part in table.parts for node in part.model.graph)
     assert "not timed in int8: fused" in caplog.text
 
 

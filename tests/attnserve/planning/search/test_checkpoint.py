@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import onnx_ir as ir
 import pytest
 
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.planning.plans import apply
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.state import State
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.runtime.cache import digest
 from attnserve.runtime.checkpoint import Checkpoint
 from tests.attnserve.planning.conftest import Planner
 
@@ -18,30 +21,22 @@ pytestmark = pytest.mark.usefixtures("cache", "counted")
 
 
 @pytest.mark.timing
-def test_search_continues_after_interruption(
-    planned: Planner, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-):
-    whole = planned("whole.json", keep=0.95)
-    original = JobWithData.compare_held_out
-    calls: list[int] = []
+def test_search_continues_after_interruption(planned: Planner, tmp_path: Path, cache: Path):
+    stages: set[str] = set()
 
-    def interrupted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "build 2: verify":
             raise KeyboardInterrupt
-        return original(*args, **kwargs)
 
-    monkeypatch.setattr(JobWithData, "compare_held_out", interrupted)
+    whole = planned("whole.json", keep=0.95, progress=lambda stage, *_: stages.add(stage))
+    assert {"measure block losses", "build 1: verify", "build 2: verify"} <= stages
     with pytest.raises(KeyboardInterrupt):
-        planned(keep=0.95)
+        planned(keep=0.95, progress=interrupt)
     assert len(list((cache / "plans").iterdir())) == 1
     assert not (tmp_path / "p.json").exists()
-
-    def measured_again(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the losses are known")
-
-    monkeypatch.setattr(search, "loss_curves", measured_again)
-    report = planned(keep=0.95)
+    stages.clear()
+    report = planned(keep=0.95, progress=lambda stage, *_: stages.add(stage))
+    assert stages and "measure block losses" not in stages, "the losses are known"
     assert report.to_json()["plan"] == whole.to_json()["plan"]
     assert not list((cache / "plans").iterdir())  # done: nothing is left behind
 
@@ -66,9 +61,9 @@ def test_search_builds_no_choice_twice_and_names_the_build_of_each_step(
     stages: dict[str, None] = {}
     built: list[str] = []
 
-    def apply_plan(plan: Any, *args: Any, **kwargs: Any) -> Any:
-        built.append(judge.digest(plan.to_json()))
-        return apply.apply_plan(plan, *args, **kwargs)
+    def apply_plan(plan: Plan, job: Job, model: ir.Model) -> State:
+        built.append(digest(plan.to_json()))
+        return apply.apply_plan(plan, job, model)
 
     monkeypatch.setattr(judge, "apply_plan", apply_plan)
     planned(keep=0.98, progress=lambda stage, *_: stages.setdefault(stage))

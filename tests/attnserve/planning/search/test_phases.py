@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from attnserve.cli.app import main
@@ -14,6 +16,8 @@ from attnserve.planning.optimize import optimize
 from attnserve.planning.plan_command import plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.search import judge
+from attnserve.runtime.interface import Batch
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 from tests.architectures import Cell
 from tests.errors import raises
@@ -64,7 +68,9 @@ def test_plan_of_a_decoder_times_the_phase(
     timed = set[int]()
     time_models = judge.time_models
 
-    def noted(models: Any, feeds: Any, **how: Any) -> Any:
+    def noted(
+        models: Sequence[ir.Model], feeds: Mapping[Workload, Batch], **how: Any
+    ) -> tuple[list[Workload], list[np.ndarray]] | None:
         timed.update(feed["input_ids"].shape[1] for feed in feeds.values())
         return time_models(models, feeds, **how)
 

@@ -7,7 +7,7 @@ Times are counted, not measured (``costs``), so that results are the same everyw
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import attnserve
 from attnserve.checks.compare import verify
 from attnserve.checks.evaluate import score_session
+from attnserve.checks.scores import Score
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import ShapeLatency
@@ -25,6 +26,8 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Lengths
 from attnserve.planning.search import search
 from attnserve.planning.search.judge import Candidate, Judge
+from attnserve.runtime.interface import Session
+from graph_passes.analysis.workload import Workload
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,
@@ -204,7 +207,7 @@ def test_search_without_gain_returns_the_original(
 ):
     """Every model is slower at 64 tokens."""
 
-    def slow(judge: Judge, model: ir.Model, workloads: Any) -> list[ShapeLatency]:
+    def slow(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         return [ShapeLatency(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
                       speedup=0.91 if n == 64 else 1.25)
                 for n in (workload.length for workload in workloads)]  # fmt: skip
@@ -264,7 +267,7 @@ def test_search_scores_new_queries_in_documents_of_the_original(
 ):
     found: list[bool] = []
 
-    def score(session: Any, *arguments: Any, index: Any, **options: Any) -> Any:
+    def score(session: Session, *arguments: Any, index: Session | None, **options: Any) -> Score:
         found.append(index is not None and index is not session)
         return score_session(session, *arguments, index=index, **options)
 
