@@ -1,9 +1,9 @@
 """Measure the loss at the model's output when one block is changed.
 
-Removal is measured at a few sizes, with the block's last weight (the output projection, or the
-second matrix of a feed-forward) refitted in closed form (``LossEstimator``). Between them the loss
-follows the block's own loss (``calibration.elimination``). Other changes are applied to a copy of
-the model and measured there.
+The loss of a removal is measured at a few sizes (``LossEstimator``). The block's last weight, which
+is the output projection or the second matrix of a feed-forward, is refitted in closed form. Between
+these sizes the loss follows the block's own loss (``calibration.elimination``). Other changes are
+applied to a copy of the model, whose loss is measured.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 __all__ = ["BlockLosses", "conversion_losses", "loss_curves"]
 
 MEASURED_SHARES = (0.25, 0.5, 0.75)
-"""Shares of a block whose removal is measured."""
+"""The shares of a block's heads or neurons whose removal is measured."""
 
 MEASURED_ROWS = 48
 """The approximate number of texts on which losses are measured."""
@@ -72,9 +72,9 @@ class BlockLosses(NamedTuple):
     """Losses of configurations of the blocks, at the output of the model.
 
     Attributes:
-        curves: Loss curves by the key of each group that can be reduced.
-        pairs: Pairs with their losses.
-        conversion: Loss of converting only this group to int8 or int4, by the key of each group.
+        curves: The loss curve of each group that can be reduced, by its key.
+        pairs: The pairs whose loss was measured.
+        conversion: The loss if only this group is converted to int8 or int4, by its key.
     """
 
     curves: dict[str, LossCurve]
@@ -92,11 +92,11 @@ def loss_curves(
     new_meter: Callable[[], QualityMeter],
     context: RunContext,
 ) -> BlockLosses:
-    """Measure the loss of removal, of other changes, and of reuse.
+    """Measure the losses of removal, of other changes, and of reused probabilities.
 
     Args:
-        changes: Other changes to measure, by the key of a group.
-        pairs: Pairs to measure; pairs that are not faster are skipped.
+        changes: The other changes to measure, by the key of a group.
+        pairs: The pairs to measure; pairs that are not faster are skipped.
         new_meter: See ``LossEstimator``.
 
     Raises:
@@ -156,10 +156,10 @@ def conversion_losses(
     new_meter: Callable[[], QualityMeter],
     context: RunContext,
 ) -> dict[str, float]:
-    """The loss if each group alone is converted to a precision, by its key.
+    """Measure the loss if each group alone is converted to a precision, by its key.
 
     Args:
-        precision: A precision that allows ``float_blocks``; see ``Scheme``.
+        precision: One that allows ``float_blocks``; see ``Scheme``.
         new_meter: See ``LossEstimator``.
 
     Raises:
@@ -177,7 +177,7 @@ def conversion_losses(
 
 @dataclass(frozen=True, eq=False)
 class _ChangeLosses:
-    """Measures changes that are applied to a copy of the model."""
+    """Measures the losses of changes that are applied to a copy of the model."""
 
     model: ir.Model
     estimator: LossEstimator
@@ -190,19 +190,21 @@ class _ChangeLosses:
         return replace(self.context, progress=ignore_progress)
 
     @cached_property
-    def few(self) -> list[Batch]:
-        """The batches that changed blocks are fitted to."""
+    def fit_batches(self) -> list[Batch]:
+        """The batches to which changed blocks are fitted."""
         return thinned(self.batches, FIT_TOKENS)
 
     @cached_property
     def targets(self) -> Targets:
         """The outputs of all blocks on these batches."""
-        return collect_targets(self.model, list(self.estimator.maps), self.few, context=self.silent)
+        return collect_targets(
+            self.model, list(self.estimator.maps), self.fit_batches, context=self.silent
+        )
 
     def changes(
         self, wanted: Mapping[BlockGroup, Sequence[BlockConfig]]
     ) -> dict[str, list[tuple[BlockConfig, float]]]:
-        """The loss of each change of groups of one block; impossible changes are left out."""
+        """Measure each change of the groups with one block; impossible changes are left out."""
         single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
         names = [g.names[0] for g, configs in single.items() if any(c.is_fitted for c in configs)]
         plain = self.model.clone()
@@ -225,7 +227,7 @@ class _ChangeLosses:
         return losses
 
     def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
-        """Each pair with its most similar heads, and the loss if all of them are reused."""
+        """Yield each pair with its most similar heads, and the loss if all of them are reused."""
         if not pairs:
             return
         plain = self.model.clone()
@@ -248,7 +250,7 @@ class _ChangeLosses:
     def _reusing(
         self, pair: ReusePair, blocks: Sequence[AttentionBlock], similarity: HeadSimilarity
     ) -> ReusePair | None:
-        """A pair with its heads and its loss; None if not all heads are comparable."""
+        """Measure a pair; None if not all of its heads have a source."""
         reader = pair.reader.names[0]
         edges = edges_of(Reuse("full"), blocks, [reader], masks={}, similarity=similarity)
         taken = edges.get(reader, {})
@@ -260,26 +262,30 @@ class _ChangeLosses:
         return replace(pair, heads=heads, loss=self._loss(new, pair.source.names[0], [reader]))
 
     def _loss(self, new: ir.Model, first: str, fitted: Sequence[str]) -> float:
-        """The loss of a changed model, after these layers are refitted.
+        """Measure the loss of a changed model.
 
         Args:
-            first: The first changed block. What comes before is not computed again.
+            first: The first changed block; the values in front of it are not computed again.
+            fitted: The blocks whose outputs are refitted before the loss is measured.
         """
         if fitted:
             refit(
-                new, self.model, fitted, self.few,
+                new, self.model, fitted, self.fit_batches,
                 context=self.silent, targets=self.targets, known=self.prefix.before(first),
             )  # fmt: skip
         return max(self.estimator.loss_of(new, first), 1e-9)
 
     @cached_property
     def prefix(self) -> _Prefix:
-        """The values in front of a block on the data that changed blocks are fitted to."""
-        return _Prefix(self.model, self.few, self.silent)
+        """The values in front of each block on ``fit_batches``."""
+        return _Prefix(self.model, self.fit_batches, self.silent)
 
 
 class _Prefix:
-    """Cache of the values in front of one attention block; cheapest in the order of execution."""
+    """A cache of the values in front of one attention block at a time.
+
+    Values are computed once if blocks are requested in the order of execution.
+    """
 
     def __init__(self, model: ir.Model, batches: Sequence[Batch], context: RunContext) -> None:
         self.model, self.batches, self.context = model, batches, context
@@ -290,9 +296,12 @@ class _Prefix:
         self._place, self._runner = -1, self._start()
 
     def before(self, name: str) -> list[dict[str, np.ndarray]]:
-        """By batch, the values that the block and later nodes read, by name; empty without any."""
+        """Return the values that the block and later nodes read: by name, of each batch.
+
+        The list is empty if the block reads an input of the model, or is in the body of a node.
+        """
         place = self.places.get(name, -1)
-        if place < 0:  # an input of the model, or a value of a body
+        if place < 0:
             return []
         if place < self._place:
             self._runner = self._start()
@@ -308,7 +317,7 @@ class _Prefix:
 def _by_group(
     groups: Sequence[BlockGroup], moments: Iterable[tuple[str, FitMoments]]
 ) -> Iterator[tuple[BlockGroup, FitMoments]]:
-    """Sum the moments of the blocks of a group; a group is yielded after its last block."""
+    """Sum the moments of the blocks of each group, which is yielded after its last block."""
     group_of = {name: group for group in groups for name in group.names}
     missing = {group: len(group.names) for group in groups}
     sums: dict[BlockGroup, FitMoments] = {}
@@ -326,9 +335,9 @@ def _decompose(model: ir.Model, names: Collection[str]) -> None:
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:
-    """Split batches: about ``MEASURED_ROWS`` short and long texts to measure, and data to fit to.
+    """Split batches into about ``MEASURED_ROWS`` short and long texts to measure, and data to fit.
 
-    They are disjoint: a block with many neurons overfits to the data of its fit.
+    Both are disjoint, because a block with many neurons overfits to the data of its fit.
     """
     if len(batches) < 2:
         return list(batches), list(batches)
@@ -365,7 +374,7 @@ def _elimination(
 def _fitted(
     moments: FitMoments, weight: Float[np.ndarray, "N D"], kept: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ridge regression of the block's output on the kept rows: weight and bias."""
+    """Fit the block's output to the kept rows by ridge regression; returns weight and bias."""
     gram = moments.covariance
     unit = RIDGE * (float(np.trace(gram)) / len(gram) or 1.0)
     fitted = np.zeros_like(weight)

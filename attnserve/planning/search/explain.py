@@ -15,23 +15,24 @@ from attnserve.planning.search.front import Front
 __all__ = ["explain", "front_points"]
 
 MAX_POINTS = 50
-"""Number of points of the front that plan.json lists, besides candidates."""
+"""The number of points of the front that plan.json lists, besides candidates."""
 
 
 def front_points(
     front: Front, measured: Mapping[tuple[int, ...], tuple[float, float]]
 ) -> list[Point]:
-    """Points of the front, evenly by their index, and all that were built.
+    """Sample the front at even steps of the index, and add all choices that were built.
 
     Args:
-        measured: (loss, cosine) of each candidate, by the ``picks`` of its choice.
+        measured: The loss and the cosine of each candidate, by the ``picks`` of its choice.
     """
     choices = front.choices
     indices = np.linspace(0, len(choices) - 1, min(len(choices), MAX_POINTS)).round().astype(int)
-    chosen = {*indices.tolist(), *(i for i, c in enumerate(choices) if c.picks in measured)}
+    sampled = set(indices.tolist())
     points: list[Point] = []
-    for index in sorted(chosen):
-        choice = choices[index]
+    for index, choice in enumerate(choices):
+        if index not in sampled and choice.picks not in measured:
+            continue
         loss, cosine = measured.get(choice.picks, (None, None))
         points.append(
             Point(
@@ -45,7 +46,7 @@ def front_points(
 
 
 def explain(front: Front, choice: Choice) -> list[Decision]:
-    """The decision for each block in a choice, with the reason, in order of execution."""
+    """List the decision for each block in a choice, with its reason, in order of execution."""
     timing, losses = front.timing, front.losses
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
@@ -85,12 +86,12 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
 
 
 def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
-    """Why a group of a unit has its configuration, in one sentence.
+    """State in one sentence why a group of a unit has its configuration.
 
     Args:
-        index: The configuration of the unit.
-        place: The group in the unit.
-        curve: The losses of the group, if something can be removed.
+        index: The index of the configuration among those of the unit.
+        place: The index of the group in the unit.
+        curve: The losses of the group; None if nothing can be removed.
     """
     group, chosen = unit.groups[place], unit.configs[index]
     if group.refusal is not None:

@@ -42,54 +42,58 @@ __all__ = [
 ]
 
 MAX_CANDIDATES = 6
-"""The number of candidates besides the first and the last choice. More come closer to the limit."""
+"""The largest number of candidates besides the first and the last choice. More candidates come
+closer to the limit."""
 
 TIGHT = 0.9
-"""The search ends at a candidate with this share of the allowed loss, or more of it. Larger: the
-result is closer to the limit, after more candidates."""
+"""The search ends at a candidate with at least this share of the allowed loss. A larger share
+brings the result closer to the limit, and needs more candidates."""
 
 FIRST_GUESS = {"score": 4.0}
-"""Ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure, before any is
-measured; 1 for other measures. Larger: the first candidate loses more."""
+"""The ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure that is
+expected before any loss is measured; 1 for other measures. With a larger ratio, the first candidate
+loses more."""
 
 SQUARED = frozenset({"index", "tau", "top1"})
 """Measures whose squared loss is proportional to the predicted loss: ranks change when vectors or
 logits change, and independent changes add up in squares."""
 
 CAREFUL = 0.8
-"""Share of the allowed loss at which the choice after a failed verification is aimed. Smaller: it
-is slower, and fails less often."""
+"""The share of the allowed loss at which the choice after a failed verification is aimed. With a
+smaller share, it is slower and fails less often."""
 
 INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
-"""Between two measured choices, the share of the way to the expected limit at which the next one is
-aimed; beyond the last one, the share of the predicted loss that is expected there. Smaller: the
-next choice exceeds the allowed loss less often."""
+"""Between two measured choices, the next one is aimed at the first share of the way to the expected
+limit; beyond the last one, at the second share of the predicted loss that is expected there. With
+smaller shares, the next choice exceeds the allowed loss less often."""
 
 MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
-"""Bounds of the factor by which an extrapolation increases the predicted loss. A smaller minimum
-may find the same choice again; a larger maximum goes further beyond the limit where measured losses
-are not proportional to predicted ones, as is usual."""
+"""The bounds of the factor by which an extrapolation increases the predicted loss. A smaller least
+factor may find the same choice again. A larger greatest one goes further beyond the limit, because
+measured losses usually are not proportional to predicted ones."""
 
 MIN_STEP = 0.1
-"""Least share of the way from the lower to the upper choice. Larger: a step exceeds the limit more
-often; smaller: it stays within the uncertainty of a score, which even the smallest change has."""
+"""The least share of the way from the lower to the upper choice. A larger step exceeds the limit
+more often; a smaller one stays within the uncertainty of a score, which even the smallest change
+has."""
 
 MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
-"""Largest share of that way, and from the first choice of the front. Larger: the next choice loses
-more; an interpolation from no loss aims too high until a lossy choice is known to keep enough."""
+"""The largest share of that way, and the largest one from the first choice of the front. With a
+larger share, the next choice loses more. An interpolation from no loss aims too high until a lossy
+choice is known to keep enough."""
 
 TIME_MARGIN = 0.05
-"""Least share of the way between two measured speeds by which the next choice differs from each.
-Larger: the steps are closer to halves."""
+"""The least share of the way between two measured speeds by which the next choice differs from each
+of them. With a larger share, the steps are closer to halves."""
 
 
 def first_guess(measure: str, loss: float) -> float:
-    """The predicted loss at which a loss by a measure is expected, before any is measured."""
+    """Estimate the predicted loss that belongs to a loss by a measure, before any is measured."""
     return loss * FIRST_GUESS.get(measure, 1.0)
 
 
 def power_of(measure: str) -> int:
-    """The power of a loss by a measure that grows as the predicted loss."""
+    """The power of a loss by a measure that is proportional to the predicted loss."""
     return 2 if measure in SQUARED else 1
 
 
@@ -97,8 +101,8 @@ class BisectStep(NamedTuple):
     """The side of a limit on which a measured choice is.
 
     Attributes:
-        is_low: It is on the side of the start of the front.
-        is_close: It is close enough to the limit to end the search.
+        is_low: Whether it is on the side of the start of the front.
+        is_close: Whether it is close enough to the limit to end the search.
     """
 
     is_low: bool
@@ -156,14 +160,15 @@ class FrontSearch:
         return self.front.precision
 
     def build(self, choice: Choice) -> Candidate:
+        """Build the plan of a choice, and measure its model."""
         return self.judge.build(choice, self.front.plan(choice))
 
     def measure_loss(self, choice: Choice) -> float:
-        """Measure the loss of a choice, which is built unless a checkpoint has it."""
+        """Measure the loss of a choice, which is built unless the checkpoint has its loss."""
         return self.judge.measure_loss(choice, self.front.plan(choice))
 
     def build_first(self) -> Candidate:
-        """Build the first choice, with the least loss: fused operators, and the precision."""
+        """Build the choice with the least loss, which only fuses operators and converts weights."""
         return self.build(self.front.choices[0])
 
     def run(self) -> Candidate | None:
@@ -240,13 +245,13 @@ class FrontSearch:
     def unreduced(self) -> FrontSearch:
         """The same search among the unreduced choices.
 
-        The fastest unreduced choice is the fused original with all blocks in the precision of the
-        goal. If that choice loses too much, the search keeps some blocks in float32.
+        The fastest of them is the fused original with all blocks in the precision of the goal. If
+        it loses too much, the search keeps some blocks in float32.
         """
         return replace(self, front=replace(self.front, choices=self.front.unreduced))
 
     def run_from_fastest(self) -> Candidate | None:
-        """``run`` for a front whose fastest choice often meets the goal: it is built first.
+        """Search like ``run``, but build the fastest choice first, which often meets the goal.
 
         Returns:
             None if no choice meets the goal.

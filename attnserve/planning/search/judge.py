@@ -43,13 +43,13 @@ PAIR_SECONDS = 8.0
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A choice with its plan and the model that it makes, measured.
+    """A choice with its plan, and the measured model that the plan makes.
 
     Attributes:
         state: The model after the steps of the plan.
-        fidelity: The comparison with the original on the rows to choose.
-        share: The share of the task's score that the model keeps on its rows; None without a task.
-        loss: The largest upper bound of a loss that the goal limits, on these rows.
+        fidelity: The comparison of the model with the original on the rows to choose.
+        share: The share of the task's score that the model keeps; None without a task.
+        loss: The largest upper bound of the losses that the goal limits.
     """
 
     choice: Choice
@@ -76,7 +76,7 @@ class SpeedCheck(NamedTuple):
     Attributes:
         speeds: Latencies of both models at all checked lengths.
         gain: The geometric mean of the speed-ups at the requested lengths.
-        refusal: Why the model is not returned; empty for one that is worth it.
+        refusal: The reason why the model is not returned; empty if it is worth it.
     """
 
     speeds: Sequence[ShapeLatency]
@@ -94,7 +94,7 @@ class ScoredTask:
 
     @classmethod
     def of(cls, goal: Goal, job: Job) -> Self | None:
-        """The task of a goal; None if it has none."""
+        """The task of a goal, and the score of the original; None if the goal has no task."""
         if goal.task is None or goal.eval_data is None:
             return None
         untimed = job.on_all_threads().labeled("original")
@@ -102,7 +102,7 @@ class ScoredTask:
         return cls(goal.task, goal.eval_data, original)
 
     def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
-        """The share of the score that a model keeps; it is not run if its outputs are equal."""
+        """The share of the score that a model keeps; 1 without a run if its outputs are equal."""
         # Cosines of single numbers, as a reranker returns, compare only their signs.
         is_same = bool(fidelity.outputs) and all(
             output.relative_error < ROUNDING and not output.not_finite_rows
@@ -121,8 +121,9 @@ class Judge:
 
     Attributes:
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
-        task: The task whose score is limited, if there is one.
-        measured: (loss, cosine) of each candidate, those before an interruption included.
+        task: The task whose score is limited; None if there is none.
+        measured: The loss and the cosine of each candidate by the ``picks`` of its choice, also of
+            those before an interruption.
     """
 
     search_input: SearchInput
@@ -133,8 +134,8 @@ class Judge:
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
     _latest: Candidate | None = None
-    _enough: Candidate | None = None
-    _unreduced: Candidate | None = None
+    _latest_allowed: Candidate | None = None
+    _latest_unreduced: Candidate | None = None
 
     @property
     def job(self) -> JobWithData:
@@ -142,7 +143,7 @@ class Judge:
 
     @cached_property
     def untimed(self) -> JobWithData:
-        """The job with all threads, for work that is not timed."""
+        """The job with all threads of the machine, for work that is not timed."""
         return self.job.on_all_threads()
 
     def measure_loss(self, choice: Choice, plan: Plan) -> float:
@@ -155,17 +156,17 @@ class Judge:
 
     def build(self, choice: Choice, plan: Plan) -> Candidate:
         """Apply the plan of a choice, convert the model, and measure its loss."""
-        for held in (self._latest, self._enough, self._unreduced):
-            if held is not None and held.choice.picks == choice.picks:
-                return held
+        for built in (self._latest, self._latest_allowed, self._latest_unreduced):
+            if built is not None and built.choice.picks == choice.picks:
+                return built
         number = len(self.measured) + (choice.picks not in self.measured)
         job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
         self._latest = candidate = self._measure(choice, plan, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
-            self._enough = candidate
+            self._latest_allowed = candidate
         if candidate.is_unreduced:  # every result is compared with an unreduced one
-            self._unreduced = candidate
+            self._latest_unreduced = candidate
         measured = candidate.loss, candidate.fidelity.mean_cosine
         self.measured[choice.picks] = measured
         self.checkpoint.add_build(digest(plan.to_json()), *measured)
@@ -175,8 +176,8 @@ class Judge:
         """Train the model of a choice before its conversion, and measure it again.
 
         Args:
-            key: A name for the checkpoint of the training.
-            label: A name of the training, for progress.
+            key: The name of the checkpoint of the training.
+            label: The name of the training in reports of progress.
         """
         job = self.untimed.labeled(label)
         plan = replace(candidate.plan, trainings=(*candidate.plan.trainings, training))
@@ -208,7 +209,7 @@ class Judge:
         return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
 
     def measure_speedup(self, candidate: Candidate) -> float:
-        """Measure the speed-up of a candidate; see ``requested_speedup``."""
+        """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
         return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
@@ -296,7 +297,7 @@ class Judge:
 
 
 def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
-    """Why a plan is not returned; empty for one that is worth it."""
+    """The reason why a plan is not returned; empty if it is worth it."""
     is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return "no configuration of any block is faster within the allowed loss"
