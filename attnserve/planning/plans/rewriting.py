@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -23,7 +24,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, FittedPass, RewritePass
+from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "PassRunner"]
@@ -90,8 +91,8 @@ class PassRunner:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(graph_pass, FittedPass) and graph_pass.targets:
-            graph_pass = self._fitted(graph_pass)
+        progress = self.job.context.stage("factor")
+        graph_pass = graph_pass.fitted(self.analyses, self._moments_of, progress)
         if graph_pass.lossy and isinstance(graph_pass, BlockPass):
             self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
         else:
@@ -106,19 +107,18 @@ class PassRunner:
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def _fitted(self, graph_pass: FittedPass) -> FittedPass:
-        """Fit a pass to the tokens of the model as rewritten so far."""
-        graph_pass.require_applicable(self.analyses)
-        if graph_pass.needs_refit or not self.fit:
+    def _moments_of(self, names: Collection[str], refit_first: bool) -> Mapping[str, TokenMoments]:
+        """The moments of the tokens in the model as rewritten so far; none without data."""
+        if refit_first or not self.fit:
             self._refit()
         self._certify()
-        moments: dict[str, TokenMoments] = {}
-        blocks = [block for block in graph_pass.blocks_to_fit(self.analyses)
-                  if block.graph is self.model.graph]  # fmt: skip
-        if self.job.data is not None and blocks:  # a session cannot observe the body of an If
-            batches = enough(self.job.data.fit, blocks)
-            moments = collect_moments(self.model, blocks, batches, context=self.job.context)
-        return graph_pass.fitted(self.analyses, moments, self.job.context.stage("factor"))
+        # A session cannot observe the body of an If.
+        blocks = [block for block in self.analyses.get(find_attention).blocks
+                  if block.name in names and block.graph is self.model.graph]  # fmt: skip
+        if self.job.data is None or not blocks:
+            return {}
+        batches = enough(self.job.data.fit, blocks)
+        return collect_moments(self.model, blocks, batches, context=self.job.context)
 
     def _run_lossy(self, graph_pass: BlockPass[Any, Any]) -> None:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
@@ -132,9 +132,7 @@ class PassRunner:
         *_, last = graph_pass.targets
         for name in graph_pass.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            error = (
-                graph_pass.approximation_error(name) if isinstance(graph_pass, FittedPass) else None
-            )
+            error = graph_pass.approximation_error(name)
             change = RecordedChange(
                 rewrite=graph_pass.name,
                 block=name,
