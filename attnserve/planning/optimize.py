@@ -15,7 +15,7 @@ from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for, fused_copy
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
@@ -159,7 +159,7 @@ def optimize(
     context = run.context(progress)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
-            job = JobWithData.for_search(artifact, original, goal, data, target, context)
+            job = Job.for_search(artifact, original, goal, data, target, context)
             rewritten = _search(job, goal)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
@@ -241,16 +241,16 @@ class _Outcome:
         return "+".join(dict.fromkeys(names)) or "none"
 
 
-def _search(job: JobWithData, goal: Goal) -> _Outcome:
+def _search(job: Job, goal: Goal) -> _Outcome:
     """Search for a plan, and return its model."""
     require_attention(job.matches)  # raises errors before the long search
     report, state = search(goal, job)
     return _Outcome(report.plan, state, ServedTimer(job), search=report.record)
 
 
-def _replay(job: JobWithData, saved: SavedPlan) -> _Outcome:
+def _replay(job: Job, saved: SavedPlan) -> _Outcome:
     """Apply a plan.json to the same model and data as in its search."""
-    plan = saved.plan_for(job.artifact, job.data)
+    plan = saved.plan_for(job.artifact, job.required_data)
     _require_empty_caches(job, plan)
     state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
     return _Outcome(plan, state, ServedTimer(job))
@@ -314,14 +314,14 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     compare_on = partial(compare, original, converted, context=job.context)
     if search is not None and search.gain:
         fidelity = search.verifications[-1].fidelity
-    elif isinstance(job, JobWithData):
+    elif job.data is not None:
         fidelity = job.compare_held_out(converted, job.data.to_verify)
     else:
         empty = empty_axes(original, converted)
         batches = random_batches(original, job.context.seed, empty=empty)
         fidelity = compare_on(batches, "random inputs", meter=job.meter(split="random"))
     other_runtimes: Mapping[str, Fidelity] = {}
-    if isinstance(job, JobWithData) and goal.eval_data is None:
+    if job.data is not None and goal.eval_data is None:
         other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
     if search is not None and search.speedups is not None:
         speed = search.speedups

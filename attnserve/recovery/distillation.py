@@ -16,7 +16,7 @@ from attnserve.checks.quality import QualityMeter, largest_loss
 from attnserve.data.datasets import require_rows
 from attnserve.data.row_batches import thinned
 from attnserve.data.splits import INVERSE_HELD_OUT_SHARE
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.literals import Measure, Precision, Split
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
@@ -52,7 +52,7 @@ EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
 
 
-def check_input(job: JobWithData) -> str:
+def check_input(job: Job) -> str:
     """Check the rows and the device of a training; returns the device of PyTorch.
 
     Raises:
@@ -61,7 +61,7 @@ def check_input(job: JobWithData) -> str:
     """
     provider = job.context.device.provider
     more = "give more unlabeled text similar to the served text, thousands of rows if possible"
-    require_rows(job.data, MIN_TEXTS, fix=more, code="recovery.few_rows")
+    require_rows(job.required_data, MIN_TEXTS, fix=more, code="recovery.few_rows")
     if provider == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "`provider` is cuda: PyTorch finds no CUDA device",
@@ -108,7 +108,7 @@ class Distillation:
     def __init__(
         self,
         rewritten: ir.Model,
-        job: JobWithData,
+        job: Job,
         measure: Measure,
         precision: Precision = "float32",
         float_blocks: Collection[str] = (),
@@ -116,7 +116,7 @@ class Distillation:
     ) -> None:
         device = check_input(job)
         original = job.original
-        data = job.data
+        data = job.required_data
         artifact = job.artifact
         self.rewritten = rewritten
         self.original = original

@@ -196,7 +196,7 @@ class Distill(Train):
 
         return Distillation(
             state.model,
-            state.job.with_data,
+            state.job,
             self.measure,
             state.precision,
             state.float_blocks,

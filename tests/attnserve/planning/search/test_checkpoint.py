@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.planning.plans import apply
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
@@ -22,7 +22,7 @@ def test_search_continues_after_interruption(
     planned: Planner, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
     whole = planned("whole.json", keep=0.95)
-    original = JobWithData.compare_held_out
+    original = Job.compare_held_out
     calls: list[int] = []
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def test_search_continues_after_interruption(
             raise KeyboardInterrupt
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(JobWithData, "compare_held_out", interrupted)
+    monkeypatch.setattr(Job, "compare_held_out", interrupted)
     with pytest.raises(KeyboardInterrupt):
         planned(keep=0.95)
     assert len(list((cache / "plans").iterdir())) == 1
