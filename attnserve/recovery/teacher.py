@@ -14,7 +14,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 
-__all__ = ["Teacher", "TeacherOutputs", "matching_states"]
+__all__ = ["Teacher", "matching_states", "remembered"]
 
 KEPT_BYTES = 2**30
 """Memory for cached teacher outputs on held-out batches."""
@@ -80,28 +80,26 @@ class Teacher:
         return self._session.run(None, batch)
 
 
-class TeacherOutputs:
-    """The outputs of a teacher for held-out batches, which each measurement needs again.
+def remembered(
+    teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]
+) -> Callable[[int, Batch], list[np.ndarray]]:
+    """A function of the outputs for held-out batches, which each measurement needs again.
 
-    They are kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are
-    not measured, are empty.
+    It takes the index of a batch and the batch, and returns one array for each name. Outputs are
+    kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are not
+    measured, are empty.
     """
+    known: dict[int, list[np.ndarray]] = {}
 
-    def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
-        self._teacher = teacher
-        self._names = names
-        self._known: dict[int, list[np.ndarray]] = {}
-        self._bytes = 0
-
-    def __call__(self, index: int, batch: Batch) -> list[np.ndarray]:
-        """The outputs for the batch with this index, one array for each name."""
-        if index in self._known:
-            return self._known[index]
+    def outputs(index: int, batch: Batch) -> list[np.ndarray]:
+        if index in known:
+            return known[index]
         arrays = [
             np.empty(0, np.float32) if is_cache_name(name) else array
-            for name, array in zip(self._names, self._teacher(batch), strict=False)
+            for name, array in zip(names, teacher(batch), strict=False)
         ]
-        if self._bytes < KEPT_BYTES:
-            self._known[index] = [owned(array) for array in arrays]
-            self._bytes += sum(array.nbytes for array in arrays)
+        if sum(array.nbytes for kept in known.values() for array in kept) < KEPT_BYTES:
+            known[index] = [owned(array) for array in arrays]
         return arrays
+
+    return outputs
