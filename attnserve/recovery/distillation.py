@@ -33,7 +33,7 @@ from attnserve.recovery.loss import DistillationLoss
 from attnserve.recovery.module import GraphModule, rotary_constants
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
-from attnserve.recovery.teacher import Teacher, matching_states, remembered
+from attnserve.recovery.teacher import matching_states, open_teacher, remembered
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
@@ -141,9 +141,9 @@ class Distillation:
         self._quantize(self.calibration)
 
     @cached_property
-    def teacher(self) -> Teacher:
+    def teacher(self) -> Callable[[Batch], list[np.ndarray]]:
         """The outputs of the original, then the ``states``."""
-        return Teacher(self.job.original, self.states, self.job.context)
+        return open_teacher(self.job.original, self.states, self.job.context)
 
     @cached_property
     def _expected(self) -> Callable[[int, Batch], list[np.ndarray]]:
@@ -296,10 +296,10 @@ def _module_of(job: Job, model: ir.Model) -> tuple[GraphModule, list[ir.Value]]:
     pairs = matching_states(job.original, graph)
     if pairs:
         arrays = [
-            Teacher(each, states, job.context)(shaped_for(each, data.fit[0], empty))[-len(pairs) :]
+            open_teacher(each, states, job.context)(shaped_for(each, data.fit[0], empty))
             for each, states in zip((job.original, graph), zip(*pairs, strict=True), strict=True)
         ]
-        shapes = zip(pairs, *arrays, strict=True)
+        shapes = zip(pairs, *(found[-len(pairs) :] for found in arrays), strict=True)
         pairs = [pair for pair, a, b in shapes if a.shape == b.shape]
     module = GraphModule(
         graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device.provider
