@@ -330,6 +330,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     warnings = warnings_of(
         job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
     )
+    # ``chosen_by`` is null without a gain.
+    searched: dict[str, Any] = {"search": search, "chosen_by": search.chosen_by} if search else {}
     record = LineageEntry(
         rewrite=rewritten.names,
         source=source_entry(job.artifact, job.original),
@@ -355,8 +357,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             also_verified=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        # ``chosen_by`` is null without a gain.
-        **({} if search is None else {"search": search, "chosen_by": search.chosen_by}),
+        **searched,
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 

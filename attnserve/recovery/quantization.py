@@ -129,7 +129,11 @@ def _fake_table(node: ir.Node) -> Operator:
     assert table is not None
     function = OPERATORS[node.domain, node.op_type]
     _, step, zero_point = byte_table(constant_array(table))
-    return lambda call, *inputs: _as_bytes(function(call, *inputs), float(step), int(zero_point))
+
+    def rows(call: Call, table: Tensor, indices: Tensor) -> Tensor:
+        return _as_bytes(function(call, table, indices), float(step), int(zero_point))
+
+    return rows
 
 
 def _as_bytes(x: Tensor, step: float, zero_point: int) -> Tensor:

@@ -42,8 +42,9 @@ class OperatorReport:
         if not content["rewritten"]:
             return cls(why=content["why"], is_pending="pending" in content)
         values = {name: value for name, value in content.items() if name != "rewritten"}
-        rows = values["long_rows"]
-        return cls(FusionReport(**values | {"long_rows": rows and LongRows(**rows)}))
+        if values["long_rows"] is not None:
+            values["long_rows"] = LongRows(**values["long_rows"])
+        return cls(FusionReport(**values))
 
 
 NOT_REWRITTEN = OperatorReport(why="operator fusion is off")

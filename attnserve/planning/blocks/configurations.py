@@ -466,7 +466,7 @@ def apply_config(
     with Analyses.of(model) as analyses:
         for graph_pass in config.passes(block, mask):
             if moments is not None:
-                graph_pass = graph_pass.fitted(analyses, lambda *_: {block.name: moments})
+                graph_pass = graph_pass.fitted(analyses, lambda _, __: {block.name: moments})
             graph_pass(model)
 
 
