@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -31,7 +31,7 @@ from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["Job", "JobWithData", "served_lengths", "served_workloads"]
+__all__ = ["Job", "served_lengths", "served_workloads"]
 
 DEFAULT_LENGTHS = (16, 128, 512)
 """Timed lengths without data and without a requested length."""
@@ -74,7 +74,7 @@ class Job:
         joined: Lengths | None = None,
         context: RunContext = DEFAULT_CONTEXT,
     ) -> Job:
-        """Read the data of a job, which is a ``JobWithData`` if ``calib`` is given.
+        """Read the data of a job, and check its options.
 
         Args:
             joined: The lengths to which short calibration texts are joined; see ``load_inputs``.
@@ -95,10 +95,45 @@ class Job:
         check_measure(measure, data)
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
-        rest = other_data, options.tokenizer, measure, target, context
-        if data is None:
-            return Job(artifact, original, None, *rest)
-        return JobWithData(artifact, original, data, *rest)
+        return Job(
+            artifact, original, data, other_data, options.tokenizer, measure, target, context
+        )
+
+    @staticmethod
+    def for_search(
+        artifact: Artifact,
+        original: ir.Model,
+        goal: Goal,
+        options: Data,
+        target: Target = Target(),
+        context: RunContext = DEFAULT_CONTEXT,
+    ) -> Job:
+        """Read the data of a job that searches for a goal; see ``Job.read``.
+
+        Raises:
+            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
+        """
+        # With `measure` score, the lengths are those of the task's data.
+        joined = None if goal.measure == "score" else target.sequence
+        job = Job.read(
+            artifact,
+            original,
+            options,
+            target,
+            measure=goal.measure,
+            joined=joined,
+            context=context,
+        )
+        require_rows(
+            job.required_data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
+        )
+        return job
+
+    @property
+    def required_data(self) -> Dataset:
+        """The data, which the checks of options and of steps have required."""
+        assert self.data is not None
+        return self.data
 
     @property
     def calibration(self) -> Sequence[Batch]:
@@ -145,12 +180,6 @@ class Job:
         counted_length = self.counted.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
-    @property
-    def with_data(self) -> JobWithData:
-        """This job, which has data: the checks of options and of steps have required it."""
-        assert isinstance(self, JobWithData)
-        return self
-
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages."""
         return replace(self, context=self.context.labeled(label))
@@ -164,43 +193,6 @@ class Job:
         return QualityMeter(
             self.original, self.artifact, measure=self.measure, data=data, split=split
         )
-
-
-@dataclass(frozen=True, eq=False)
-class JobWithData(Job):
-    """A job with calibration data, as searches, plans and trainings need it."""
-
-    data: Dataset = field()  # unlike that of a job, it has no default
-
-    @staticmethod
-    def for_search(
-        artifact: Artifact,
-        original: ir.Model,
-        goal: Goal,
-        options: Data,
-        target: Target = Target(),
-        context: RunContext = DEFAULT_CONTEXT,
-    ) -> JobWithData:
-        """Read the data of a job that searches for a goal; see ``Job.read``.
-
-        Raises:
-            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
-        """
-        # With `measure` score, the lengths are those of the task's data.
-        joined = None if goal.measure == "score" else target.sequence
-        job = Job.read(
-            artifact,
-            original,
-            options,
-            target,
-            measure=goal.measure,
-            joined=joined,
-            context=context,
-        ).with_data
-        require_rows(
-            job.data, LEAST_SEARCHED, fix="give more rows in `calib`", code="data.few_rows"
-        )
-        return job
 
     def compare_held_out(
         self,
@@ -221,13 +213,13 @@ class JobWithData(Job):
             InvalidModel: The models do not have the same inputs and outputs.
             CheckFailed: The outputs are not finite.
         """
-        source = self.data.source.file
-        meter = self.meter(data=self.data, split=split)
+        data = self.required_data
+        meter = self.meter(data=data, split=split)
         return compare(
             self.original,
             model,
             batches,
-            source,
+            data.source.file,
             meter=meter,
             context=self.context,
             open_new=open_new,

@@ -7,11 +7,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 
 
 def job_of(model: ir.Model, **values: Any) -> Job:
     """The job of a graph, with these fields."""
-    kind = JobWithData if values.get("data") is not None else Job
-    return kind(Artifact(Path("model.onnx")), model, **values)
+    return Job(Artifact(Path("model.onnx")), model, **values)

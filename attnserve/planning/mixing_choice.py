@@ -29,7 +29,6 @@ from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
-from graph_passes.passes.base import FittedPass
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
@@ -90,10 +89,7 @@ class MixingComparison:
         model = self.job.original.clone()
         with Analyses.of(model) as analyses:
             for graph_pass in plan.passes:
-                if isinstance(graph_pass, FittedPass):
-                    graph_pass.require_applicable(analyses)
-                    graph_pass = graph_pass.unfitted(analyses)
-                graph_pass(model)
+                graph_pass.unfitted(analyses)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

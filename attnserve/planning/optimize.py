@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -15,7 +14,7 @@ from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for, fused_copy
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
@@ -59,8 +58,8 @@ from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.cost import Cost, break_even, count_macs, model_cost
-from graph_passes.analysis.parameters import parameter_bytes
+from graph_passes.analysis.cost import break_even, count_macs, model_cost
+from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CheckFailed
 from graph_passes.passes.collaborate import Collaborate
@@ -77,7 +76,7 @@ class OptimizeReport:
     """The applied rewrites, and their costs and effects.
 
     Attributes:
-        record: The entry of the lineage; ``_write`` adds the inputs.
+        record: The entry of the lineage.
         plan: The applied plan.
         fidelity: The comparison with the original, with the errors of each output.
         output: The .onnx file.
@@ -101,7 +100,7 @@ class OptimizeReport:
         return self.record.break_even_sequence
 
     def to_json(self) -> dict[str, Any]:
-        return self.record.to_json("rewrite")
+        return self.record.to_json("rewrite", "source", "calibration", "seed", "versions")
 
 
 class _Keywords(
@@ -159,7 +158,7 @@ def optimize(
     context = run.context(progress)
     with Analyses.of(original):  # no step changes it: its analyses are shared
         if goal.is_given:
-            job = JobWithData.for_search(artifact, original, goal, data, target, context)
+            job = Job.for_search(artifact, original, goal, data, target, context)
             rewritten = _search(job, goal)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
@@ -241,16 +240,16 @@ class _Outcome:
         return "+".join(dict.fromkeys(names)) or "none"
 
 
-def _search(job: JobWithData, goal: Goal) -> _Outcome:
+def _search(job: Job, goal: Goal) -> _Outcome:
     """Search for a plan, and return its model."""
     require_attention(job.matches)  # raises errors before the long search
     report, state = search(goal, job)
     return _Outcome(report.plan, state, ServedTimer(job), search=report.record)
 
 
-def _replay(job: JobWithData, saved: SavedPlan) -> _Outcome:
+def _replay(job: Job, saved: SavedPlan) -> _Outcome:
     """Apply a plan.json to the same model and data as in its search."""
-    plan = saved.plan_for(job.artifact, job.data)
+    plan = saved.plan_for(job.artifact, job.required_data)
     _require_empty_caches(job, plan)
     state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
     return _Outcome(plan, state, ServedTimer(job))
@@ -307,49 +306,37 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 
 
 def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeReport:
-    """Time the converted model, and compare it with the original."""
-    original = job.original
+    """Measure the converted model, and record it."""
     search, plan = rewritten.search, rewritten.plan
     converted = rewritten.state.result
-    compare_on = partial(compare, original, converted, context=job.context)
-    if search is not None and search.gain:
-        fidelity = search.verifications[-1].fidelity
-    elif isinstance(job, JobWithData):
-        fidelity = job.compare_held_out(converted, job.data.to_verify)
-    else:
-        empty = empty_axes(original, converted)
-        batches = random_batches(original, job.context.seed, empty=empty)
-        fidelity = compare_on(batches, "random inputs", meter=job.meter(split="random"))
+    fidelity = _compare(job, rewritten)
     other_runtimes: Mapping[str, Fidelity] = {}
-    if isinstance(job, JobWithData) and goal.eval_data is None:
+    if job.data is not None and goal.eval_data is None:
         other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:
         speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
-        compare_on(other.fit, name, meter=job.meter(data=other)) for name, other in job.others
-    )
-    costs = [model_cost(each, memory=False) for each in (original, rewritten.model)]
-    before, after = (_cost(cost, model, job.counted) for cost, model in
-                     zip(costs, (original, rewritten.model), strict=True))  # fmt: skip
-    after = after.model_copy(update={"bytes": parameter_bytes(converted)})
-    macs_before, macs_after = (cost.macs for cost in costs)
-    break_even_length = break_even(macs_before, macs_after) if macs_before and macs_after else None
+        compare(
+            job.original, converted, other.fit, name,
+            meter=job.meter(data=other), context=job.context,
+        ) for name, other in job.others
+    )  # fmt: skip
+    before = _cost(job.original, job.original, job.counted)
+    after = _cost(rewritten.model, converted, job.counted)
+    break_even_length = _break_even(job.original, rewritten.model)
+    fidelities = (fidelity, *other_fidelities)
     warnings = warnings_of(
-        job,
-        plan,
-        rewritten.applied,
-        search,
-        (before, after),
-        break_even_length,
-        (fidelity, *other_fidelities),
+        job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
     )
-    searched: dict[str, Any] = {}
-    if search is not None:  # ``chosen_by`` is null without a gain
-        searched = {"search": search, "chosen_by": search.chosen_by}
+    # ``chosen_by`` is null without a gain.
+    searched: dict[str, Any] = {"search": search, "chosen_by": search.chosen_by} if search else {}
     record = LineageEntry(
         rewrite=rewritten.names,
+        source=source_entry(job.artifact, job.original),
+        calibration=None if job.data is None else calibration_of(job.data),
+        seed=job.context.seed,
         before=before,
         after=after,
         changes=rewritten.applied.changes,
@@ -362,6 +349,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         plan=plan.to_json(),
         served_speedup=speed and speed.served.value,
         speedups=speed,
+        versions=versions(),
         **without_empty(
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
@@ -372,6 +360,36 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         **searched,
     )
     return OptimizeReport(record, plan, fidelity, file, search)
+
+
+def _compare(job: Job, rewritten: _Outcome) -> Fidelity:
+    """Compare the converted model with the original, as the search did or on held-out rows.
+
+    Without data, they are compared on random inputs.
+    """
+    search, original, converted = rewritten.search, job.original, rewritten.state.result
+    if search is not None and search.gain:
+        return search.verifications[-1].fidelity
+    if job.data is not None:
+        return job.compare_held_out(converted, job.data.to_verify)
+    batches = random_batches(original, job.context.seed, empty=empty_axes(original, converted))
+    meter = job.meter(split="random")
+    return compare(original, converted, batches, "random inputs", meter=meter, context=job.context)
+
+
+def _cost(model: ir.Model, converted: ir.Model, counted: Workload) -> ModelCost:
+    """The recorded cost of a float model, with the bytes of the converted one."""
+    return ModelCost(
+        parameters=parameters(model),
+        macs=count_macs(model, counted),
+        bytes=parameter_bytes(converted),
+    )
+
+
+def _break_even(before: ir.Model, after: ir.Model) -> int | None:
+    """The length from which the new model needs more MACs than the original, if any."""
+    old, new = (model_cost(model, memory=False).macs for model in (before, after))
+    return break_even(old, new) if old and new else None
 
 
 def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
@@ -393,22 +411,10 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
     )
 
 
-def _cost(cost: Cost, graph: ir.Model, counted: Workload) -> ModelCost:
-    """The recorded cost of a model, with its MACs at one workload."""
-    return ModelCost(parameters=cost.parameters, macs=count_macs(graph, counted), bytes=cost.bytes)
-
-
 def _write(job: Job, model: ir.Model, report: OptimizeReport, write: Write) -> None:
     """Write the model, its record in attnserve.json, and the files of other libraries."""
-    inputs = {
-        "source": source_entry(job.artifact, job.original),
-        "calibration": None if job.data is None else calibration_of(job.data),
-        "seed": job.context.seed,
-        "versions": versions(),
-    }
-    entry = report.record.model_copy(update=inputs)
     has_openvino = write.openvino or runtime_of(model, job.context.device) == OpenVino.name
     write_rewritten(
-        report.output, model, job.artifact, entry, external=write.external_data,
+        report.output, model, job.artifact, report.record, external=write.external_data,
         openvino=fused_copy(model) if has_openvino else None,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Unpack
 
 from attnserve.context import Progress, ignore_progress
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
@@ -90,7 +90,7 @@ def plan(
             )
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
-    job = JobWithData.for_search(artifact, original, goal, data, target, run.context(progress))
+    job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
     report, _ = search(goal, job)
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:

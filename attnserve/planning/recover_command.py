@@ -16,7 +16,7 @@ from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
 from attnserve.fusion import fuse_for
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
@@ -121,7 +121,7 @@ def recover(
             check_output(written, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
-    job = JobWithData(
+    job = Job(
         texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
         target=Target(precision="int8" if training.int8 else "float32"),
         context=context,
@@ -193,15 +193,15 @@ def _read_rows(
 
 
 def _checkpoint_key(
-    job: JobWithData, artifact: Artifact, teacher: Artifact, training: Training, run: Run
+    job: Job, artifact: Artifact, teacher: Artifact, training: Training, run: Run
 ) -> str:
     """Key of the training's checkpoint; equal for equal requests, whatever their time limit."""
-    served = job.artifact
+    served, data = job.artifact, job.required_data
     return digest(
         {
             "student": fingerprint(artifact),
             "teacher": fingerprint(teacher),
-            "data": [job.data.source.to_json(), content_digest(job.data)],
+            "data": [data.source.to_json(), content_digest(data)],
             "asked": [training.measure, run.provider, run.seed, training.int8, training.task],
             "served": [served.pooling, served.dimensions, served.output],
             "versions": {**versions(), **package_versions(["torch"])},
@@ -209,9 +209,7 @@ def _checkpoint_key(
     )
 
 
-def _recovered(
-    plan: Plan, state: State, job: JobWithData, file: Path
-) -> tuple[RecoverReport, ir.Model]:
+def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverReport, ir.Model]:
     """Apply a plan of one training, and verify its result and the model without it.
 
     Returns:

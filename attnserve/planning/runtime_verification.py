@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.context import AUTO, Device
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.measured import Fidelity
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.variants import compared_runtimes
@@ -29,7 +29,7 @@ __all__ = ["opener_in", "verify_in_other_runtimes"]
 
 
 def verify_in_other_runtimes(
-    job: JobWithData, model: ir.Model, expected: Fidelity, keep: float | None = None
+    job: Job, model: ir.Model, expected: Fidelity, keep: float | None = None
 ) -> Mapping[str, Fidelity]:
     """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
 
@@ -47,7 +47,7 @@ def verify_in_other_runtimes(
     first = runtime_of(model, device)
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
     others = [runtime for runtime in installed if runtime != first]
-    rows = job.data.to_verify
+    rows = job.required_data.to_verify
     comparisons: dict[str, Fidelity] = {}
 
     def verify(name: str) -> None:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from attnserve.checks.held_out import HeldOut
 from attnserve.context import AUTO, Device, Progress, ignore_progress
 from attnserve.data.datasets import Dataset, load_inputs
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
@@ -176,7 +176,7 @@ def verify_again(
     rows = _read_rows(entry, comparison.data, source, texts, comparison.tokenizer)
     context = run.context(progress)
     context = replace(context, device=_device(entry, context.device))
-    job = JobWithData(
+    job = Job(
         texts, source, rows.data, tokenizer=comparison.tokenizer,
         measure=_measure(entry, comparison.measure), context=context,
     )  # fmt: skip
@@ -436,7 +436,7 @@ def _checks(
 
 
 def _score_check(
-    job: JobWithData, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
+    job: Job, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
 ) -> GuaranteeCheck:
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
     task = ScoredTask.of(goal, job)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.checks.compare import compare
-from attnserve.checks.quality import QualityMeter, largest_loss
+from attnserve.checks.quality import largest_loss
 from attnserve.data.datasets import require_rows
 from attnserve.data.row_batches import thinned
 from attnserve.data.splits import INVERSE_HELD_OUT_SHARE
-from attnserve.job import JobWithData
-from attnserve.literals import Measure, Precision, Split
+from attnserve.job import Job
+from attnserve.literals import Precision
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.masks import token_mask
 from attnserve.models.measured import Fidelity
@@ -34,13 +33,13 @@ from attnserve.recovery.loss import DistillationLoss
 from attnserve.recovery.module import GraphModule, rotary_constants
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
-from attnserve.recovery.teacher import Teacher, TeacherOutputs, matching_states
+from attnserve.recovery.teacher import matching_states, open_teacher, remembered
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
-__all__ = ["Distillation", "check_input"]
+__all__ = ["Distillation", "check_input", "check_trainable"]
 
 MIN_TEXTS = 4 * INVERSE_HELD_OUT_SHARE
 """Minimum number of distinct rows of a file: four in each held-out part, to rank similarities."""
@@ -52,23 +51,32 @@ EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
 
 
-def check_input(job: JobWithData) -> str:
-    """Check the rows and the device of a training; returns the device of PyTorch.
+def check_trainable(job: Job, model: ir.Model) -> None:
+    """Check that a float model can be trained with the data of a job.
+
+    Raises:
+        InvalidModel, InvalidArgument, InvalidData, CheckFailed: See ``Distillation``.
+    """
+    check_input(job)
+    _compare(job, model)
+    _module_of(job, model)
+
+
+def check_input(job: Job) -> None:
+    """Check the rows and the device of a training.
 
     Raises:
         InvalidData: A file has too few rows to fit, to choose and to verify.
         InvalidArgument: PyTorch has no CUDA device.
     """
-    provider = job.context.device.provider
     more = "give more unlabeled text similar to the served text, thousands of rows if possible"
-    require_rows(job.data, MIN_TEXTS, fix=more, code="recovery.few_rows")
-    if provider == "cuda" and not torch.cuda.is_available():
+    require_rows(job.required_data, MIN_TEXTS, fix=more, code="recovery.few_rows")
+    if job.context.device.provider == "cuda" and not torch.cuda.is_available():
         raise InvalidArgument(
             "`provider` is cuda: PyTorch finds no CUDA device",
             "install PyTorch with CUDA, or set `provider` to cpu",
             code="recovery.no_cuda",
         )
-    return provider
 
 
 class Distillation:
@@ -89,9 +97,8 @@ class Distillation:
 
     Args:
         rewritten: The rewritten model in float32 or half precision; it is not changed.
-        job: The teacher, the training rows and those to choose the best weights, and the context,
-            whose provider is the device of PyTorch too.
-        measure: The measure of quality that chooses the weights.
+        job: The teacher, the training rows and those to choose the best weights, the measure of
+            quality that chooses them, and the context, whose provider is the device of PyTorch too.
         precision: Precision of the served model. With "int8" and "int8-full", fake quantization is
             trained and conversions are measured; another one is trained and measured in float.
         float_blocks: Blocks that stay float32 in int8.
@@ -108,63 +115,52 @@ class Distillation:
     def __init__(
         self,
         rewritten: ir.Model,
-        job: JobWithData,
-        measure: Measure,
+        job: Job,
         precision: Precision = "float32",
         float_blocks: Collection[str] = (),
         labels: Labels | None = None,
     ) -> None:
-        device = check_input(job)
-        original = job.original
-        data = job.data
-        artifact = job.artifact
+        check_input(job)
+        self.job = job
         self.rewritten = rewritten
-        self.original = original
-        self.data = data
-        self.artifact = artifact
-        self.context = job.context
+        self.data = job.required_data
         self.precision: Precision = precision
         self.bits: Bits | None = SCHEMES[precision].bits
         self.float_blocks = float_blocks
         self.labels = labels
-        self.new_meter = partial(QualityMeter, original, artifact, measure=measure, data=data)
-        self.empty = empty_axes(original, rewritten)
-        self.calibration = [self.feed(batch) for batch in data.fit]
-        self.rounding = self._rounding()
-        # Raises an error if the models do not have the same inputs and outputs.
-        self.first = self._compare(self._served(rewritten), data.choose, "choose")
-        if not self.first.qualities:
-            raise InvalidData(
-                "the models have no float output that can be learned",
-                "give models with embeddings, logits or features as output",
-                code="recovery.no_output",
+        self.empty = empty_axes(job.original, rewritten)
+        self.calibration = [self.feed(batch) for batch in self.data.fit]
+        self.rounding: Mapping[WeightKey, Rounding] | None = None
+        if self.bits is not None:
+            self.rounding = roundings_of(
+                rewritten, precision, self.calibration, float_blocks=float_blocks
             )
+        self.first = _compare(job, self._served(rewritten))
         self.student = rewritten.clone()
-        self.module, self.states = self._module(device)
-        self._check_module()
+        self.module, self.states = _module_of(job, rewritten)
         self._quantize(self.calibration)
 
     @cached_property
-    def teacher(self) -> Teacher:
+    def teacher(self) -> Callable[[Batch], list[np.ndarray]]:
         """The outputs of the original, then the ``states``."""
-        return Teacher(self.original, self.states, self.context)
+        return open_teacher(self.job.original, self.states, self.job.context)
 
     @cached_property
-    def _expected(self) -> TeacherOutputs:
+    def _expected(self) -> Callable[[int, Batch], list[np.ndarray]]:
         """The outputs of the original for the rows to choose."""
-        return TeacherOutputs(self.teacher, self._output_names)
+        return remembered(self.teacher, self._output_names)
 
     @property
     def _output_names(self) -> list[str]:
-        return [value.name or "" for value in self.original.graph.outputs]
+        return [value.name or "" for value in self.job.original.graph.outputs]
 
     def batches(self) -> list[list[Batch]]:
         """The batches of each training step, inputs of the original."""
-        inputs = (*self.original.graph.inputs, *self.rewritten.graph.inputs)
+        inputs = (*self.job.original.graph.inputs, *self.rewritten.graph.inputs)
         rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
         return regroup(
             self.data.fit,
-            self.context.seed,
+            self.job.context.seed,
             fixed_rows=rows is not None,
             fixed_length=tokens is not None,
         )
@@ -175,18 +171,19 @@ class Distillation:
         Raises:
             InvalidData: No output or state depends on the data.
         """
+        original, artifact = self.job.original, self.job.artifact
         places = np.linspace(0, len(steps) - 1, EXAMPLES).astype(int)
         examples = [batch for i in sorted({*places.tolist()}) for batch in steps[i]]
         return DistillationLoss(
             self.first.qualities,
             self._output_names,
             len(self.states),
-            self.artifact.pooling,
+            artifact.pooling,
             examples,
             self.teacher,
-            dimensions=self.artifact.dimensions,
-            resized=resized_outputs(self.original),
-            probabilities=probability_outputs(self.original),
+            dimensions=artifact.dimensions,
+            resized=resized_outputs(original),
+            probabilities=probability_outputs(original),
             student_outputs=[value.name or "" for value in self.rewritten.graph.outputs],
         )
 
@@ -195,7 +192,7 @@ class Distillation:
         labels = self.labels
         if labels is None:
             return None
-        labeled = labels.step(step, self.context.seed)
+        labeled = labels.step(step, self.job.context.seed)
         names = [value.name for value in self.student.graph.outputs]
         outputs = self.module(self.feed(labeled.batch))
         return labels.loss(outputs[names.index(labels.output)], labeled)
@@ -212,12 +209,12 @@ class Distillation:
             model = self._served(self.student, few)
         except (CannotRewrite, InvalidData):  # weights or activations are not finite
             return math.inf
-        session = open_session(model, self.context.device)
-        meter = self.new_meter(split="choose")
+        session = open_session(model, self.job.context.device)
+        meter = self.job.meter(data=self.data, split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
             outputs_by_name = _by_name(model, session.run(None, self.feed(batch)))
-            pairs = zip(self.original.graph.outputs, targets, strict=True)
+            pairs = zip(self.job.original.graph.outputs, targets, strict=True)
             meter.add(
                 targets,
                 [outputs_by_name.get(value.name or "", array) for value, array in pairs],
@@ -240,39 +237,6 @@ class Distillation:
     def feed(self, batch: Batch) -> Batch:
         """The inputs of the rewritten model."""
         return shaped_for(self.rewritten, batch, self.empty)
-
-    def _rounding(self) -> Mapping[WeightKey, Rounding] | None:
-        """Rounding of the int8 weights; None in other precisions.
-
-        Raises:
-            CannotRewrite: The model cannot be converted to int8.
-        """
-        if self.bits is None:
-            return None
-        return roundings_of(
-            self.rewritten, self.precision, self.calibration, float_blocks=self.float_blocks
-        )
-
-    def _module(self, device: str) -> tuple[GraphModule, list[ir.Value]]:
-        """The rewritten model in PyTorch, and the states of the original that match its own.
-
-        Raises:
-            InvalidModel: An operator cannot be trained.
-            InvalidData: No weight can be trained.
-        """
-        graph = _with_fused_gelu(self.rewritten)
-        pairs = matching_states(self.original, graph)
-        pairs = self._equal_shapes(pairs, graph, self.data.fit[0])
-        module = GraphModule(
-            graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device
-        )
-        if not module.names:
-            raise InvalidData(
-                "the rewritten model has no float weights that can be trained",
-                "recover the float model, and quantize the result",
-                code="recovery.no_weights",
-            )
-        return module, [theirs for theirs, _ in pairs]
 
     def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
         """The model as it is served: int8 models are converted as by ``optimize``."""
@@ -298,69 +262,88 @@ class Distillation:
                 rounding=self.rounding,
             )
 
-    def _compare(self, model: ir.Model, batches: Sequence[Batch], split: Split) -> Fidelity:
-        source = self.data.source.file
-        return compare(
-            self.original,
-            model,
-            batches,
-            source,
-            meter=self.new_meter(split=split),
-            context=self.context.labeled(split),
+
+def _compare(job: Job, model: ir.Model) -> Fidelity:
+    """Compare a model with the original on the rows to choose.
+
+    Raises:
+        InvalidModel: The models differ in inputs or outputs.
+        InvalidData: No output can be learned.
+    """
+    rows = job.required_data.choose
+    fidelity = job.labeled("choose").compare_held_out(model, rows, "choose")
+    if not fidelity.qualities:
+        raise InvalidData(
+            "the models have no float output that can be learned",
+            "give models with embeddings, logits or features as output",
+            code="recovery.no_output",
         )
+    return fidelity
 
-    def _equal_shapes(
-        self, pairs: Sequence[tuple[ir.Value, ir.Value]], graph: ir.Model, batch: Batch
-    ) -> list[tuple[ir.Value, ir.Value]]:
-        """The pairs of states whose arrays have the same shape."""
-        original_states, graph_states = zip(*pairs, strict=True) if pairs else ((), ())
-        original_arrays = Teacher(self.original, original_states, self.context)(batch)
-        graph_arrays = Teacher(graph, graph_states, self.context)(self.feed(batch))
-        shapes = zip(
-            original_arrays[len(original_arrays) - len(pairs) :],
-            graph_arrays[len(graph_arrays) - len(pairs) :],
-            strict=True,
+
+def _module_of(job: Job, model: ir.Model) -> tuple[GraphModule, list[ir.Value]]:
+    """The model in PyTorch, and the states of the original that match its own.
+
+    Raises:
+        InvalidModel: An operator cannot be trained.
+        InvalidData: No weight can be trained.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
+    """
+    data, device = job.required_data, job.context.device
+    empty = empty_axes(job.original, model)
+    graph = model.clone()
+    FuseGelu(fusible_gelus(graph))(graph)  # one operator has the faster gradient
+    pairs = matching_states(job.original, graph)
+    if pairs:
+        arrays = [
+            open_teacher(each, states, job.context)(shaped_for(each, data.fit[0], empty))
+            for each, states in zip((job.original, graph), zip(*pairs, strict=True), strict=True)
+        ]
+        shapes = zip(pairs, *(found[-len(pairs) :] for found in arrays), strict=True)
+        pairs = [pair for pair, a, b in shapes if a.shape == b.shape]
+    module = GraphModule(
+        graph, [ours for _, ours in pairs], frozen=rotary_constants(graph), device=device.provider
+    )
+    if not module.names:
+        raise InvalidData(
+            "the rewritten model has no float weights that can be trained",
+            "recover the float model, and quantize the result",
+            code="recovery.no_weights",
         )
-        return [pair for pair, (a, b) in zip(pairs, shapes, strict=True) if a.shape == b.shape]
-
-    def _check_module(self) -> None:
-        """Compare the module with ONNX Runtime, on real tokens: padding may be left undefined.
-
-        Raises:
-            CheckFailed: They differ.
-        """
-        session = open_session(self.rewritten, self.context.device)
-        graph = self.rewritten.graph
-        is_half = any(value.dtype in HALF for value in graph.initializers.values())
-        limit = HALF_TOLERANCE if is_half else TOLERANCE
-        for batch in (self.data.choose[0], self.data.choose[-1]):
-            feed = self.feed(batch)
-            expected = session.run(None, feed)
-            # Convolutions in TF32, the default, would differ by more than the limit.
-            with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
-                outputs = self.module(feed)
-            for value, a, tensor in zip(graph.outputs, expected, outputs, strict=False):
-                b = tensor.cpu().numpy()
-                if is_cache_name(value.name or ""):
-                    continue
-                if a.ndim > 2 and a.shape == b.shape:
-                    mask = token_mask(batch, a.shape[:2])
-                    a, b = a[mask], b[mask]
-                error = _relative_error(a, b)
-                if not error <= limit:  # NaN too
-                    raise CheckFailed(
-                        f"output {value.name!r} differs by {error:.1e} between ONNX Runtime and "
-                        f"PyTorch, expected at most {limit:.0e}: nothing was written",
-                        "report the model: one of its operators is computed differently",
-                        code="recovery.mismatch",
-                    )
+    session = open_session(model, device)
+    for batch in (data.choose[0], data.choose[-1]):
+        feed = shaped_for(model, batch, empty)
+        _check_outputs(module, feed, session.run(None, feed))
+    return module, [theirs for theirs, _ in pairs]
 
 
-def _with_fused_gelu(model: ir.Model) -> ir.Model:
-    """A copy with every GELU as one operator, which has the faster gradient."""
-    model = model.clone()
-    FuseGelu(fusible_gelus(model))(model)
-    return model
+def _check_outputs(module: GraphModule, batch: Batch, expected: Sequence[np.ndarray]) -> None:
+    """Compare the module with ONNX Runtime, on real tokens: padding may be left undefined.
+
+    Raises:
+        CheckFailed: They differ.
+    """
+    graph = module.model.graph
+    is_half = any(value.dtype in HALF for value in graph.initializers.values())
+    limit = HALF_TOLERANCE if is_half else TOLERANCE
+    # Convolutions in TF32, the default, would differ by more than the limit.
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        outputs = module(batch)
+    for value, a, tensor in zip(graph.outputs, expected, outputs, strict=False):
+        b = tensor.cpu().numpy()
+        if is_cache_name(value.name or ""):
+            continue
+        if a.ndim > 2 and a.shape == b.shape:
+            mask = token_mask(batch, a.shape[:2])
+            a, b = a[mask], b[mask]
+        error = _relative_error(a, b)
+        if not error <= limit:  # NaN too
+            raise CheckFailed(
+                f"output {value.name!r} differs by {error:.1e} between ONNX Runtime and "
+                f"PyTorch, expected at most {limit:.0e}: nothing was written",
+                "report the model: one of its operators is computed differently",
+                code="recovery.mismatch",
+            )
 
 
 def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:

@@ -65,7 +65,7 @@ def fake_operators(
         if group.grid is not None
         for product in group.products
     }
-    return operators | {node: _FakeTable(node) for node in large_tables(model)}
+    return operators | {node: _fake_table(node) for node in large_tables(model)}
 
 
 class _FakeProduct:
@@ -123,18 +123,17 @@ class _FakeProduct:
         return (matrix / scales).round().clamp(self._least, self._largest) * scales
 
 
-class _FakeTable:
+def _fake_table(node: ir.Node) -> Operator:
     """Rows of a rounded table, which is not trained."""
+    table = node.inputs[0]
+    assert table is not None
+    function = OPERATORS[node.domain, node.op_type]
+    _, step, zero_point = byte_table(constant_array(table))
 
-    def __init__(self, node: ir.Node) -> None:
-        table = node.inputs[0]
-        assert table is not None
-        self._function = OPERATORS[node.domain, node.op_type]
-        _, step, zero_point = byte_table(constant_array(table))
-        self._step, self._zero_point = float(step), int(zero_point)
+    def rows(call: Call, table: Tensor, indices: Tensor) -> Tensor:
+        return _as_bytes(function(call, table, indices), float(step), int(zero_point))
 
-    def __call__(self, call: Call, table: Tensor, indices: Tensor) -> Tensor:
-        return _as_bytes(self._function(call, table, indices), self._step, self._zero_point)
+    return rows
 
 
 def _as_bytes(x: Tensor, step: float, zero_point: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fused_copy
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
 from attnserve.models.lineage import LineageEntry
@@ -53,7 +53,7 @@ def write_recovered(
     artifact: Artifact,
     rewritten: ir.Model,
     teacher: Artifact,
-    job: JobWithData,
+    job: Job,
     model: ir.Model,
     report: RecoverReport,
     *,
@@ -80,7 +80,7 @@ def write_recovered(
         # The quality is measured against the teacher, not against the rewritten model.
         "source": source_entry(teacher, job.original),
         "rewritten": source_entry(artifact, rewritten),
-        "calibration": calibration_of(job.data),
+        "calibration": calibration_of(job.required_data),
         "seed": job.context.seed,
         "versions": {**versions(), "torch": torch.__version__},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +15,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 
-__all__ = ["Teacher", "TeacherOutputs", "matching_states"]
+__all__ = ["matching_states", "open_teacher", "remembered"]
 
 KEPT_BYTES = 2**30
 """Memory for cached teacher outputs on held-out batches."""
@@ -53,55 +54,44 @@ def _value_named(model: ir.Model, name: str | None) -> ir.Value:
     return next(value for node in model.graph for value in node.outputs if value.name == name)
 
 
-class Teacher:
-    """Outputs and hidden states of the original, by ONNX Runtime.
+def open_teacher(
+    model: ir.Model, states: Sequence[ir.Value], context: RunContext
+) -> Callable[[Batch], list[np.ndarray]]:
+    """A function of a batch: the outputs of a model by ONNX Runtime, then some states in float32.
 
-    Args:
-        states: Values that are returned after the outputs.
+    It raises InvalidData if the model refuses the batch.
     """
-
-    def __init__(self, model: ir.Model, states: Sequence[ir.Value], context: RunContext) -> None:
-        model = model.clone()
-        for state in states:
-            # A cast needs no element type, and numpy has none for bfloat16.
-            cast = ir.node("Cast", [_value_named(model, state.name)], {"to": ir.DataType.FLOAT})
-            output = cast.outputs[0]
-            output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
-            model.graph.append(cast)
-            model.graph.outputs.append(output)
-        self._session = open_session(model, context.device)
-
-    def __call__(self, batch: Batch) -> list[np.ndarray]:
-        """The outputs for a batch, then the states in float32, one array each.
-
-        Raises:
-            InvalidData: The model refuses the batch.
-        """
-        return self._session.run(None, batch)
+    model = model.clone()
+    for state in states:
+        # A cast needs no element type, and numpy has none for bfloat16.
+        cast = ir.node("Cast", [_value_named(model, state.name)], {"to": ir.DataType.FLOAT})
+        output = cast.outputs[0]
+        output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
+        model.graph.append(cast)
+        model.graph.outputs.append(output)
+    return partial(open_session(model, context.device).run, None)
 
 
-class TeacherOutputs:
-    """The outputs of a teacher for held-out batches, which each measurement needs again.
+def remembered(
+    teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]
+) -> Callable[[int, Batch], list[np.ndarray]]:
+    """A function of the outputs for held-out batches, which each measurement needs again.
 
-    They are kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are
-    not measured, are empty.
+    It takes the index of a batch and the batch, and returns one array for each name. Outputs are
+    kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are not
+    measured, are empty.
     """
+    known: dict[int, list[np.ndarray]] = {}
 
-    def __init__(self, teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]) -> None:
-        self._teacher = teacher
-        self._names = names
-        self._known: dict[int, list[np.ndarray]] = {}
-        self._bytes = 0
-
-    def __call__(self, index: int, batch: Batch) -> list[np.ndarray]:
-        """The outputs for the batch with this index, one array for each name."""
-        if index in self._known:
-            return self._known[index]
+    def outputs(index: int, batch: Batch) -> list[np.ndarray]:
+        if index in known:
+            return known[index]
         arrays = [
             np.empty(0, np.float32) if is_cache_name(name) else array
-            for name, array in zip(self._names, self._teacher(batch), strict=False)
+            for name, array in zip(names, teacher(batch), strict=False)
         ]
-        if self._bytes < KEPT_BYTES:
-            self._known[index] = [owned(array) for array in arrays]
-            self._bytes += sum(array.nbytes for array in arrays)
+        if sum(array.nbytes for kept in known.values() for array in kept) < KEPT_BYTES:
+            known[index] = [owned(array) for array in arrays]
         return arrays
+
+    return outputs

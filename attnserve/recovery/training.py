@@ -144,7 +144,7 @@ class _Trainer:
         self.teacher = distillation.teacher
         self.batches = distillation.batches()
         self.loss = distillation.loss(self.batches)
-        self.seed = distillation.context.seed
+        self.seed = distillation.job.context.seed
         self.budget = budget
         self.checkpoint = checkpoint
         self.weights = list(self.module.weights)
@@ -167,7 +167,7 @@ class _Trainer:
         if not result.history:
             result.loss = result.first_loss = self.distillation.measured_loss(self.average)
         interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
-        progress = self.distillation.context.stage("train (s)")
+        progress = self.distillation.job.context.stage("train (s)")
         last_measured = time.monotonic()
         losses: list[float] = []
         while (elapsed := time.monotonic() - start) < self.budget:

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.models.cache_inputs import empty_axes, shaped_for
 from attnserve.models.measured import Fidelity
 from attnserve.recovery.labels import LabeledBatch, Labels
@@ -46,14 +46,14 @@ class VerifiedModel:
         return kept and self.loss < other.loss
 
 
-def verify_model(job: JobWithData, model: ir.Model, labels: Labels | None = None) -> VerifiedModel:
+def verify_model(job: Job, model: ir.Model, labels: Labels | None = None) -> VerifiedModel:
     """Compare a model with the original on held-out rows, and score it on labeled ones.
 
     Raises:
         CheckFailed: The outputs are not finite, or equal for all labeled pairs.
         InvalidModel: The models do not have the same inputs and outputs.
     """
-    fidelity = job.labeled("held out").compare_held_out(model, job.data.to_verify)
+    fidelity = job.labeled("held out").compare_held_out(model, job.required_data.to_verify)
     if labels is None:
         return VerifiedModel(fidelity)
     outputs = labeled_outputs(job, model, labels)

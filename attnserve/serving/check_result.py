@@ -13,7 +13,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_validation import external_file
 from attnserve.serving.graph_facts import GraphFacts
-from attnserve.serving.operator_report import OperatorReport, unfused
+from attnserve.serving.operator_report import OperatorReport
 from graph_passes.errors import InvalidModel
 
 __all__ = ["FIX", "CheckResult", "content_of", "identify"]
@@ -86,7 +86,7 @@ class CheckResult:
 
     def unfused(self, why: str) -> CheckResult:
         """The result for the model as it was exported, and why it is run."""
-        return replace(self, rewritten=None, operators=unfused(why), fused_facts=None)
+        return replace(self, rewritten=None, operators=OperatorReport(why=why), fused_facts=None)
 
 
 def identify(artifact: Artifact) -> CheckResult:
@@ -97,7 +97,8 @@ def identify(artifact: Artifact) -> CheckResult:
     """
     content = content_of(artifact)
     facts = GraphFacts.read(artifact)
-    return CheckResult.of(artifact, content, facts, unfused("the load check is off"))
+    report = OperatorReport(why="the load check is off")
+    return CheckResult.of(artifact, content, facts, report)
 
 
 def content_of(artifact: Artifact) -> str:

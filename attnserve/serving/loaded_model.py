@@ -21,7 +21,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_inputs
 from attnserve.runtime.inference_precision import precision_in
-from attnserve.runtime.interface import Feed, LongRows, RunFailed, Session
+from attnserve.runtime.interface import Feed, RunFailed, Session
 from attnserve.runtime.memory_use import return_freed_memory
 from attnserve.runtime.session import RUNTIMES
 from attnserve.serving.backends import (
@@ -103,8 +103,9 @@ class Model:
         self.operators = operators
         self.name = name or artifact.name
         self.provider: Provider = options.device.provider
-        runtime: str = operators.get("runtime") or options.device.runtime_name
-        self.long_rows = long_rows = _long_rows(operators)
+        fused = operators.fused
+        runtime = options.device.runtime_name if fused is None else fused.runtime
+        self.long_rows = long_rows = None if fused is None else fused.long_rows
         facts = facts or GraphFacts.read(artifact)
         self.precisions: dict[str, str] = {
             name: precision_in(
@@ -169,7 +170,7 @@ class Model:
             "precision": self.precision,
             "source": artifact.source,
             "plan": artifact.plan_id,
-            "operators": self.operators,
+            "operators": self.operators.to_json(),
             "optimization": artifact.optimization,
         }
 
@@ -429,12 +430,6 @@ class _Closed:
 
 
 CLOSED: Any = _Closed()
-
-
-def _long_rows(operators: OperatorReport) -> LongRows | None:
-    """The rows that another runtime runs, as the report states them."""
-    found = operators.get("long_rows") if operators["rewritten"] else None
-    return None if found is None else LongRows(**found)
 
 
 def _with_tokens(array: np.ndarray, tokens: int) -> np.ndarray:

@@ -44,7 +44,7 @@ from attnserve.serving.check_cache import CheckCache
 from attnserve.serving.check_result import FIX, CheckResult, content_of
 from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
 from attnserve.serving.loaded_model import Model
-from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport, unfused
+from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -179,11 +179,11 @@ class LoadChecker:
         if entry is None:
             return None
         try:
-            operators = entry["operators"]
+            operators = OperatorReport.from_json(entry["operators"])
             costs = entry["running"]
             facts = GraphFacts.from_json(entry["facts"])
             result = CheckResult.of(artifact, content, facts, operators)
-            is_fused = operators["rewritten"]
+            is_fused = operators.fused is not None
             fused_facts = facts.with_costs(costs) if is_fused else None
         except Exception:  # the entry is of another version, or damaged
             return None
@@ -236,14 +236,14 @@ class LoadChecker:
         if not self._rewrite:
             return NOT_REWRITTEN
         if self._cache.folder is None:
-            return unfused("there is no folder for it")
+            return OperatorReport(why="there is no folder for it")
         return PENDING
 
     def _write(self, result: CheckResult, *, is_final: bool = True) -> None:
         stored = {
             "identity": result.identity,
             "facts": result.facts.to_json(),
-            "operators": result.operators,
+            "operators": result.operators.to_json(),
             "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
         }
         is_fused = result.rewritten is not None
@@ -332,7 +332,7 @@ class LoadChecker:
 
     def _run_fusion(
         self, artifact: Artifact, file: Path, timeout_s: float
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[OperatorReport, dict[str, Any]]:
         """Run ``_fuse_in_child`` in a child process.
 
         If it fails while it compares runtimes, for example because one ends the process, it runs
@@ -350,16 +350,16 @@ class LoadChecker:
             silent=True,
         )
         try:
-            return run(_fuse_in_child, artifact, file, self._device)
+            operators, costs = run(_fuse_in_child, artifact, file, self._device)
         except AttnserveError as error:
             is_final = isinstance(error, CannotRewrite) or self._is_stopped(error)
             if self._device.runtime != AUTO or is_final:
                 raise
-            reason = error.what
-        log.warning("%s: the runtimes could not be compared: %s", artifact.model, reason)
-        first = replace(self._device, runtime=self._device.runtime_name)
-        operators, costs = run(_fuse_in_child, artifact, file, first)
-        return {**operators, "refused": {AUTO: reason}}, costs
+            log.warning("%s: the runtimes could not be compared: %s", artifact.model, error.what)
+            first = replace(self._device, runtime=self._device.runtime_name)
+            operators, costs = run(_fuse_in_child, artifact, file, first)
+            operators["refused"] = {AUTO: error.what}
+        return OperatorReport.from_json(operators), costs
 
     def _is_stopped(self, error: AttnserveError) -> bool:
         """Whether a child ended because the server or a user ended it."""
@@ -416,7 +416,7 @@ def _fuse_in_child(
 
     fused = fuse_lossless(artifact, new, device)
     costs = GraphFacts.read(replace(artifact, model=new)).cost_json()
-    return {"rewritten": True, **asdict(fused)}, costs
+    return OperatorReport(fused).to_json(), costs
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:

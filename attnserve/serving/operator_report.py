@@ -1,50 +1,51 @@
-"""The report of a loaded model's operators, as JSON: the fused ones, or why there are none."""
+"""The operators of a loaded model: the fused ones, or why there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NotRequired, TypedDict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-__all__ = ["NOT_REWRITTEN", "PENDING", "Fused", "OperatorReport", "Unfused", "unfused"]
+from attnserve.planning.served_graph.fusion_report import FusionReport
+from attnserve.runtime.interface import LongRows
 
-
-class Fused(TypedDict):
-    """A model with fused operators; see ``planning.served_graph.lossless.FusionReport``."""
-
-    rewritten: Literal[True]
-    attention: int
-    gelu: int
-    min_cosine: float
-    max_error: float
-    speedup: float
-    speedups: Mapping[str, float]
-    kept: Sequence[str]
-    runtime: NotRequired[str]
-    long_rows: NotRequired[Mapping[str, Any] | None]
-    refused: NotRequired[Mapping[str, str]]
+__all__ = ["NOT_REWRITTEN", "PENDING", "OperatorReport"]
 
 
-class Unfused(TypedDict):
-    """A model that runs as it was exported, and why; ``pending`` until a fusion has ended."""
+@dataclass(frozen=True)
+class OperatorReport:
+    """The operators that a loaded model runs.
 
-    rewritten: Literal[False]
-    why: str
-    pending: NotRequired[Literal[True]]
+    Attributes:
+        fused: The fused operators; None if the model runs as it was exported.
+        why: Why it does.
+        is_pending: Whether a fusion has not ended yet.
+    """
+
+    fused: FusionReport | None = None
+    why: str = ""
+    is_pending: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        if self.fused is not None:
+            return {"rewritten": True, **asdict(self.fused)}
+        pending = {"pending": True} if self.is_pending else {}
+        return {"rewritten": False, **pending, "why": self.why}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> OperatorReport:
+        """The report that ``to_json`` wrote.
+
+        Raises:
+            KeyError, TypeError: The content is no such report.
+        """
+        if not content["rewritten"]:
+            return cls(why=content["why"], is_pending="pending" in content)
+        values = {name: value for name, value in content.items() if name != "rewritten"}
+        if values["long_rows"] is not None:
+            values["long_rows"] = LongRows(**values["long_rows"])
+        return cls(FusionReport(**values))
 
 
-OperatorReport = Fused | Unfused
-
-
-def unfused(why: str) -> Unfused:
-    """The report of a model without fused operators."""
-    return {"rewritten": False, "why": why}
-
-
-NOT_REWRITTEN = unfused("operator fusion is off")
-
-PENDING: Unfused = {
-    "rewritten": False,
-    "pending": True,
-    "why": "operator fusion is being tried in the background",
-}
-"""The report of a model until the fusion has ended."""
+NOT_REWRITTEN = OperatorReport(why="operator fusion is off")
+PENDING = OperatorReport(why="operator fusion is being tried in the background", is_pending=True)

@@ -2,7 +2,7 @@
 
     python exact.py MODEL_FOLDER THREADS FILE
 
-Writes FILE, and prints one line of JSON (``planning.served_graph.lossless.FusionReport``).
+Writes FILE, and prints one line of JSON (``planning.served_graph.fusion_report.FusionReport``).
 """
 
 from __future__ import annotations

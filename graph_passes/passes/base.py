@@ -37,7 +37,7 @@ __all__ = [
     "BlockPass",
     "FeedForwardPass",
     "FeedForwardTargets",
-    "FittedPass",
+    "MomentsOf",
     "NoParams",
     "RewritePass",
     "pin_all_names",
@@ -50,6 +50,10 @@ Params = TypeVar("Params")
 AttentionTargets = Sequence[tuple[AttentionBlock, Params]]
 FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
 """Blocks to rewrite with their parameters, in order of execution."""
+
+MomentsOf = Callable[[Collection[str], bool], Mapping[str, TokenMoments]]
+"""Returns the token moments of the named blocks, as far as they are known. True refits blocks that
+earlier passes changed first."""
 
 PACKAGE = "graph_passes.passes"
 
@@ -169,6 +173,30 @@ class RewritePass(ir.passes.InPlacePass):
         """The caches that the pass changes, by the name of input or output; None if removed."""
         return {}
 
+    # ---- the weights, overridden by passes that fit them to data ---------------------------------
+
+    def fitted(
+        self,
+        analyses: Analyses,
+        moments_of: MomentsOf | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Self:
+        """The pass with fitted weights, which prepares the graph; by default the pass itself.
+
+        Args:
+            moments_of: Without moments, a block is fitted to its weights alone.
+            progress: Called with (blocks done, blocks in total).
+        """
+        return self
+
+    def unfitted(self, analyses: Analyses) -> Self:
+        """The same with placeholders for the weights, for models that are only timed."""
+        return self
+
+    def approximation_error(self, name: str) -> float | None:
+        """The error of a block in the metric that the fit minimizes; None without a fit."""
+        return None
+
     # ---- JSON ------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
@@ -184,47 +212,6 @@ class RewritePass(ir.passes.InPlacePass):
         """
         _require_keys(cls.name, content, {"pass"})
         return cls()
-
-
-class FittedPass(RewritePass):
-    """A pass whose weights are fitted before it runs.
-
-    ``require_applicable`` prepares the graph; the methods of this class are called after it.
-    """
-
-    @property
-    def needs_refit(self) -> bool:
-        """Whether blocks that earlier passes changed are refitted before this pass is fitted.
-
-        If not, they are refitted once, after the pass.
-        """
-        return True
-
-    @abstractmethod
-    def blocks_to_fit(self, analyses: Analyses) -> Sequence[AttentionBlock]:
-        """The blocks whose token moments ``fitted`` uses."""
-
-    @abstractmethod
-    def fitted(
-        self,
-        analyses: Analyses,
-        moments: Mapping[str, TokenMoments],
-        progress: Callable[[int, int], None] | None = None,
-    ) -> Self:
-        """The same pass with fitted weights.
-
-        Args:
-            moments: Token moments by block. Blocks without them are fitted to their weights alone.
-            progress: Called with (blocks done, blocks in total).
-        """
-
-    @abstractmethod
-    def unfitted(self, analyses: Analyses) -> Self:
-        """The same pass with placeholders for fitted weights, for models that are only timed."""
-
-    @abstractmethod
-    def approximation_error(self, name: str) -> float | None:
-        """The error of a block in the metric that the pass minimizes; None before it is fitted."""
 
 
 class BlockPass(RewritePass, Generic[Block, Params]):

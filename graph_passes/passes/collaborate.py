@@ -33,7 +33,7 @@ from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_planes
 from graph_passes.factorize.sparse import sparse_factors
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import AttentionPass, AttentionTargets, FittedPass, small_shapes
+from graph_passes.passes.base import AttentionPass, AttentionTargets, MomentsOf, small_shapes
 from graph_passes.passes.conditions import (
     QK_NORM,
     no_probabilities_refusal,
@@ -83,7 +83,7 @@ class Mixing(BaseModel, frozen=True, extra="forbid"):
         return self.head_size is None
 
 
-class Collaborate(AttentionPass[Mixing], FittedPass):
+class Collaborate(AttentionPass[Mixing]):
     """Share query and key dimensions between heads (eq. 6 and 7 of arXiv 2006.16362).
 
     Before: logits_h = s (x W_Q^h + b_Q^h)(y W_K^h + b_K^h)^T
@@ -131,30 +131,26 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
             targets[name] = Mixing(rank=whole.rank, head_size=size, cache=cache, factors=whole)
         return cls(targets)
 
-    @property
-    def needs_refit(self) -> bool:
-        """Truncated heads are refitted once, after the pass; shared keys need exact inputs."""
-        return any(params.is_dense for params in self.targets.values())
-
-    def blocks_to_fit(self, analyses: Analyses) -> list[AttentionBlock]:
-        """The blocks that lose dimensions."""
-        return [block for block, params in self._changed(analyses) if _is_lossy(block, params)]
-
     def fitted(
         self,
         analyses: Analyses,
-        moments: Mapping[str, TokenMoments],
+        moments_of: MomentsOf | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
-        """The same pass with the factors of every block.
+        """The pass with the factors of every block.
 
         Blocks with equal query and key weights share P, Q and M; their moments are pooled.
-
-        Args:
-            moments: Token moments of each block's input, by block; without them only the weights
-                are approximated.
-            progress: Called with (blocks done, blocks in total).
         """
+        if not self.targets:
+            return self
+        self.require_applicable(analyses)
+        moments: Mapping[str, TokenMoments] = {}
+        if moments_of is not None:
+            lossy = {
+                block.name for block, params in self._changed(analyses) if _is_lossy(block, params)
+            }
+            # Truncated heads are refitted once, after the pass; shared keys need exact inputs.
+            moments = moments_of(lossy, any(params.is_dense for params in self.targets.values()))
         targets = self._changed(analyses)
         factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
         for uses in _equal_weights(targets):
@@ -189,10 +185,11 @@ class Collaborate(AttentionPass[Mixing], FittedPass):
         return type(self)(fitted)
 
     def unfitted(self, analyses: Analyses) -> Self:
-        """The same pass with placeholder factors, for models that are only timed.
+        """The pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
+        self.require_applicable(analyses)
         targets = dict(self.targets)
         for block, params in self._changed(analyses):
             if block.q.rotary_terms:

@@ -215,7 +215,7 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
         parameters={
             "runtime": model.runtime,
             "precision": model.precision,
-            "refused": model.operators.get("refused", {}),
+            "refused": model.operators.fused.refused if model.operators.fused else {},
             **({"long_rows": asdict(model.long_rows)} if model.long_rows else {}),
         },
         inputs=_describe(model.signature.inputs),

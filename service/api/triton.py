@@ -164,7 +164,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
         "default_model_filename": model.artifact.model.name,
         "parameters": {
             "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
-            "operators": {"string_value": orjson.dumps(model.operators).decode()},
+            "operators": {"string_value": orjson.dumps(model.operators.to_json()).decode()},
             "precision": {"string_value": model.precision},
             "batch_invariant": {"string_value": "true" if model.batch_invariant else "false"},
         },

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from attnserve.serving.check_result import CheckResult, identify
 from attnserve.serving.checked_loading import CheckedModel, load_checked
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.model_check import LoadChecker
-from attnserve.serving.operator_report import OperatorReport, unfused
+from attnserve.serving.operator_report import OperatorReport
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.shadow import Shadow
@@ -217,7 +218,7 @@ class ModelLoader:
                 return False
             done = served_engine.model.operators
             is_news = checked.rewritten is not None or checked.fusion is not None
-            return done["rewritten"] or "pending" in done or not is_news
+            return done.fused is not None or done.is_pending or not is_news
 
         try:
             checked_model = await asyncio.to_thread(self._load, name, version, location, is_served)
@@ -281,7 +282,7 @@ class ModelLoader:
                 checked_model = await asyncio.to_thread(self._load, name, version, location)
             except Exception as error:  # the model is served as it is
                 log.warning("%s version %s is not fused: %s", name, version, error)
-                engine.model.operators = self._shown(unfused(str(error)))
+                engine.model.operators = self._shown(OperatorReport(why=str(error)))
                 return
             assert checked_model is not None
             if checked_model.identity != engine.content:  # the files were replaced
@@ -289,7 +290,7 @@ class ModelLoader:
                 return
             if checked_model.fusion is not None:  # its result was not stored: do not retry forever
                 reason = "the result of the load check could not be stored"
-                engine.model.operators = unfused(reason)
+                engine.model.operators = OperatorReport(why=reason)
                 await asyncio.to_thread(checked_model.model.close)
                 return
             self.by_name[name][version] = self._serve(name, version, location, checked_model)
@@ -332,10 +333,11 @@ class ModelLoader:
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """A report of operators without paths of this server, because clients see it."""
         hide = partial(hide_folders, served=self.settings.model)
-        if operators["rewritten"] is True:
-            refused = operators.get("refused", {})
-            return {**operators, "refused": {name: hide(why) for name, why in refused.items()}}
-        return {**operators, "why": hide(operators["why"])}
+        fused = operators.fused
+        if fused is not None:
+            refused = {name: hide(why) for name, why in fused.refused.items()}
+            fused = replace(fused, refused=refused)
+        return replace(operators, fused=fused, why=hide(operators.why))
 
     def _free(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())
@@ -364,16 +366,16 @@ class ModelLoader:
 def log_operators(engine: Engine) -> None:
     """Log the operator fusion of a model, or why there was none."""
     done = engine.model.operators
-    if done["rewritten"] is True:
-        attention, gelu = done["attention"], done["gelu"]
-        fused = f" with fused operators ({attention} attention, {gelu} GELU)"
+    if done.fused is not None:
+        attention, gelu = done.fused.attention, done.fused.gelu
+        operators = f" with fused operators ({attention} attention, {gelu} GELU)"
         log.info(
             "%s runs%s in %s: speed-up %.2fx, cosine %.9f",
             engine.name,
-            fused if attention or gelu else "",
+            operators if attention or gelu else "",
             engine.model.runtime,
-            done["speedup"],
-            done["min_cosine"],
+            done.fused.speedup,
+            done.fused.min_cosine,
         )
     elif engine.settings.probe and engine.settings.rewrite:
-        log.info("%s runs without fused operators: %s", engine.name, done["why"])
+        log.info("%s runs without fused operators: %s", engine.name, done.why)

@@ -278,7 +278,8 @@ def test_check_quantized_model_gives_its_fused_form(
     if found.fusion is not None:  # a busy machine: it runs in the background
         found = found.fusion.result(300)
     assert found.rewritten is not None
-    assert (found.operators["attention"], found.operators["gelu"]) == (2, 2)
+    fused = found.operators.fused
+    assert fused is not None and (fused.attention, fused.gelu) == (2, 2)
     assert kinds(ir.load(found.rewritten))["Softmax"] == 0
 
 

@@ -17,7 +17,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.passes.base import BlockPass, FittedPass
+from graph_passes.passes.base import BlockPass
 from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.prune_heads import PruneHeads
@@ -93,7 +93,7 @@ class BlockConfig:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether one of its passes is fitted to the moments of tokens (``FittedPass``)."""
+        """Whether one of its passes is fitted to the moments of tokens."""
         return self.head_size is not None
 
     def is_unreduced(self, count: int) -> bool:
@@ -338,9 +338,8 @@ def apply_config(
     mask = [1] * config.kept + [0] * (count - config.kept)
     with Analyses.of(model) as analyses:
         for graph_pass in config.passes(block, mask):
-            if isinstance(graph_pass, FittedPass) and moments is not None:
-                graph_pass.require_applicable(analyses)
-                graph_pass = graph_pass.fitted(analyses, {block.name: moments})
+            if moments is not None:
+                graph_pass = graph_pass.fitted(analyses, lambda _, __: {block.name: moments})
             graph_pass(model)
 
 

@@ -261,7 +261,7 @@ def edges_by_damage(
 
     Args:
         effect: Relative squared change of the output when a head is removed, by layer.
-        budget: The allowed sum of estimated changes.
+        budget: The largest sum of estimated changes.
     """
     heads = _Heads(masks, similarity)
     candidates: list[_Candidate] = []

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import fingerprint
@@ -215,7 +215,7 @@ class SavedPlan:
         target: Target,
         measure: SearchMeasure,
         context: RunContext,
-    ) -> JobWithData:
+    ) -> Job:
         """Read the data of the plan, for the device, lengths and measure of its search.
 
         Raises:
@@ -225,7 +225,7 @@ class SavedPlan:
         return Job.read(
             artifact, original, data, self.target(target),
             measure=self.measure(measure), joined=self.lengths, context=self.context(context),
-        ).with_data  # fmt: skip
+        )  # fmt: skip
 
     def forget_trainings(self, plan: Plan) -> None:
         """Delete the checkpoints of the trainings of the plan, after its model was written."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -24,7 +24,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import BlockPass, FittedPass, RewritePass
+from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.skip_attention import skipped
 
 __all__ = ["ApplyReport", "PassRunner"]
@@ -52,46 +52,6 @@ class ApplyReport:
         )
 
 
-@dataclass(eq=False, kw_only=True)
-class BlockChange:
-    """A pass that ran on one block, while later passes may still change and refit the block.
-
-    Attributes:
-        rewrite, block: The names of the pass and of the block.
-        macs: MACs of the whole model afterwards; None if they cannot be counted.
-        sizes: Sizes of the block afterwards, by their names in ``RecordedChange``.
-        is_exact: Whether the pass changes the block's output by rounding only.
-        needs_measuring: Whether the output must still be compared with the original's (and
-            refitted).
-        needs_certificate: Whether the block must still be certified.
-        error: ``RecordedChange.relative_error``; None while it is unknown.
-        fitted_error: ``RecordedChange.fitted_error``; None while it is unknown.
-        is_shared: Whether the block was not refitted, because other blocks share its weights.
-    """
-
-    rewrite: str
-    block: str
-    macs: int | None
-    sizes: Mapping[str, int | None] = field(default_factory=dict[str, int | None])
-    is_exact: bool = True
-    needs_measuring: bool = False
-    needs_certificate: bool = False
-    error: float | None = None
-    fitted_error: float | None = None
-    is_shared: bool = False
-
-    def record(self) -> RecordedChange:
-        """The change as attnserve.json records it."""
-        return RecordedChange(
-            rewrite=self.rewrite,
-            block=self.block,
-            relative_error=self.error,
-            macs_after=self.macs,
-            fitted_error=self.fitted_error,
-            **self.sizes,
-        )
-
-
 @dataclass(eq=False)
 class PassRunner:
     """A model while passes rewrite it: ``run`` for each pass, then ``finish``.
@@ -104,12 +64,20 @@ class PassRunner:
     Attributes:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
         changes: The changes so far.
+        lossy: The blocks that changed by more than rounding, in order.
+        shared: Those that were not refitted, because other blocks share their weights.
+        to_certify: The blocks that were rewritten since the last certification.
+        needs_refit: Whether a block was changed since the last refit.
     """
 
     job: Job
     analyses: Analyses
     fit: bool
-    changes: list[BlockChange] = field(default_factory=list[BlockChange])
+    changes: list[RecordedChange] = field(default_factory=list[RecordedChange])
+    lossy: dict[str, None] = field(default_factory=dict[str, None])
+    shared: tuple[str, ...] = ()
+    to_certify: set[str] = field(default_factory=set[str])
+    needs_refit: bool = False
 
     @property
     def model(self) -> ir.Model:
@@ -123,119 +91,109 @@ class PassRunner:
             InvalidData: The model refuses the data, or its activations are not finite.
             InvalidModel: A rewritten block fails certification.
         """
-        if isinstance(graph_pass, FittedPass) and graph_pass.targets:
-            graph_pass = self._fitted(graph_pass)
+        progress = self.job.context.stage("factor")
+        graph_pass = graph_pass.fitted(self.analyses, self._moments_of, progress)
         if graph_pass.lossy and isinstance(graph_pass, BlockPass):
-            self.changes += self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
+            self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
         else:
             self._refit()
-            self.changes += self._run_exact(graph_pass)
+            self._run_exact(graph_pass)
 
     def finish(self) -> ApplyReport:
         """Refit and certify the changed blocks, and return the changes."""
         self._refit()
         self._certify()
-        return ApplyReport(
-            tuple(change.record() for change in self.changes),
-            is_exact=all(change.is_exact for change in self.changes),
-            shared=tuple(sorted({change.block for change in self.changes if change.is_shared})),
-        )
+        return ApplyReport(tuple(self.changes), is_exact=not self.lossy, shared=self.shared)
 
     # ---- passes ----------------------------------------------------------------------------------
 
-    def _fitted(self, graph_pass: FittedPass) -> FittedPass:
-        """Fit a pass to the tokens of the model as rewritten so far."""
-        graph_pass.require_applicable(self.analyses)
-        if graph_pass.needs_refit or not self.fit:
+    def _moments_of(self, names: Collection[str], refit_first: bool) -> Mapping[str, TokenMoments]:
+        """The moments of the tokens in the model as rewritten so far; none without data."""
+        if refit_first or not self.fit:
             self._refit()
         self._certify()
-        moments: dict[str, TokenMoments] = {}
-        blocks = [block for block in graph_pass.blocks_to_fit(self.analyses)
-                  if block.graph is self.model.graph]  # fmt: skip
-        if self.job.data is not None and blocks:  # a session cannot observe the body of an If
-            batches = enough(self.job.data.fit, blocks)
-            moments = collect_moments(self.model, blocks, batches, context=self.job.context)
-        return graph_pass.fitted(self.analyses, moments, self.job.context.stage("factor"))
+        # A session cannot observe the body of an If.
+        blocks = [block for block in self.analyses.get(find_attention).blocks
+                  if block.name in names and block.graph is self.model.graph]  # fmt: skip
+        if self.job.data is None or not blocks:
+            return {}
+        batches = enough(self.job.data.fit, blocks)
+        return collect_moments(self.model, blocks, batches, context=self.job.context)
 
-    def _run_lossy(self, graph_pass: BlockPass[Any, Any]) -> list[BlockChange]:
+    def _run_lossy(self, graph_pass: BlockPass[Any, Any]) -> None:
         """Run a lossy pass, whose MACs are attributed to its blocks one after another."""
         if not graph_pass.targets:
-            return []
+            return
         before = self._macs_by_block()
         macs = self._macs()
         graph_pass(self.model)
         after = self._macs_by_block()
         blocks = self._blocks()
-        changes: list[BlockChange] = []
+        *_, last = graph_pass.targets
         for name in graph_pass.targets:
             macs = None if macs is None else macs + after.get(name, 0) - before.get(name, 0)
-            error = (
-                graph_pass.approximation_error(name) if isinstance(graph_pass, FittedPass) else None
+            error = graph_pass.approximation_error(name)
+            change = RecordedChange(
+                rewrite=graph_pass.name,
+                block=name,
+                relative_error=error,
+                # The last is of the whole model: other blocks may have changed too.
+                macs_after=self._macs() if name == last else macs,
+                **graph_pass.sizes(name, blocks.get(name)),
             )
-            changes.append(
-                BlockChange(
-                    rewrite=graph_pass.name,
-                    block=name,
-                    macs=macs,
-                    sizes=graph_pass.sizes(name, blocks.get(name)),
-                    is_exact=error == 0,
-                    needs_measuring=error is None or (error != 0 and self.fit),
-                    needs_certificate=True,
-                    error=error,
-                )
-            )
-        changes[-1].macs = self._macs()  # of the whole model: other blocks may have changed too
-        return changes
+            self.changes.append(change)
+            if error != 0:
+                self.lossy[name] = None
+                self.needs_refit |= error is None or self.fit
+        self.to_certify.update(graph_pass.targets)
 
-    def _run_exact(self, graph_pass: RewritePass) -> list[BlockChange]:
+    def _run_exact(self, graph_pass: RewritePass) -> None:
         """Run an exact pass; one of the whole graph edits no attention, and has no changes."""
         graph_pass(self.model)
-        targets = graph_pass.targets
-        if not targets:
-            return []
+        if not graph_pass.targets:
+            return
         macs = self._macs()
-        attention = {block.name for block in self.analyses.get(find_attention).blocks}
-        return [
-            BlockChange(
-                rewrite=graph_pass.name, block=name, macs=macs, needs_certificate=name in attention
-            )
-            for name in targets
+        self.changes += [
+            RecordedChange(rewrite=graph_pass.name, block=name, macs_after=macs)
+            for name in graph_pass.targets
         ]
+        attention = {block.name for block in self.analyses.get(find_attention).blocks}
+        self.to_certify |= attention & graph_pass.targets.keys()
 
     # ---- refit and certification -----------------------------------------------------------------
 
     def _refit(self) -> None:
-        """Refit the changed blocks if one is not measured yet, and certify the rewritten ones.
+        """Refit the lossy blocks if one changed since the last time, and certify rewritten ones.
 
         Without ``fit``, only their distance to the original is measured.
         """
-        if not any(change.needs_measuring for change in self.changes):
+        if not self.needs_refit:
             return
-        changed = list(
-            dict.fromkeys(change.block for change in self.changes if not change.is_exact)
-        )
         empty = empty_axes(self.job.original, self.model)
         if self.job.data is not None:
             blocks = self._blocks()
-            batches = enough(self.job.data.fit, [blocks[n] for n in changed if n in blocks])
+            batches = enough(self.job.data.fit, [blocks[n] for n in self.lossy if n in blocks])
         else:
             batches = random_batches(self.job.original, self.job.context.seed, empty=empty)
         refits = refit(
-            self.model, self.job.original, changed, batches,
+            self.model, self.job.original, list(self.lossy), batches,
             context=self.job.context, fit=self.fit,
             feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
         self.analyses.invalidate()
-        for change in self.changes:
-            result = refits.get(change.block)
-            change.needs_measuring = False
-            change.is_shared = self.fit and result is not None and result.is_shared
-            if change.error is None and result is not None:
-                change.error = result.relative_error_before
+        self.needs_refit = False
+        if self.fit:
+            self.shared = tuple(sorted(name for name, result in refits.items() if result.is_shared))
         latest = {change.block: change for change in self.changes}
-        for name, result in refits.items():
-            if result.ridge is not None:
-                latest[name].fitted_error = result.relative_error
+        for place, change in enumerate(self.changes):
+            if (result := refits.get(change.block)) is None:
+                continue
+            errors = change.stated
+            if change.relative_error is None:
+                errors["relative_error"] = result.relative_error_before
+            if change is latest[change.block] and result.ridge is not None:
+                errors["fitted_error"] = result.relative_error
+            self.changes[place] = RecordedChange(**errors)
         self._certify()
 
     def _certify(self) -> None:
@@ -244,14 +202,13 @@ class PassRunner:
         Raises:
             InvalidModel: A block is no longer matched, or its outputs differ from the reference.
         """
-        rewritten = {change.block for change in self.changes if change.needs_certificate}
-        if not rewritten:
+        if not self.to_certify:
             return
         feed_forwards = {block.name for block in self.analyses.get(find_feed_forward)}
         removed = {gap.name for gap in skipped(self.model)} | feed_forwards
         report = self.analyses.get(read_attention, seed=self.job.context.seed)
         certified = {block.name for block in report.blocks}
-        if lost := sorted(rewritten - removed - certified):
+        if lost := sorted(self.to_certify - removed - certified):
             found = {block.name: block for block in self.analyses.get(find_attention).blocks}
             block = found.get(lost[0])
             reason = None if block is None else report.failure(block)
@@ -261,8 +218,7 @@ class PassRunner:
                 DEFECT,
                 code="internal.certificate",
             )
-        for change in self.changes:
-            change.needs_certificate = False
+        self.to_certify.clear()
 
     # ---- the model -------------------------------------------------------------------------------
 

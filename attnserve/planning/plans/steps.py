@@ -172,7 +172,9 @@ class Distill(Train):
             CheckFailed: PyTorch does not compute what ONNX Runtime computes.
             MissingExtra: PyTorch is not installed.
         """
-        self._distillation(state)  # constructed for its checks
+        from attnserve.recovery.distillation import check_trainable  # needs PyTorch
+
+        check_trainable(replace(state.job, measure=self.measure), state.model)
 
     def apply(self, state: State) -> None:
         from attnserve.recovery.training import train  # needs PyTorch
@@ -196,8 +198,7 @@ class Distill(Train):
 
         return Distillation(
             state.model,
-            state.job.with_data,
-            self.measure,
+            replace(state.job, measure=self.measure),
             state.precision,
             state.float_blocks,
             state.labels,

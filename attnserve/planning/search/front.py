@@ -104,16 +104,16 @@ class Front:
         return Plan.merged(passes, self.precision, float_blocks)
 
 
-def _front(units: Sequence[Unit], allowed: Sequence[Sequence[int]]) -> list[Choice]:
+def _front(units: Sequence[Unit], compared: Sequence[Sequence[int]]) -> list[Choice]:
     """The Pareto front of some configurations of each unit, which are given by index."""
     front = pareto_front([
         [(unit.configs[index].loss, unit.configs[index].ms) for index in indices]
-        for unit, indices in zip(units, allowed, strict=True)
+        for unit, indices in zip(units, compared, strict=True)
     ])  # fmt: skip
     return [
         replace(
             choice,
-            picks=tuple(indices[pick] for indices, pick in zip(allowed, choice.picks, strict=True)),
+            picks=tuple(places[pick] for places, pick in zip(compared, choice.picks, strict=True)),
         )
         for choice in front
     ]

@@ -15,7 +15,7 @@ from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score, share_kept
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
@@ -138,11 +138,11 @@ class Judge:
     _latest_unreduced: Candidate | None = None
 
     @property
-    def job(self) -> JobWithData:
+    def job(self) -> Job:
         return self.search_input.job
 
     @cached_property
-    def untimed(self) -> JobWithData:
+    def untimed(self) -> Job:
         """The job with all threads of the machine, for work that is not timed."""
         return self.job.on_all_threads()
 
@@ -191,7 +191,7 @@ class Judge:
         apply_steps((training, *plan.conversion), state)
         return self._measure(candidate.choice, plan, state, job)
 
-    def _measure(self, choice: Choice, plan: Plan, state: State, job: JobWithData) -> Candidate:
+    def _measure(self, choice: Choice, plan: Plan, state: State, job: Job) -> Candidate:
         """Measure the model of an applied plan on the data to choose."""
         verification = self._compare(state.result, HeldOut.CHOOSE, job)
         return Candidate(
@@ -272,12 +272,12 @@ class Judge:
             )
         return timed
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: JobWithData) -> Verification:
+    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
         Losses are bounds if the data was used before; see ``Losses``.
         """
-        batches = part.batches(job.data)
+        batches = part.batches(job.required_data)
         is_bounded = not part.is_unused
         fidelity = job.compare_held_out(model, batches, part.split)
         losses: list[float] = []

@@ -126,7 +126,7 @@ def time_model(
         float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
     pairs = timer.time_pairs(groups, blocks)
     residuals, saved = timer.residual_fusion()
-    converted = convert(job.original, precision, job.data.fit, to_nearest=True)
+    converted = convert(job.original, precision, job.calibration, to_nearest=True)
     total = timer.time_whole(converted).mean
     in_blocks = sum(
         (blocks.get(block) or float_latencies[block]).original.mean

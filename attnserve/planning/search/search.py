@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
 from attnserve.checks.quality import allowed_loss
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
@@ -40,7 +40,7 @@ from graph_passes.errors import CannotRewrite
 __all__ = ["search"]
 
 
-def search(goal: Goal, job: JobWithData) -> tuple[PlanReport, State]:
+def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder until the
@@ -68,7 +68,7 @@ def search(goal: Goal, job: JobWithData) -> tuple[PlanReport, State]:
     require_attention(attention)
     if precision != "float32":
         # Fails early if the model cannot be converted.
-        convert(job.original, precision, job.data.fit[:1], to_nearest=True)
+        convert(job.original, precision, job.calibration[:1], to_nearest=True)
     if goal.recover is not None:
         untimed = job.on_all_threads().labeled("can be trained")
         training_of(goal).check(start(Plan(), untimed, job.original))
@@ -121,12 +121,12 @@ def _estimate_losses(
     job = search_input.job
     context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
-        model, timing.groups, job.data.fit, changes, timing.pairs, new_meter=job.meter,
+        model, timing.groups, job.calibration, changes, timing.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
     if timing.float_latencies:
         conversion = conversion_losses(
-            model, timing.groups, job.data.fit, job.target.precision, new_meter=job.meter,
+            model, timing.groups, job.calibration, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)

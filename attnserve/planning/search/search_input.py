@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.data.datasets import content_digest
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.search_record import GoalRecord
@@ -38,12 +38,12 @@ class SearchInput:
         goal: The goal as plan.json records it.
     """
 
-    job: JobWithData
+    job: Job
     checked: Sequence[Workload]
     goal: GoalRecord
 
     @classmethod
-    def of(cls, goal: Goal, job: JobWithData) -> SearchInput:
+    def of(cls, goal: Goal, job: Job) -> SearchInput:
         """The input of a search with this goal.
 
         Raises:
@@ -63,15 +63,14 @@ class SearchInput:
     @cached_property
     def key(self) -> str:
         """Key of the checkpoint; equal for equal requests."""
-        artifact = self.job.artifact
-        served = [
-            artifact.pooling, artifact.dimensions, artifact.output, content_digest(self.job.data)
-        ]  # fmt: skip
-        data = self.job.data.source.to_json()
-        return digest((fingerprint(artifact), data, self.goal.to_json(), served, versions()))
+        artifact, data = self.job.artifact, self.job.required_data
+        served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
+        return digest(
+            (fingerprint(artifact), data.source.to_json(), self.goal.to_json(), served, versions())
+        )
 
 
-def _workloads_to_check(job: JobWithData) -> list[Workload]:
+def _workloads_to_check(job: Job) -> list[Workload]:
     """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
     batch = job.target.batch
     phase = job.requested[0].phase
@@ -89,7 +88,7 @@ def _workloads_to_check(job: JobWithData) -> list[Workload]:
     return accepted
 
 
-def _goal_record(goal: Goal, job: JobWithData) -> GoalRecord:
+def _goal_record(goal: Goal, job: Job) -> GoalRecord:
     """The goal as plan.json records it."""
     target, context = job.target, job.context
     device = context.device

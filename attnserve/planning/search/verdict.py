@@ -162,7 +162,7 @@ def _report(
     record = PlanRecord(
         format=FORMAT,
         model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=judge.job.data.source,
+        calibration=judge.job.required_data.source,
         goal=judge.search_input.goal,
         verdict=verdict,
         gain=gain,

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
+from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
     Times,
     by_shape,
@@ -47,37 +48,9 @@ from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_gelu import FuseGelu
 
-__all__ = ["FusionReport", "fuse_lossless"]
+__all__ = ["fuse_lossless"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FusionReport:
-    """A fused model in comparison with the original.
-
-    Attributes:
-        attention, gelu: The numbers of fused blocks.
-        min_cosine: The lowest cosine of all compared vectors.
-        max_error: The largest error, relative to the largest number of the output.
-        speedup: The geometric mean over the timed shapes.
-        speedups: Speed-up at each shape.
-        kept: Attention blocks that could be fused but are faster unfused.
-        runtime: The name of the runtime that runs it.
-        long_rows: The rows that another runtime computes, if any.
-        refused: Why another runtime does not run it, by its name.
-    """
-
-    attention: int
-    gelu: int
-    min_cosine: float
-    max_error: float
-    speedup: float
-    speedups: Mapping[str, float] = field(default_factory=dict[str, float])
-    kept: Sequence[str] = ()
-    runtime: str = "onnxruntime"
-    long_rows: LongRows | None = None
-    refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:

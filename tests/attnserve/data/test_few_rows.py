@@ -13,7 +13,7 @@ import pytest
 import attnserve
 from attnserve.cli.app import main
 from attnserve.data.splits import LEAST_SEARCHED
-from attnserve.job import Job, JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Data, Goal
@@ -64,11 +64,9 @@ def test_search_of_few_rows_is_refused(few: Few, tmp_path: Path, kind: str, rows
 def test_search_accepts_the_smallest_number_of_rows(few: Few, kind: str):
     model, path = few(kind, LEAST_SEARCHED)
     artifact = open_artifact(model)
-    job = JobWithData.for_search(
-        artifact, load_model(artifact), Goal(keep=0.9), Data(calib=(path,))
-    )
-    assert job.data.source.distinct_rows == LEAST_SEARCHED
-    assert job.data.source.held_out_rows == (2, 2, 2)
+    job = Job.for_search(artifact, load_model(artifact), Goal(keep=0.9), Data(calib=(path,)))
+    assert job.required_data.source.distinct_rows == LEAST_SEARCHED
+    assert job.required_data.source.held_out_rows == (2, 2, 2)
 
 
 def test_search_counts_distinct_rows_and_the_rows_of_each_file(
@@ -90,9 +88,7 @@ def test_search_of_files_that_hold_out_the_rows_of_each_other_is_refused(few: Fe
     model, _ = few("texts", 1)
     artifact = open_artifact(model)
     with raises(InvalidData, "data.few_rows", "nearly the same rows"):
-        JobWithData.for_search(
-            artifact, load_model(artifact), Goal(keep=0.9), Data(calib=tuple(files))
-        )
+        Job.for_search(artifact, load_model(artifact), Goal(keep=0.9), Data(calib=tuple(files)))
 
 
 def test_command_line_of_a_search_of_one_row_exits_as_for_bad_input(
@@ -128,7 +124,7 @@ def test_recover_of_few_rows_is_refused(few: Few, kind: str, rows: int, is_refus
     assert MIN_TEXTS == 28
     model, path = few(kind, rows)
     artifact = open_artifact(model)
-    job = Job.read(artifact, load_model(artifact), Data(calib=(path,))).with_data
+    job = Job.read(artifact, load_model(artifact), Data(calib=(path,)))
     if not is_refused:
         check_input(job)
         return

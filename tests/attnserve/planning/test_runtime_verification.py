@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.context import ONE_THREAD, Device, RunContext
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
@@ -45,12 +45,10 @@ class OtherRuntime(OnnxRuntime):
 
 
 @pytest.fixture
-def job(tiny: Path, sentences: Path) -> JobWithData:
+def job(tiny: Path, sentences: Path) -> Job:
     artifact = open_artifact(tiny)
     data = Data(calib=[sentences])
-    return JobWithData.read(
-        artifact, load_model(artifact), data, context=RunContext(ONE_THREAD)
-    ).with_data
+    return Job.read(artifact, load_model(artifact), data, context=RunContext(ONE_THREAD))
 
 
 def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,12 +66,12 @@ def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_runtime_is_verified_if_it_keeps_the_quality(
-    job: JobWithData, monkeypatch: pytest.MonkeyPatch,
+    job: Job, monkeypatch: pytest.MonkeyPatch,
     lower: float, keep: float | None, verified: set[str],
 ) -> None:  # fmt: skip
     use(OtherRuntime(job.original), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
-    found = job.compare_held_out(model, job.data.to_verify)
+    found = job.compare_held_out(model, job.required_data.to_verify)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
     expected = found.model_copy(update={"qualities": qualities})
     comparisons = verify_in_other_runtimes(job, model, expected, keep)
@@ -86,12 +84,10 @@ def test_a_runtime_is_verified_if_it_keeps_the_quality(
     assert all(values["other"] >= value for value in values.values())
 
 
-def test_a_goal_must_be_met_in_the_other_runtime(
-    job: JobWithData, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     model = convert(job.original, "int8", job.calibration)
     use(OtherRuntime(model), monkeypatch)
-    found = job.compare_held_out(model, job.data.to_verify)
+    found = job.compare_held_out(model, job.required_data.to_verify)
     loss = max(quality.losses.measured for quality in found.qualities)
     assert loss > 0
     assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == ALL_OTHERS
@@ -99,7 +95,7 @@ def test_a_goal_must_be_met_in_the_other_runtime(
 
 
 def test_a_runtime_that_refuses_the_model_is_not_verified(
-    job: JobWithData, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(None), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
@@ -107,7 +103,7 @@ def test_a_runtime_that_refuses_the_model_is_not_verified(
 
 
 def test_float_models_and_one_runtime_need_no_verification(
-    job: JobWithData, monkeypatch: pytest.MonkeyPatch
+    job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
     assert verify_in_other_runtimes(job, job.original, nothing()) == {}

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import load_inputs  # noqa: E402
-from attnserve.job import JobWithData  # noqa: E402
+from attnserve.job import Job  # noqa: E402
 from attnserve.literals import Precision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
@@ -178,7 +178,7 @@ def test_round_trains_what_its_plan_converts(precision: Precision, tiny: Path, t
     data = load_inputs([texts], model, artifact)
     blocks = (find_attention(model).blocks[0].name,) * (precision != "float32")
     plan = Plan(precision=precision, float_blocks=blocks)
-    state = start(plan, JobWithData(artifact, model, data), model.clone())
+    state = start(plan, Job(artifact, model, data), model.clone())
     distillation = Distill()._distillation(state)
     rounded = distillation.module.replaced
     if precision != "int8":  # int4 is converted after the training

@@ -30,6 +30,7 @@ from attnserve.serving.check_cache import CheckCache, compiled_file
 from attnserve.serving.check_result import identify
 from attnserve.serving.graph_facts import GraphFacts
 from attnserve.serving.model_check import LoadChecker
+from attnserve.serving.operator_report import OperatorReport
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
 from tests.fixtures.checked_child import Child
@@ -119,8 +120,8 @@ def test_check_fusion_fails_original_is_served(
         monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child(more)
     found = checker(tmp_path / "rewritten").check(open_artifact(bert))
-    assert found.rewritten is None and found.operators["rewritten"] is False
-    assert why in found.operators["why"]
+    assert found.rewritten is None and found.operators.fused is None
+    assert why in found.operators.why
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
 
@@ -138,9 +139,9 @@ def test_check_crash_of_another_runtime_leaves_the_first(
     )
     auto = replace(ONE_THREAD, runtime="auto")
     found = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
-    assert found.operators["rewritten"] is True
-    assert found.operators.get("runtime") == "onnxruntime"
-    assert "SIGABRT" in found.operators.get("refused", {})["auto"]
+    assert found.operators.fused is not None
+    assert found.operators.fused.runtime == "onnxruntime"
+    assert "SIGABRT" in found.operators.fused.refused["auto"]
     assert "the runtimes could not be compared" in caplog.text
 
 
@@ -154,7 +155,7 @@ def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_pa
     assert one.check(open_artifact(bert)).fusion is first.fusion
     gate.touch()
     fused = first.fusion.result(300)
-    assert fused.operators["rewritten"] is True and fused.identity == first.identity
+    assert fused.operators.fused is not None and fused.identity == first.identity
     assert second.fusion.result(300) == fused and (tmp_path / "count").read_text() == "x"
     assert fused.rewritten is not None and fused.rewritten.is_file()
     assert one.check(open_artifact(bert)) == fused == checker(folder).check(open_artifact(bert))
@@ -173,7 +174,7 @@ def test_check_files_replaced_during_the_fusion_are_not_mixed(
     gate.touch()
     assert first.fusion is not None
     found = first.fusion.result(300)
-    assert found.rewritten is None and "changed" in found.operators["why"]
+    assert found.rewritten is None and "changed" in found.operators.why
     again = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert again.fusion is not None  # nothing was known of its fusion
     assert again.fusion.result(300).rewritten is not None
@@ -212,11 +213,11 @@ def test_check_little_memory_or_disk_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(model_check, "available_bytes", lambda: 1 << 20)
         found = checker(folder).check(open_artifact(bert))
-        assert found.rewritten is None and "of memory" in found.operators["why"]
+        assert found.rewritten is None and "of memory" in found.operators.why
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         found = checker(folder).check(open_artifact(bert))
-        assert found.rewritten is None and "cache folder" in found.operators["why"]
+        assert found.rewritten is None and "cache folder" in found.operators.why
     assert checker(folder).check(open_artifact(bert)).rewritten is not None
 
 
@@ -253,14 +254,14 @@ def test_check_unsuitable_model_is_not_fused(tmp_path: Path) -> None:
     model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
     assert found.rewritten is None
-    assert "no block can be written in a faster operator" in found.operators["why"]
+    assert "no block can be written in a faster operator" in found.operators.why
 
 
 def test_check_folder_not_writable_original_is_served(child: Child, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     artifact = open_artifact(write_encoder(tmp_path / "m"))
     found = checker(tmp_path / "file" / "rewritten").check(artifact)
-    assert found.operators == {"rewritten": False, "why": "there is no folder for it"}
+    assert found.operators == OperatorReport(why="there is no folder for it")
 
 
 def test_check_model_folder_with_python_files_executes_none(

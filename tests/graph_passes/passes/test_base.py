@@ -206,7 +206,7 @@ def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     with Analyses.of(model) as analyses:
         pruned(model)
         assert pruned.sizes(FIRST, analyses.get(find_attention).blocks[0]) == {"heads": 2}
-        factored = collaborative.fitted(analyses, {})
+        factored = collaborative.fitted(analyses)
         factored(model)
         block = analyses.get(find_attention).blocks[0]
         expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}

@@ -52,7 +52,7 @@ def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
         config = configuration(engine)
         told = json.loads(config["parameters"]["operators"]["string_value"])
-        assert told == engine.model.card["operators"] == engine.model.operators
+        assert told == engine.model.card["operators"] == engine.model.operators.to_json()
         seen.update(
             told,
             runtime=engine.model.runtime,
@@ -224,7 +224,7 @@ def test_repository_serves_original_until_it_is_fused_in_the_background(
         while repository.engine() is plain:  # no request is lost meanwhile
             await ask(repository)
         fused = repository.engine()
-        assert fused.content == plain.content and fused.model.operators["rewritten"] is True
+        assert fused.content == plain.content and fused.model.operators.fused is not None
         assert np.abs(await ask(repository) - before).max() < 1e-6
         await repository.loader.settled()
         with pytest.raises(ModelFailed):  # the first session is freed
@@ -243,7 +243,7 @@ def test_repository_load_of_an_unfused_model_fuses_it_later(
 
     async def script(repository: Repository) -> None:
         plain = repository.engine()
-        assert plain.model.operators["rewritten"] is False
+        assert plain.model.operators.fused is None
         before = await ask(repository)
         await repository.load("bert")
         assert repository.engine() is plain  # nothing new is known
@@ -251,7 +251,7 @@ def test_repository_load_of_an_unfused_model_fuses_it_later(
         await repository.load("bert")
         await repository.loader.settled()
         fused = repository.engine()
-        assert fused is not plain and fused.model.operators["rewritten"] is True
+        assert fused is not plain and fused.model.operators.fused is not None
         assert np.abs(await ask(repository) - before).max() < 1e-6
         await repository.load("bert")
         assert repository.engine() is fused
@@ -306,7 +306,7 @@ def test_repository_fusion_that_fails_is_reported(
         engine = repository.engine()
         while engine.model.operators == model_check.PENDING:
             await asyncio.sleep(0.05)
-        assert "SIGABRT" in engine.model.operators["why"] and repository.engine() is engine
+        assert "SIGABRT" in engine.model.operators.why and repository.engine() is engine
         assert np.isfinite(await ask(repository)).all()
 
     play(bert, script)
@@ -341,7 +341,7 @@ def test_workers_share_one_fusion_and_all_serve_its_result(
         for worker, before in zip(workers, plain, strict=True):
             while worker.engine() is before:
                 await asyncio.sleep(0.1)
-            assert worker.engine().model.operators["rewritten"] is True
+            assert worker.engine().model.operators.fused is not None
             assert worker.engine().content == before.content and worker.ready
         for worker in workers:
             await worker.leave()

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.data.datasets import load_inputs
-from attnserve.job import JobWithData
+from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.plans.apply import apply_plan
@@ -39,7 +39,7 @@ def test_apply_plan_gives_a_training_the_refitted_model(tiny: Path, tmp_path: Pa
     texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(60)))
     artifact = open_artifact(tiny)
     model = load_model(artifact)
-    job = JobWithData(artifact, model, load_inputs(texts, model, artifact))
+    job = Job(artifact, model, load_inputs(texts, model, artifact))
     block = job.matches.blocks[0]
     mask = [0, *[1] * (block.num_heads - 1)]
     training = Watching()
