@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import tempfile
@@ -19,7 +20,7 @@ import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
-from attnserve.options import GROUPS, Options, keywords, option_type
+from attnserve.options import GROUPS, Options, option_type
 from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
@@ -97,12 +98,12 @@ def options() -> str:
 
 
 def _group(kind: type[Options]) -> str:
-    types: dict[str, Any] = vars(keywords)[f"{kind.__name__}Keywords"].__annotations__
+    types = _accepted(kind)
     rows: list[str] = []
     for name, field in kind.model_fields.items():
         values = option_type(field).kind
         choices = get_args(values) if get_origin(values) is Literal else ()
-        text = ", ".join(map(repr, choices)) or f"`{types[name].__forward_arg__}`"
+        text = ", ".join(map(repr, choices)) or f"`{types[name]}`"
         default = _setting_default(field.default)
         meaning = _cell(field.description or "")
         rows.append(f"| `{name}` | {_cell(text)} | {default} | {meaning} |")
@@ -110,6 +111,17 @@ def _group(kind: type[Options]) -> str:
     return "\n".join(
         [f"### {kind.__name__}", "", _paragraphs(getdoc(kind) or ""), "", *header, *rows]
     )
+
+
+def _accepted(kind: type[Options]) -> dict[str, str]:
+    """The types of the fields of a group, from a function that takes them as keywords."""
+    stub = ast.parse(Path(attnserve.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    types: list[dict[str, str]] = [
+        {each.arg: ast.unparse(each.annotation) for each in node.args.kwonlyargs if each.annotation}
+        for node in stub.body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return next(each for each in types if kind.__name__ in each.values())
 
 
 def http() -> str:
