@@ -42,25 +42,24 @@ ONE_THREAD = Run(threads=1)
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve inspect model.onnx --seq 512",
     rich_help_panel=opt.CHECK,
 )
 def inspect(
     model: opt.Model,
-    seq: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sequence length to count MACs at.")
+    sequence: Annotated[
+        int, typer.Option("--seq", min=1, metavar="N", help="Sequence length to count MACs at.")
     ] = 128,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size to count at.")] = 1,
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: opt.Seed = Run(),
 ) -> None:
     """List the attention blocks of a model, with their costs and the passes that apply.
 
     Attention that is not matched, or fails certification, is listed with a reason.
     """
     set_log_level(show)
-    report = attnserve.inspect(model, batch=batch, sequence=seq, seed=run.seed)
+    report = attnserve.inspect(model, batch=batch, sequence=sequence, seed=run.seed)
     content = report.to_json()
     if show.json_:
         print_json(content)

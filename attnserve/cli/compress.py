@@ -163,7 +163,6 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 
 @add_command(
     app,
-    left_out=("also_prove",),
     required=("calib",),
     epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
@@ -172,7 +171,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 def plan(
     model: opt.Model,
     goal: Goal,
-    data: Data,
+    data: Annotated[Data, "calib", "calib_weights", "tokenizer"],
     target: Target,
     run: Run,
     output: Annotated[
@@ -183,7 +182,7 @@ def plan(
             " model).",
         ),
     ] = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
 ) -> None:
     """Search for the fastest model and write the plan instead of the model.
@@ -198,7 +197,7 @@ def plan(
             data=data,
             target=target,
             run=run,
-            force=force,
+            force=write.force,
             progress=progress,
         )
     if show.json_:
@@ -295,8 +294,7 @@ def recover(
     training: Training,
     run: Run,
     tokenizer: opt.DataTokenizer = None,
-    openvino: opt.OpenVino = False,
-    force: opt.Force = False,
+    write: Annotated[Write, "openvino", "force"] = Write(),
     show: opt.Show = opt.Show(),
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
@@ -314,8 +312,8 @@ def recover(
             tokenizer=tokenizer,
             training=training,
             run=run,
-            openvino=openvino,
-            force=force,
+            openvino=write.openvino,
+            force=write.force,
             progress=progress,
         )
     warnings = print_warnings(report.record.warnings, show)

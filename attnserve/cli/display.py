@@ -54,22 +54,17 @@ class _Console(Console):
 out = _Console(highlight=False)
 err = _Console(stderr=True, soft_wrap=True, highlight=False)
 
-RENAMED = {"sequence": "seq"}
-"""Parameters of the Python functions whose options have another name."""
-
-SPELLED = {"refit": ("refit", "--no-refit")}
-"""Replacement text for parameters whose first option is the default: by parameter, an option of the
-commands that have it, and the text."""
-
 
 def option_names(command: Any) -> dict[str, str]:
     """The option (or argument) of a Typer command for each parameter of its Python function."""
     names: dict[str, str] = {}
     for param in command.params:
-        is_argument = param.param_type_name == "argument"
-        names[param.name] = (param.metavar or param.name.upper()) if is_argument else param.opts[0]
-    names |= {name: names[own] for name, own in RENAMED.items() if own in names}
-    return names | {name: text for name, (option, text) in SPELLED.items() if option in names}
+        if param.param_type_name == "argument":
+            names[param.name] = param.metavar or param.name.upper()
+        else:  # see ``option_name``
+            options = param.secondary_opts if param.default is True else param.opts
+            names[param.name] = options[0]
+    return names
 
 
 def with_options(text: str, options: Mapping[str, str]) -> str:
@@ -109,7 +104,6 @@ def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
         for group in GROUPS
         for name, field in group.model_fields.items()
     }
-    options |= {name: text for name, (_, text) in SPELLED.items()}
     messages = [with_options(warning, options) for warning in warnings]
     if not show.quiet:
         for warning in messages:

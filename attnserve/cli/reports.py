@@ -18,7 +18,7 @@ from attnserve.cli.display import (
     progress_bars,
     shorten_names,
 )
-from attnserve.options import Run
+from attnserve.options import Run, Write
 
 __all__ = ["app"]
 
@@ -44,7 +44,7 @@ def analyze(
         ),
     ] = None,
     tokenizer: opt.DataTokenizer = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
@@ -57,7 +57,7 @@ def analyze(
             tokenizer=tokenizer,
             groups=groups,
             run=run,
-            force=force,
+            force=write.force,
             progress=progress,
         )
     if show.json_:
@@ -99,7 +99,6 @@ def analyze(
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve report minilm-optimized",
     rich_help_panel=opt.CHECK,
 )
@@ -114,13 +113,15 @@ def report(
         Path | None,
         opt.output_option("DIR", "Folder for the pages (default: report.html beside each model)."),
     ] = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: opt.Seed = Run(),
 ) -> None:
     """Write an HTML page per model: its rewrites, their cost and quality, and its attention."""
     with progress_bars(show) as progress:
-        reports = attnserve.report(models, output, seed=run.seed, force=force, progress=progress)
+        reports = attnserve.report(
+            models, output, seed=run.seed, force=write.force, progress=progress
+        )
     if show.json_:
         print_json({"reports": [model_report.to_json() for model_report in reports]})
         return

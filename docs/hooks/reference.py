@@ -8,7 +8,7 @@ import pkgutil
 import tempfile
 from collections import ChainMap
 from collections.abc import Iterator
-from inspect import getdoc
+from inspect import getdoc, unwrap
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -252,7 +252,12 @@ def metrics() -> str:
 def functions() -> str:
     """The public functions of ``attnserve``, for mkdocstrings."""
     names = [name for name in attnserve.__all__ if name.islower() and not name.startswith("_")]
-    return "\n\n".join(f"::: attnserve.{name}" for name in names)
+    # The package imports them on use, so their docstrings are found in their modules only.
+    paths = {name: unwrap(getattr(attnserve, name)).__module__ for name in names}
+    return "\n\n".join(
+        f"::: {path}.{name}\n    options:\n      heading: attnserve.{name}"
+        for name, path in paths.items()
+    )
 
 
 def passes() -> str:
