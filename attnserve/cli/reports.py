@@ -11,10 +11,10 @@ import attnserve
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
-    make_table,
     out,
     print_json,
     print_line,
+    print_table,
     progress_bars,
     shorten_names,
 )
@@ -65,32 +65,27 @@ def analyze(
         return
     rows = analysis.summary()
     names, legend = shorten_names([row.name for row in rows], width=out.width - 62)
-    table = make_table(
+    print_table(
         f"{model}: attention on {calib}",
         (
-            "",
-            "name",
-            "heads",
-            ">similar / uniform",
-            ">rank (99 %)",
-            ">least energy",
+            "", "name", "heads", ">similar", ">uniform:.2f", ">rank (99 %)", ">least energy",
             ">kept (voting)",
         ),
-    )
-    for row, name in zip(rows, names, strict=True):
-        table.add_row(
-            str(row.index),
-            name,
-            f"{row.num_heads} x {row.head_size}",
-            "-" if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
-            f"{row.uniform:.2f}",
-            "-" if row.rank is None else f"{row.rank} of {row.full_rank}",
-            f"head {row.weakest_head} ({row.weakest_share:.1%})",
-            str(row.kept),
-        )
-    out.print(table)
-    if legend:
-        print_line(legend)
+        [
+            (
+                row.index,
+                name,
+                f"{row.num_heads} x {row.head_size}",
+                None if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
+                row.uniform,
+                None if row.rank is None else f"{row.rank} of {row.full_rank}",
+                f"head {row.weakest_head} ({row.weakest_share:.1%})",
+                row.kept,
+            )
+            for row, name in zip(rows, names, strict=True)
+        ],
+        legend,
+    )  # fmt: skip
     for block in analysis.not_analyzed:
         print_line(f"not analyzed: {block.name}: {block.reason}")
     assert analysis.output is not None

@@ -99,9 +99,7 @@ def test_names_of_files_do_not_control_the_terminal(capsys: pytest.CaptureFixtur
     name = "a\x1b]0;title\x07\x1b[2J\x9b31mb"
     display.print_line(name)
     display.print_message(name)
-    table = display.make_table(name, ["name"])
-    table.add_row(display.escape(name))
-    display.out.print(table)
+    display.print_table(name, ["name"], [(name,)])
     shown = "".join(capsys.readouterr())
     assert not set("\x1b\x07\x9b") & set(shown)
     assert shown.count("\\x1b]0;title\\x07\\x1b[2J") == 4
