@@ -10,7 +10,9 @@ from collections import ChainMap
 from collections.abc import Iterator
 from inspect import getdoc, unwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
 
 import onnx_ir as ir
 from prometheus_client.metrics import MetricWrapperBase
@@ -24,6 +26,7 @@ from attnserve.options import GROUPS, Options, option_type
 from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
+from service.present_state import PresentState
 from service.settings import EnvironmentOptions, RaySettings, Settings
 
 
@@ -233,8 +236,12 @@ def _settings_file(kind: type[SettingsFile]) -> str:
 def metrics() -> str:
     """Every series of ``/metrics``, with its labels."""
     series = Metrics()
-    series.gpu = lambda: 0
-    series.workers = lambda: 1
+    # All series of the present state, also those of other machines and settings.
+    state: Any = SimpleNamespace(
+        states=list, rss_bytes=lambda: 0, workers=(2, 2), shadow=SimpleNamespace(reports=dict)
+    )
+    with patch("service.present_state.gpu_bytes", return_value=0):
+        families = [*series.collect(), *PresentState(state).collect()]
     labels = {
         next(iter(collector.describe())).name: getattr(collector, "_labelnames", ())
         for collector in vars(series).values()
@@ -244,7 +251,7 @@ def metrics() -> str:
         f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type}"
         f" | {', '.join(labels.get(family.name, getattr(family, '_labelnames', ())))}"
         f" | {_cell(family.documentation)} |"
-        for family in sorted(series.registry.collect(), key=lambda family: family.name)
+        for family in sorted(families, key=lambda family: family.name)
     ]
     return "\n".join(["| series | type | labels | meaning |", "|---|---|---|---|", *rows])
 
