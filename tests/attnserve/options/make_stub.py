@@ -27,6 +27,12 @@ FILE = Path(attnserve.__file__).with_suffix(".pyi")
 MODULES = (collections.abc, os, pathlib, typing, context, literals, paths, fields, workload)
 """Modules that name the types of parameters."""
 
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    name: getattr(attnserve, name)
+    for name in attnserve.__all__
+    if name.islower() and not name.startswith("_")
+}
+
 LITERALS = {
     value: name
     for module in MODULES
@@ -80,10 +86,10 @@ def declaration(name: str, function: Callable[..., Any]) -> str:
     return "\n".join([*lines, f") -> {signature(function).return_annotation}: ..."])
 
 
-def imports(functions: list[Callable[..., Any]], text: str) -> str:
+def imports(text: str) -> str:
     """The imports of the types in the text, of the groups, and of the results of functions."""
     sources = {name: module.__name__ for module in reversed(MODULES) for name in vars(module)}
-    for function in functions:
+    for function in FUNCTIONS.values():
         result = get_type_hints(function)["return"]
         kind = (get_args(result) or (result,))[0]
         sources[kind.__name__] = kind.__module__
@@ -102,10 +108,8 @@ def imports(functions: list[Callable[..., Any]], text: str) -> str:
 
 def module() -> str:
     """The content of the file."""
-    names = [name for name in attnserve.__all__ if name.islower() and not name.startswith("_")]
-    functions = [getattr(attnserve, name) for name in names]
-    text = "\n".join(map(declaration, names, functions))
-    return TEMPLATE.format(imports=imports(functions, text), functions=text)
+    text = "\n".join(declaration(name, function) for name, function in FUNCTIONS.items())
+    return TEMPLATE.format(imports=imports(text), functions=text)
 
 
 if __name__ == "__main__":

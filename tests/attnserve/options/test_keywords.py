@@ -7,14 +7,16 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attnserve
-from tests.attnserve.options.make_stub import FILE, module
+from tests.attnserve.options.make_stub import FILE, FUNCTIONS, module
 
 ROOT = Path(attnserve.__file__).parents[1]
 
@@ -26,10 +28,13 @@ def test_stub_is_generated_from_the_groups():
 def test_stub_declares_the_parameters_of_the_functions():
     for node in ast.parse(FILE.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef):
-            function = getattr(attnserve, node.name)
             declared = [each.arg for each in (*node.args.args, *node.args.kwonlyargs)]
-            assert declared == list(signature(function).parameters)
-            assert pickle.loads(pickle.dumps(function)) is function
+            assert declared == list(signature(FUNCTIONS[node.name]).parameters)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_can_be_pickled(function: Callable[..., Any]):
+    assert pickle.loads(pickle.dumps(function)) is function
 
 
 VALID = """
