@@ -39,7 +39,8 @@ _MODULES = {
 }
 """The module that defines each group of options and each function."""
 
-__all__ = ["__version__", *_MODULES]
+# Type checkers read __init__.pyi.
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.checks.benchmark import BenchReport
+from attnserve.checks.evaluate import Score
 from attnserve.checks.inspect import Inspection
 from attnserve.context import Progress, Provider
 from attnserve.exporters.hugging_face import ExportReport
@@ -26,16 +27,18 @@ from attnserve.literals import (
     TaskName,
 )
 from attnserve.models.measured import Fidelity
-from attnserve.options import Comparison as Comparison
-from attnserve.options import Data as Data
-from attnserve.options import Goal as Goal
-from attnserve.options import Rewrites as Rewrites
-from attnserve.options import Run as Run
-from attnserve.options import Scoring as Scoring
-from attnserve.options import Target as Target
-from attnserve.options import Timing as Timing
-from attnserve.options import Training as Training
-from attnserve.options import Write as Write
+from attnserve.options import (
+    Comparison,
+    Data,
+    Goal,
+    Rewrites,
+    Run,
+    Scoring,
+    Target,
+    Timing,
+    Training,
+    Write,
+)
 from attnserve.options.fields import Allowed
 from attnserve.paths import StrPath
 from attnserve.planning.optimize import OptimizeReport
@@ -45,6 +48,32 @@ from attnserve.recovery.report import RecoverReport
 from attnserve.reports.analysis import Analysis
 from attnserve.reports.model_report import ModelReport
 from graph_passes.analysis.workload import Phase
+
+__all__ = [
+    "Comparison",
+    "Data",
+    "Goal",
+    "Rewrites",
+    "Run",
+    "Scoring",
+    "Target",
+    "Timing",
+    "Training",
+    "Write",
+    "__version__",
+    "analyze",
+    "bench",
+    "evaluate",
+    "evaluate_mteb",
+    "export",
+    "inspect",
+    "optimize",
+    "plan",
+    "recover",
+    "report",
+    "verify",
+    "verify_again",
+]
 
 __version__: str
 

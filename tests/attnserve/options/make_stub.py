@@ -8,7 +8,7 @@ import pathlib
 import re
 import typing
 from collections.abc import Callable
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -20,11 +20,20 @@ from attnserve import context, literals, options, paths
 from attnserve.options import fields, is_group
 from graph_passes.analysis import workload
 
-GROUPS = {group.__name__ for group in options.GROUPS}
-
 FILE = Path(attnserve.__file__).with_suffix(".pyi")
 
-MODULES = (collections.abc, os, pathlib, typing, context, literals, paths, fields, workload)
+MODULES = (
+    collections.abc,
+    os,
+    pathlib,
+    typing,
+    context,
+    literals,
+    paths,
+    fields,
+    workload,
+    options,
+)
 """Modules that name the types of parameters."""
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -47,6 +56,9 @@ Written by ``python -m tests.attnserve.options.make_stub``.
 """
 
 {imports}
+
+__all__ = [
+{names}]
 
 __version__: str
 
@@ -87,29 +99,30 @@ def declaration(name: str, function: Callable[..., Any]) -> str:
 
 
 def imports(text: str) -> str:
-    """The imports of the types in the text, of the groups, and of the results of functions."""
+    """The imports of the names in the text."""
     sources = {name: module.__name__ for module in reversed(MODULES) for name in vars(module)}
     for function in FUNCTIONS.values():
-        result = get_type_hints(function)["return"]
-        kind = (get_args(result) or (result,))[0]
-        sources[kind.__name__] = kind.__module__
+        own = unwrap(function)
+        for name in re.findall(r"[A-Z]\w+", signature(function).return_annotation):
+            kind = own.__globals__[name]
+            sources[name] = kind.__module__ if isinstance(kind, type) else own.__module__
     names: dict[str, list[str]] = {}
     for name in sorted(set(re.findall(r"[A-Z]\w+", text)) & sources.keys()):
         names.setdefault(sources[name], []).append(name)
-    lines = [f"from attnserve.options import {name} as {name}" for name in sorted(GROUPS)]
-    for source, found in names.items():
+    lines: list[str] = []
+    for source, found in sorted(names.items()):
         line = f"from {source} import {', '.join(found)}"
         many = "".join(f"    {name},\n" for name in found)
         lines.append(line if len(line) <= 100 else f"from {source} import (\n{many})")
-    lines.sort(key=lambda line: line.split()[1])
-    own = [line for line in lines if re.match("from (attnserve|graph_passes)", line)]
-    return "\n".join([*(line for line in lines if line not in own), "", *own])
+    ours = [line for line in lines if re.match("from (attnserve|graph_passes)", line)]
+    return "\n".join([*(line for line in lines if line not in ours), "", *ours])
 
 
 def module() -> str:
     """The content of the file."""
     text = "\n".join(declaration(name, function) for name, function in FUNCTIONS.items())
-    return TEMPLATE.format(imports=imports(text), functions=text)
+    names = "".join(f'    "{name}",\n' for name in sorted(attnserve.__all__))
+    return TEMPLATE.format(imports=imports(f"{names}{text}"), names=names, functions=text)
 
 
 if __name__ == "__main__":
