@@ -1,70 +1,29 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
 The functions here are the commands of the same names (``verify_again`` is ``verify --again``, and
-``evaluate_mteb`` is ``evaluate --mteb``), and the classes are groups of their options. Each is
-imported on first use.
+``evaluate_mteb`` is ``evaluate --mteb``), and the classes are groups of their options. The fields
+of the groups are keywords of the functions too: ``optimize(model, keep=0.99, calib="texts.txt")``
+(``__init__.pyi`` lists them for type checkers). Each is imported on first use.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from attnserve.checks.benchmark import bench
-    from attnserve.checks.compare import verify
-    from attnserve.checks.evaluate import evaluate
-    from attnserve.checks.inspect import inspect
-    from attnserve.exporters.hugging_face import export
-    from attnserve.integrations.mteb import evaluate_mteb
-    from attnserve.options import (
-        Comparison,
-        Data,
-        Goal,
-        Rewrites,
-        Run,
-        Scoring,
-        Target,
-        Timing,
-        Training,
-        Write,
-    )
-    from attnserve.planning.optimize import optimize
-    from attnserve.planning.plan_command import plan
-    from attnserve.planning.recover_command import recover
-    from attnserve.planning.verify_again import verify_again
-    from attnserve.reports.analyze import analyze
-    from attnserve.reports.model_report import report
-
-__all__ = [
-    "Comparison",
-    "Data",
-    "Goal",
-    "Rewrites",
-    "Run",
-    "Scoring",
-    "Target",
-    "Timing",
-    "Training",
-    "Write",
-    "__version__",
-    "analyze",
-    "bench",
-    "evaluate",
-    "evaluate_mteb",
-    "export",
-    "inspect",
-    "optimize",
-    "plan",
-    "recover",
-    "report",
-    "verify",
-    "verify_again",
-]
+from typing import Any
 
 __version__ = "2.0.0"
 
 _MODULES = {
+    "Comparison": "attnserve.options",
+    "Data": "attnserve.options",
+    "Goal": "attnserve.options",
+    "Rewrites": "attnserve.options",
+    "Run": "attnserve.options",
+    "Scoring": "attnserve.options",
+    "Target": "attnserve.options",
+    "Timing": "attnserve.options",
+    "Training": "attnserve.options",
+    "Write": "attnserve.options",
     "analyze": "attnserve.reports.analyze",
     "bench": "attnserve.checks.benchmark",
     "evaluate": "attnserve.checks.evaluate",
@@ -77,12 +36,21 @@ _MODULES = {
     "report": "attnserve.reports.model_report",
     "verify": "attnserve.checks.compare",
     "verify_again": "attnserve.planning.verify_again",
-    **{name: "attnserve.options" for name in __all__ if name[0].isupper()},
 }
-"""The module that defines each function and each group of options."""
+"""The module that defines each group of options and each function."""
+
+# Type checkers read __init__.pyi.
+__all__ = ["__version__", *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
+    if not isinstance(value, type):
+        from attnserve.options import with_keywords
+
+        value = with_keywords(value)
+        value.__module__ = __name__  # where pickle finds it
+    globals()[name] = value
+    return value

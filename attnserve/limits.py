@@ -20,31 +20,28 @@ __all__ = [
 
 # ---- speed -----------------------------------------------------------------------------------
 
-# Noise of timings.
 MIN_GAIN = 1.01
-"""The lowest speed-up that counts as a gain. Of models whose speeds differ by less, the one with
-less loss is selected, so that noise does not decide. Of two fused models, the lower end of a 95 %
-interval must reach it."""
+"""The lowest speed-up that counts as a gain; less may be noise of the timings. Of models whose
+speeds differ by less, the one with less loss is selected. One fused model is faster than another if
+the lower end of the 95 % interval of their speed-up is at least this."""
 
 SAME_MS = 1.02
 """The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
 the times of blocks, and is less exact than ``MIN_GAIN``."""
 
-# Minimum benefit of a change.
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by a fused one. It is above
 ``MIN_GAIN``, because the fused model needs a file and a check of its own."""
 
 MIN_REMOVAL_GAIN = 1.03
-"""The lowest speed-up that is worth a loss of quality, above ``MIN_GAIN``: of a removal over the
-fused original in the same precision, at the lower end of its 95 % interval, and of shared over
-separate dimensions of one block, before their loss is measured."""
+"""The lowest speed-up that is worth a loss of quality. A model with removed heads or neurons must
+reach it over the fused original in the same precision, at the lower end of the 95 % interval. A
+block with shared dimensions must reach it over separate ones, before its loss is measured."""
 
-# A tolerated slowdown.
 MIN_SPEEDUP = 0.97
-"""The lowest accepted speed-up at any timed length: of a whole model over the original, of a block
-over the exported one, and of a mixing over the fused original, at the upper end of its 95 %
-interval. It is below 1, so that noise at a single length does not reject a model."""
+"""The lowest accepted speed-up at a single length. It is below 1, so that noise at one length does
+not reject a model. It applies to a model over its original, and to a block over the exported one.
+For fused models and for a mixing, it is a limit of the upper end of the 95 % interval."""
 
 # ---- quality ---------------------------------------------------------------------------------
 

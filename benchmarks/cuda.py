@@ -28,8 +28,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from attnserve.checks.benchmark import bench, describe_machine
-from attnserve.checks.compare import verify
+from attnserve import bench, verify
+from attnserve.checks.benchmark import describe_machine
 from attnserve.context import Device, Provider
 from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact

@@ -24,7 +24,8 @@ import onnx_ir as ir
 from rich.console import Console
 from rich.table import Table
 
-from attnserve.checks.benchmark import BenchReport, bench
+from attnserve import bench
+from attnserve.checks.benchmark import BenchReport
 from attnserve.models.onnx_files import save_model
 from benchmarks._common import description, write_result
 from graph_passes.analysis.cost import Cost, break_even, model_cost

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.types import Receive, Scope, Send
@@ -24,6 +24,7 @@ from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.errors import HANDLERS, Error
 from service.metrics import Metrics
+from service.present_state import PresentState
 from service.settings import Settings
 
 LARGE_BYTES = 262_144
@@ -119,7 +120,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     @app.get("/metrics", tags=["Metrics"], response_class=Response)
     def prometheus() -> Response:
         """All series in the Prometheus text format."""
-        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = metrics.render() + generate_latest(PresentState(models))
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/stats.json", tags=["Metrics"])
     def stats() -> Response:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,18 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
-from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
 from service.cost import AnswerCost
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
-OF_QUALITY = (*OF_MODEL, "measure")
 WORK = ("rows", "tokens", "macs")
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """Exceptions of prometheus_client for a damaged file."""
@@ -161,22 +158,6 @@ class Metrics(Collector):
             " version, at most once a second; absent before the first answer.",
             OF_MODEL,
         )
-        self.quality: Callable[[], Mapping[Version, Mapping[str, Any]]] = dict
-        """The measured quality of each version (``LiveReport`` as JSON)."""
-        self.watch: Callable[[], list[VersionState]] = list
-        """The state of each loaded version."""
-        self.rss: Callable[[], int] = rss_bytes
-        """Resident memory of all serving processes."""
-        self.gpu: Callable[[], int | None] = gpu_bytes
-        """Memory in use on the serving GPU; None without one."""
-        self.workers: Callable[[], int] | None = None
-        """Number of serving workers; None for a single process."""
-        self.delay_s = 0
-        """Age in seconds of the newest second in the window."""
-        self.seconds: Callable[[], Mapping[Version, Mapping[int, Second]]] = self._own_seconds
-        """The recent seconds of each version, over all serving processes."""
-        self._exported = self.registry if folder is None else CollectorRegistry()
-        self._exported.register(self)
 
     def series(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
@@ -190,7 +171,7 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         """All series, in Prometheus' text format."""
-        return generate_latest(self._exported)
+        return generate_latest(self)
 
     def statistics(self) -> dict[Version, Series]:
         """The exact series of each version; reading them takes milliseconds per version."""
@@ -222,73 +203,13 @@ class Metrics(Collector):
                 )
         return series_by_version
 
-    def recent_seconds(self) -> list[tuple[str, str, list[Second]]]:
-        """(model, version, recent seconds) of this process."""
-        return [(*of, list(seconds.values())) for of, seconds in self._own_seconds().items()]
-
-    def _own_seconds(self) -> dict[Version, dict[int, Second]]:
+    def seconds(self) -> dict[Version, dict[int, Second]]:
+        """The recent seconds of each version in this process."""
         return {of: dict(model.seconds) for of, model in list(self._models.items())}
 
-    # -- read at the time of the scrape -----------------------------------------------------------
-
-    def collect(self) -> Iterator[Metric]:
-        """The series of all workers from their files, and the gauges of the present state."""
-        if self._folder is not None:
-            yield from _merged(self._folder, "*.db")
-        gauges = [
-            GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
-            for name, text in (
-                ("queue_rows", "Rows waiting for a batch."),
-                ("in_flight", "Requests waiting or running."),
-                ("model_ready", "1 if the model can run."),
-            )
-        ]
-        info = InfoMetricFamily(
-            "attnserve_model", "The runtime and precision of a model.", labels=OF_MODEL
-        )
-        for state in self.watch():
-            of = (state.model, state.version)
-            for gauge, value in zip(
-                gauges, (state.waiting, state.in_flight, state.ready), strict=True
-            ):
-                gauge.add_metric(of, value)
-            info.add_metric(of, {"runtime": state.runtime, "precision": state.precision})
-        yield from gauges
-        yield info
-        yield from self._quality()
-        yield GaugeMetricFamily(
-            "process_resident_memory_bytes",
-            "Resident memory of all serving processes.",
-            value=self.rss(),
-        )
-        if (bytes_in_use := self.gpu()) is not None:
-            yield GaugeMetricFamily(
-                "attnserve_gpu_memory_bytes",
-                "Memory in use on the serving GPU.",
-                value=bytes_in_use,
-            )
-        if self.workers is not None:
-            yield GaugeMetricFamily(
-                "attnserve_workers", "Serving worker processes.", value=self.workers()
-            )
-
-    def _quality(self) -> Iterator[Metric]:
-        reports = self.quality()
-        for key, text in (
-            ("value", "Quality against the original on the last compared rows."),
-            ("lower", "Lower end of its 95 % interval."),
-            ("upper", "Upper end of its 95 % interval."),
-            ("promise", "Quality that the artifact guarantees."),
-            ("rows", "Number of rows of the estimate."),
-            ("broken", "1 if the quality guarantee is violated, else 0."),
-        ):
-            gauge = GaugeMetricFamily(f"attnserve_quality_{key}", text, labels=OF_QUALITY)
-            for of, report in reports.items():
-                lower, upper = report["ci95"] or (None, None)
-                value = {**report, "lower": lower, "upper": upper}[key]
-                if value is not None:
-                    gauge.add_metric((*of, report["measure"]), value)
-            yield gauge
+    def collect(self) -> Iterable[Metric]:
+        """The series of all workers."""
+        return self.registry.collect() if self._folder is None else _merged(self._folder, "*.db")
 
 
 def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
@@ -440,16 +361,17 @@ class ModelMetrics:
             ],
         }
 
-    def window(self, recorded: Mapping[int, Second]) -> dict[str, Any]:
+    def window(self, recorded: Mapping[int, Second], delay_s: int) -> dict[str, Any]:
         """The last minute by second, oldest first, without the current second.
 
         Args:
-            recorded: The seconds of this version in ``Metrics.seconds``.
+            recorded: The seconds of this version.
+            delay_s: The age in seconds of the newest second.
 
         Returns:
             The JSON of each second, and of all. Percentiles in milliseconds are exact, or null.
         """
-        end = int(time()) - self._metrics.delay_s
+        end = int(time()) - delay_s
         seconds = [recorded.get(number) or Second(number) for number in range(end - WINDOW_S, end)]
         total = Second(end)
         for second in seconds:

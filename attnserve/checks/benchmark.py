@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import numpy as np
 import onnx_ir as ir
@@ -29,8 +29,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.masks import is_mask
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import with_fixed_sizes
-from attnserve.options import Run, Timing, with_keywords
-from attnserve.options.keywords import RunKeywords, TimingKeywords
+from attnserve.options import Run, Timing
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
 from attnserve.runtime.interface import RunFailed
@@ -200,24 +199,17 @@ class BenchReport:
         }
 
 
-class _Keywords(TimingKeywords, RunKeywords):
-    """The fields of the groups of ``bench``."""
-
-
-@with_keywords
 def bench(
     models: Sequence[Path | str],
     *,
     timing: Timing = Timing(),
     run: Run = Run(threads=1),
     progress: Progress | None = None,
-    **fields: Unpack[_Keywords],
 ) -> BenchReport:
     """Measure models in interleaved order, at every batch and sequence.
 
     On CUDA inputs and outputs stay on the device; copies from and to the host are not timed.
-    float32 products do not use TF32. The fields of the groups are keywords too:
-    ``bench(models, batches=(1, 8), threads=2)``.
+    float32 products do not use TF32.
 
     Args:
         models: .onnx files or artifact folders; speed-ups are relative to the first.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -29,8 +29,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
 from attnserve.models.recorded import without_empty
 from attnserve.models.rows import fixed_axes, row_count
-from attnserve.options import Comparison, Run, with_keywords
-from attnserve.options.keywords import ComparisonKeywords, RunKeywords
+from attnserve.options import Comparison, Run
 from attnserve.paths import StrPath
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
@@ -50,11 +49,6 @@ KEPT_SHARE = 0.25
 of the model's size; the larger limit applies."""
 
 
-class _Keywords(ComparisonKeywords, RunKeywords):
-    """The fields of the groups of ``verify``."""
-
-
-@with_keywords
 def verify(
     original: StrPath,
     new: StrPath,
@@ -62,11 +56,8 @@ def verify(
     comparison: Comparison = Comparison(),
     run: Run = Run(),
     progress: Progress | None = None,
-    **fields: Unpack[_Keywords],
 ) -> Fidelity:
     """Compare the outputs of a new model with those of its original, on data or random inputs.
-
-    The fields of the groups are keywords too: ``verify(original, new, data="texts.txt")``.
 
     If the caches of the new model have other shapes, both start from empty caches (``compare``).
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 from attnserve.checks.scores import Score
 from attnserve.checks.tasks import TASKS, OpenModel
@@ -16,8 +15,7 @@ from attnserve.context import DEFAULT_CONTEXT, Progress, RunContext, ignore_prog
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.options import Run, Scoring, with_keywords
-from attnserve.options.keywords import RunKeywords, ScoringKeywords
+from attnserve.options import Run, Scoring
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
@@ -25,11 +23,6 @@ from attnserve.runtime.session import open_session
 __all__ = ["evaluate", "score_session"]
 
 
-class _Keywords(ScoringKeywords, RunKeywords):
-    """The fields of the groups of ``evaluate``."""
-
-
-@with_keywords
 def evaluate(
     model: StrPath,
     *,
@@ -37,11 +30,8 @@ def evaluate(
     run: Run = Run(),
     batch_size: int = 32,
     progress: Progress | None = None,
-    **fields: Unpack[_Keywords],
 ) -> Score:
     """Score ``model`` on the rows of a file.
-
-    The fields of the groups are keywords too: ``evaluate(model, task="sts", data="dev.tsv")``.
 
     Args:
         model: An .onnx file or an artifact folder.

@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 import attnserve
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
     format_ranges,
-    make_table,
     out,
     print_json,
     print_line,
     print_message,
     print_qualities,
+    print_table,
     progress_bars,
     set_log_level,
     shorten_names,
@@ -27,8 +26,6 @@ from attnserve.cli.display import (
 from attnserve.options import Comparison, Run, Scoring, Timing
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from attnserve.checks.benchmark import Measurement
     from attnserve.checks.inspect import Inspection
     from attnserve.planning.verify_again import VerifyAgainReport
@@ -42,25 +39,24 @@ ONE_THREAD = Run(threads=1)
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve inspect model.onnx --seq 512",
     rich_help_panel=opt.CHECK,
 )
 def inspect(
     model: opt.Model,
-    seq: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Sequence length to count MACs at.")
+    sequence: Annotated[
+        int, typer.Option("--seq", min=1, metavar="N", help="Sequence length to count MACs at.")
     ] = 128,
     batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size to count at.")] = 1,
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: opt.Seed = Run(),
 ) -> None:
     """List the attention blocks of a model, with their costs and the passes that apply.
 
     Attention that is not matched, or fails certification, is listed with a reason.
     """
     set_log_level(show)
-    report = attnserve.inspect(model, batch=batch, sequence=seq, seed=run.seed)
+    report = attnserve.inspect(model, batch=batch, sequence=sequence, seed=run.seed)
     content = report.to_json()
     if show.json_:
         print_json(content)
@@ -84,9 +80,7 @@ def inspect(
 
 def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
     names, legend = shorten_names([block["name"] for block in blocks], width=out.width - 66)
-    table = make_table(
-        title, ("", "name", "form", "heads", ">scale", ">MMACs", ">error", "rewrites")
-    )
+    rows: list[Sequence[object]] = []
     layers_by_reason: dict[str, dict[str, list[int]]] = {}
     for index, (block, name) in enumerate(zip(blocks, names, strict=True)):
         rewrites = block["rewrites"]
@@ -97,19 +91,22 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
         has_groups = block["num_kv_heads"] != block["num_heads"]
         heads = f"{block['num_heads']}" + (f"/{block['num_kv_heads']}" if has_groups else "")
         reuse = f", {block['reused_heads']} reused" if block["reused_heads"] else ""
-        table.add_row(
-            str(index),
+        is_removed = block["form"] == "skip"
+        row = (
+            index,
             name,
             block["form"] + (" cross" if block["kind"] == "cross" else ""),
-            "-" if block["form"] == "skip" else f"{heads} x {block['head_size']}{reuse}",
-            "-" if block["form"] == "skip" else f"{block['scale']:.4g}",
-            f"{block['macs'] / 1e6:.1f}",
-            f"{block['max_abs_error']:.0e}",
+            None if is_removed else f"{heads} x {block['head_size']}{reuse}",
+            None if is_removed else block["scale"],
+            block["macs"] / 1e6,
+            block["max_abs_error"],
             "all" if applicable == len(rewrites) else f"{applicable} of {len(rewrites)}",
         )
-    out.print(table)
-    if legend:
-        print_line(legend)
+        rows.append(row)
+    columns = (
+        "", "name", "form", "heads", ">scale:.4g", ">MMACs:.1f", ">error:.0e", "rewrites"
+    )  # fmt: skip
+    print_table(title, columns, rows, legend)
     for reason, layers_by_rewrite in layers_by_reason.items():
         for layers in dict.fromkeys(tuple(layers) for layers in layers_by_rewrite.values()):
             rewrites = [
@@ -176,24 +173,24 @@ def verify(
     if show.json_:
         print_json((guarantees or report).to_json())
     else:
-        table = make_table(
+        print_table(
             f"{new or original} compared with {original if new else 'its original'} on"
             f" {report.data}",
-            ("output", ">max abs", ">mean abs", ">relative", ">mean cosine", ">min cosine"),
-        )
-        for output in report.outputs:
-            table.add_row(
-                output.names,
-                f"{output.max_abs_error:.2e}",
-                f"{output.mean_abs_error:.2e}",
-                f"{output.relative_error:.4f}",
-                f"{output.mean_cosine:.5f}",
-                f"{output.min_cosine:.5f}",
-            )
-        out.print(table)
+            (
+                "output", ">max abs:.2e", ">mean abs:.2e", ">relative:.4f", ">mean cosine:.5f",
+                ">min cosine:.5f",
+            ),
+            [
+                (
+                    output.names, output.max_abs_error, output.mean_abs_error,
+                    output.relative_error, output.mean_cosine, output.min_cosine,
+                )
+                for output in report.outputs
+            ],
+        )  # fmt: skip
         print_qualities("quality", report)
         if guarantees is not None:
-            out.print(_guarantee_table(guarantees))
+            _show_guarantees(guarantees)
     warnings = report.warnings()
     if any(output.not_finite_rows for output in report.outputs):
         raise CheckFailed(
@@ -217,19 +214,23 @@ def verify(
         _require_guarantees(guarantees, show)
 
 
-def _guarantee_table(report: VerifyAgainReport) -> Table:
-    rows = "recorded rows" if report.is_recorded else "new rows"
-    table = make_table(
-        f"guarantees of the record, on {rows}",
-        ("measure", "of", ">recorded", ">now", ">kept", ">guarantee", "holds"),
+def _show_guarantees(report: VerifyAgainReport) -> None:
+    print_table(
+        f"guarantees of the record, on {'recorded' if report.is_recorded else 'new'} rows",
+        ("measure", "of", ">recorded:.4f", ">now:.4f", ">kept:.4f", ">guarantee:.4f", "holds"),
+        [
+            (
+                check.measure,
+                ", ".join(filter(None, (check.output, check.file, check.lengths, check.runtime))),
+                check.recorded,
+                check.value,
+                check.kept,
+                check.guarantee,
+                "yes" if check.holds else "no",
+            )
+            for check in report.guarantees
+        ],
     )
-    for check in report.guarantees:
-        of = ", ".join(filter(None, (check.output, check.file, check.lengths, check.runtime)))
-        recorded = "-" if check.recorded is None else f"{check.recorded:.4f}"
-        values = (f"{value:.4f}" for value in (check.value, check.kept, check.guarantee))
-        holds = "yes" if check.holds else "no"
-        table.add_row(check.measure, escape(of), recorded, *values, holds)
-    return table
 
 
 def _require_guarantees(report: VerifyAgainReport, show: opt.Show) -> None:
@@ -330,50 +331,56 @@ def bench(
         print_line(line)
     for name, result in zip(names, report.results, strict=False):
         print_line(f"{name} runs in {result.runtime}, {result.precision}")
-    table = make_table(
-        f"latency in ms by batch x tokens, {run.threads or 'all'} thread(s), {run.provider}",
-        ("model", ">p50", ">p90", ">p99", ">speed-up", ">95 % CI", ">GMACs", ">GMAC/s", ">MiB")
-        + ((">GPU MiB",) if run.provider == "cuda" else ()),
-    )
+    columns = (
+        "model", ">p50:.2f", ">p90:.2f", ">p99:.2f", ">speed-up", ">95 % CI", ">GMACs:.3f",
+        ">GMAC/s:.1f", ">MiB:.0f", ">GPU MiB:.0f",
+    )  # fmt: skip
+    count = len(columns) - (run.provider != "cuda")
+    rows: list[Sequence[object]] = []
     for index, result in enumerate(report.results):
         if index % len(models) == 0:
-            table.add_section()
-            table.add_row(f"{result.batch} x {result.sequence}", style="bold")
-        peak = "-" if result.peak_gpu_bytes is None else f"{result.peak_gpu_bytes / 2**20:.0f}"
-        peak_cells = (peak,) if run.provider == "cuda" else ()
-        table.add_row(names[index % len(models)], *_latency_cells(result), *peak_cells)
-    out.print(table)
-    if any(result.decoding for result in report.results):
-        out.print(_decoding_table(report.results, names))
-
-
-def _decoding_table(results: Sequence[Measurement], names: Sequence[str]) -> Table:
-    table = make_table(
-        "ms to the first token of a prompt, and to the next after it",
-        ("model", ">batch", ">prompt", ">first token", ">next token", ">cache bytes per token"),
+            rows.append((f"{result.batch} x {result.sequence}",))
+        rows.append((names[index % len(models)], *_latencies(result))[:count])
+    print_table(
+        f"latency in ms by batch x tokens, {run.threads or 'all'} thread(s), {run.provider}",
+        columns[:count],
+        rows,
     )
+    if any(result.decoding for result in report.results):
+        _show_decoding(report.results, names)
+
+
+def _show_decoding(results: Sequence[Measurement], names: Sequence[str]) -> None:
+    rows: list[Sequence[object]] = []
     for index, result in enumerate(results):
         if index and index % len(names) == 0:
-            table.add_section()
+            rows.append(())
         if (decoding := result.decoding) is not None:
             times = (decoding.first_token_ms, decoding.per_token_ms)
-            cells = ("-" if time is None else f"{time:.2f}" for time in times)
-            shape = (str(result.batch), str(result.sequence))
-            size = f"{decoding.cache_bytes_per_token:,}"
-            table.add_row(names[index % len(names)], *shape, *cells, size)
-    return table
+            shape = (result.batch, result.sequence)
+            rows.append((names[index % len(names)], *shape, *times, decoding.cache_bytes_per_token))
+    print_table(
+        "ms to the first token of a prompt, and to the next after it",
+        (
+            "model", ">batch", ">prompt", ">first token:.2f", ">next token:.2f",
+            ">cache bytes per token:,",
+        ),
+        rows,
+    )  # fmt: skip
 
 
-def _latency_cells(result: Measurement) -> Sequence[str]:
+def _latencies(result: Measurement) -> Sequence[object]:
     low, high = result.speedup_ci95
-    rate = result.gmacs_per_second
     return (
-        *(f"{time:.2f}" for time in (result.p50_ms, result.p90_ms, result.p99_ms)),
+        result.p50_ms,
+        result.p90_ms,
+        result.p99_ms,
         f"{result.speedup_vs_first:.2f}x",
         f"{low:.2f}-{high:.2f}",
-        "-" if result.macs is None else f"{result.macs / 1e9:.3f}",
-        "-" if rate is None else f"{rate:.1f}",
-        f"{result.peak_rss_bytes / 2**20:.0f}",
+        None if result.macs is None else result.macs / 1e9,
+        result.gmacs_per_second,
+        result.peak_rss_bytes / 2**20,
+        None if result.peak_gpu_bytes is None else result.peak_gpu_bytes / 2**20,
     )
 
 
@@ -383,6 +390,6 @@ def _model_names(models: Sequence[Path]) -> tuple[list[str], list[str]]:
 
     names = [open_artifact(model).name for model in models]
     if len(set(names)) == len(names) and max(map(len, names)) <= 10:
-        return [escape(name) for name in names], []
+        return names, []
     numbers = [str(number) for number in range(1, len(models) + 1)]
     return numbers, [f"{n}: {model}" for n, model in zip(numbers, models, strict=True)]

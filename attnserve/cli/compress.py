@@ -12,11 +12,11 @@ import attnserve
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
-    make_table,
     out,
     print_json,
     print_line,
     print_qualities,
+    print_table,
     print_warnings,
     progress_bars,
     shorten_names,
@@ -99,30 +99,21 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
     changes = [change for change in record.changes if change.rewrite in lossy]
     names, legend = shorten_names([change.block for change in changes], width=out.width - 66)
-    table = make_table(
-        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
-        ("block", "rewrite", ">size", ">R", ">error", ">refitted", ">MMACs"),
-    )
+    rows: list[Sequence[object]] = []
     for change, name in zip(changes, names, strict=True):
         rank = "" if change.rank is None else str(change.rank)
         rank += "" if change.head_size is None else f" ({change.head_size} per head)"
         size = "" if change.heads is None else f"{change.heads} heads"
         size = size if change.neurons is None else f"{change.neurons} neurons"
-        table.add_row(
-            name,
-            change.rewrite,
-            size,
-            rank,
-            *(
-                "-" if e is None else f"{e:.4f}"
-                for e in (change.relative_error, change.fitted_error)
-            ),
-            "-" if change.macs_after is None else f"{change.macs_after / 1e6:.1f}",
-        )
-    if changes:
-        out.print(table)
-    if legend:
-        print_line(legend)
+        errors = (change.relative_error, change.fitted_error)
+        mmacs = None if change.macs_after is None else change.macs_after / 1e6
+        rows.append((name, change.rewrite, size, rank, *errors, mmacs))
+    print_table(
+        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
+        ("block", "rewrite", ">size", ">R", ">error:.4f", ">refitted:.4f", ">MMACs:.1f"),
+        rows,
+        legend,
+    )
     before, after = record.before, record.after
     assert before is not None and after is not None  # older records may lack them
     if report.plan.precision != "float32":
@@ -163,7 +154,6 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 
 @add_command(
     app,
-    left_out=("also_prove",),
     required=("calib",),
     epilog="Example: attnserve plan model.onnx --keep 0.99 --calib sentences.txt",
     rich_help_panel=opt.COMPRESS,
@@ -172,7 +162,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
 def plan(
     model: opt.Model,
     goal: Goal,
-    data: Data,
+    data: Annotated[Data, "calib", "calib_weights", "tokenizer"],
     target: Target,
     run: Run,
     output: Annotated[
@@ -183,7 +173,7 @@ def plan(
             " model).",
         ),
     ] = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
 ) -> None:
     """Search for the fastest model and write the plan instead of the model.
@@ -198,7 +188,7 @@ def plan(
             data=data,
             target=target,
             run=run,
-            force=force,
+            force=write.force,
             progress=progress,
         )
     if show.json_:
@@ -214,52 +204,44 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
     if record.decisions:
         names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
-        table = make_table(
+        print_table(
             "plan, block by block",
-            ("block", "kept", "operator", ">original ms", ">ms", ">speed-up", ">loss"),
+            ("block", "kept", "operator", ">original ms:.3f", ">ms:.3f", ">speed-up", ">loss:.4f"),
+            [
+                (
+                    name,
+                    f"{each.kept} of {each.count}"
+                    f" {'heads' if each.kind == 'attention' else 'neurons'}{each.config.size}",
+                    each.operator + (", float32" if each.in_float else ""),
+                    each.ms_before,
+                    each.ms_after,
+                    f"{each.ms_before / each.ms_after:.2f}x",
+                    each.predicted_loss,
+                )
+                for each, name in zip(record.decisions, names, strict=True)
+            ],
+            legend,
         )
-        for decision, name in zip(record.decisions, names, strict=True):
-            unit = "heads" if decision.kind == "attention" else "neurons"
-            table.add_row(
-                name,
-                f"{decision.kept} of {decision.count} {unit}{decision.config.size}",
-                decision.operator + (", float32" if decision.in_float else ""),
-                f"{decision.ms_before:.3f}",
-                f"{decision.ms_after:.3f}",
-                f"{decision.ms_before / decision.ms_after:.2f}x",
-                f"{decision.predicted_loss:.4f}",
-            )
-        out.print(table)
-        if legend:
-            print_line(legend)
         for decision, name in zip(record.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
-    table = make_table(
+    print_table(
         "fastest choices by loss (Pareto front)",
-        (">predicted speed-up", ">predicted loss", ">measured loss", ">cosine"),
+        (">predicted speed-up", ">predicted loss:.4f", ">measured loss:.4f", ">cosine:.4f"),
+        [
+            (f"{point.speedup:.2f}x", point.predicted_loss, point.measured_loss, point.cosine)
+            for point in _sample_front(record.front)
+        ],
     )
-    for point in _sample_front(record.front):
-        table.add_row(
-            f"{point.speedup:.2f}x",
-            f"{point.predicted_loss:.4f}",
-            "" if point.measured_loss is None else f"{point.measured_loss:.4f}",
-            "" if point.cosine is None else f"{point.cosine:.4f}",
-        )
-    out.print(table)
     if record.speeds:
-        table = make_table(
+        print_table(
             f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
             f"{record.goal.provider}",
-            (">batch x tokens", ">original ms", ">ms", ">speed-up"),
+            (">batch x tokens", ">original ms:.2f", ">ms:.2f", ">speed-up"),
+            [
+                (f"{at.batch} x {at.sequence}", at.original_ms, at.ms, f"{at.speedup:.2f}x")
+                for at in record.speeds
+            ],
         )
-        for speed in record.speeds:
-            table.add_row(
-                f"{speed.batch} x {speed.sequence}",
-                f"{speed.original_ms:.2f}",
-                f"{speed.ms:.2f}",
-                f"{speed.speedup:.2f}x",
-            )
-        out.print(table)
     print_qualities("verified quality", fidelity)
     print_line(record.verdict)
 
@@ -295,8 +277,7 @@ def recover(
     training: Training,
     run: Run,
     tokenizer: opt.DataTokenizer = None,
-    openvino: opt.OpenVino = False,
-    force: opt.Force = False,
+    write: Annotated[Write, "openvino", "force"] = Write(),
     show: opt.Show = opt.Show(),
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
@@ -314,8 +295,8 @@ def recover(
             tokenizer=tokenizer,
             training=training,
             run=run,
-            openvino=openvino,
-            force=force,
+            openvino=write.openvino,
+            force=write.force,
             progress=progress,
         )
     warnings = print_warnings(report.record.warnings, show)

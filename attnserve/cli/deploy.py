@@ -26,7 +26,6 @@ app.add_typer(targets, name="deploy", rich_help_panel=opt.DEPLOY)
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime", "min_cosine", "external_data", "dry_run"),
     epilog="Example: attnserve export sentence-transformers/all-MiniLM-L6-v2 -o minilm",
     rich_help_panel=opt.DEPLOY,
 )
@@ -59,9 +58,9 @@ def export(
             help="Keep the first N dimensions of an embedding (Matryoshka models).",
         ),
     ] = None,
-    write: Write = Write(),
+    write: Annotated[Write, "openvino", "force"] = Write(),
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: opt.Seed = Run(),
 ) -> None:
     """Export a Hugging Face model to ONNX and compare it with PyTorch."""
     set_log_level(show)
@@ -89,11 +88,10 @@ def export(
 
 @add_command(
     app,
-    left_out=("json_",),
     epilog="Example: attnserve serve model-optimized --port 8000",
     rich_help_panel=opt.DEPLOY,
 )
-def serve(settings: Settings, show: opt.Show = opt.Show()) -> None:
+def serve(settings: Settings, show: Annotated[opt.Show, "quiet", "verbose"] = opt.Show()) -> None:
     """Serve models over HTTP.
 
     Environment variables set options that are not given (ATTNSERVE_PORT=9000),
@@ -106,7 +104,6 @@ def serve(settings: Settings, show: opt.Show = opt.Show()) -> None:
 
 @add_command(
     targets,
-    left_out=("seed", "runtime"),
     epilog="Example: attnserve deploy triton repository --model model-optimized",
 )
 def triton(
@@ -135,9 +132,9 @@ def triton(
         int,
         typer.Option(min=1, metavar="N", help="Number of copies of the model in Triton."),
     ] = 1,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: Annotated[Run, "threads", "provider"] = Run(),
 ) -> None:
     """Write a Triton model repository: config.pbtxt, the model and warm-up requests."""
     from attnserve.exporters.triton_repository import write_repository
@@ -152,7 +149,7 @@ def triton(
         provider=run.provider,
         threads=run.threads,
         max_delay_us=max_delay_us,
-        force=force,
+        force=write.force,
     )
     if show.json_:
         print_json(entry.to_json())
@@ -163,7 +160,6 @@ def triton(
 
 @add_command(
     targets,
-    left_out=("seed", "threads", "runtime"),
     epilog="Example: attnserve deploy genai folder --model decoder-optimized",
 )
 def genai(
@@ -171,9 +167,9 @@ def genai(
     model: Annotated[
         Path, typer.Option(metavar="PATH", help="An .onnx file or an artifact folder.")
     ],
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: Annotated[Run, "provider"] = Run(),
 ) -> None:
     """Write a folder for onnxruntime-genai, which generates text: genai_config.json and the model.
 
@@ -182,7 +178,7 @@ def genai(
     from attnserve.exporters.genai_folder import write_genai_folder
 
     set_log_level(show)
-    result = write_genai_folder(model, folder, provider=run.provider, force=force)
+    result = write_genai_folder(model, folder, provider=run.provider, force=write.force)
     if show.json_:
         print_json(result.to_json())
         return
@@ -192,19 +188,14 @@ def genai(
     )
 
 
-SHARED = {"model", "host", "port", "threads", "provider", "runtime"}
-"""Settings of the service that are options of its deployment on Ray too."""
-
-
 @add_command(
     targets,
-    left_out=Settings.model_fields.keys() - SHARED | {"json_"},
     epilog="Example: attnserve deploy ray model-optimized --replicas 2 --cpus 4",
 )
 def ray(
-    settings: Settings,
+    settings: Annotated[Settings, "model", "host", "port", "provider", "runtime", "threads"],
     scaling: RaySettings,
-    show: opt.Show = opt.Show(),
+    show: Annotated[opt.Show, "quiet", "verbose"] = opt.Show(),
 ) -> None:
     """Serve a model on Ray Serve, with autoscaling over several machines.
 

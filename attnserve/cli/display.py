@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ from attnserve.control_characters import escape_control
 from attnserve.options import GROUPS, option_name
 
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
-    from rich.table import Table
-
     from attnserve.cli.options import Show
     from attnserve.context import Progress
     from attnserve.models.measured import Fidelity
@@ -29,13 +27,13 @@ if TYPE_CHECKING:  # imported on use, because `--help` must start fast
 __all__ = [
     "format_ranges",
     "log_level",
-    "make_table",
     "option_names",
     "out",
     "print_json",
     "print_line",
     "print_message",
     "print_qualities",
+    "print_table",
     "print_warnings",
     "progress_bars",
     "set_log_level",
@@ -54,22 +52,17 @@ class _Console(Console):
 out = _Console(highlight=False)
 err = _Console(stderr=True, soft_wrap=True, highlight=False)
 
-RENAMED = {"sequence": "seq"}
-"""Parameters of the Python functions whose options have another name."""
-
-SPELLED = {"refit": ("refit", "--no-refit")}
-"""Replacement text for parameters whose first option is the default: by parameter, an option of the
-commands that have it, and the text."""
-
 
 def option_names(command: Any) -> dict[str, str]:
     """The option (or argument) of a Typer command for each parameter of its Python function."""
     names: dict[str, str] = {}
     for param in command.params:
-        is_argument = param.param_type_name == "argument"
-        names[param.name] = (param.metavar or param.name.upper()) if is_argument else param.opts[0]
-    names |= {name: names[own] for name, own in RENAMED.items() if own in names}
-    return names | {name: text for name, (option, text) in SPELLED.items() if option in names}
+        if param.param_type_name == "argument":
+            names[param.name] = param.metavar or param.name.upper()
+        else:  # see ``option_name``
+            options = param.secondary_opts if param.default is True else param.opts
+            names[param.name] = options[0]
+    return names
 
 
 def with_options(text: str, options: Mapping[str, str]) -> str:
@@ -109,7 +102,6 @@ def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
         for group in GROUPS
         for name, field in group.model_fields.items()
     }
-    options |= {name: text for name, (_, text) in SPELLED.items()}
     messages = [with_options(warning, options) for warning in warnings]
     if not show.quiet:
         for warning in messages:
@@ -133,25 +125,46 @@ def print_json(value: dict[str, Any]) -> None:
     sys.stdout.write(text + "\n")
 
 
-def make_table(title: str, columns: Sequence[str]) -> Table:
-    """Print the title and return an empty table without borders, to fit into 80 characters.
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], legend: str = ""
+) -> None:
+    """Print a title, a table without borders that fits into 80 characters, and a legend.
 
-    The title is printed at once on one line, because a table wraps its title at its own width.
+    The title is printed on one line, because a table wraps its title at its own width.
 
     Args:
-        columns: Names of the columns; ``>`` before a name aligns the column to the right.
+        columns: Names of the columns, and after a colon the format of their values (``loss:.4f``);
+            ``>`` before a name aligns the column to the right.
+        rows: The values; None is shown as a dash. A row with fewer values than columns begins a
+            section, and is its title if it has any. Without rows, only the title is printed.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     out.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    formats: list[str] = []
     for column in columns:
-        right = column.startswith(">")
+        name, _, form = column.partition(":")
+        formats.append(form)
+        right = name.startswith(">")
         table.add_column(
-            column.removeprefix(">"), justify="right" if right else "left", overflow="fold"
+            name.removeprefix(">"), justify="right" if right else "left", overflow="fold"
         )
-    return table
+    for row in rows:
+        begins_section = len(row) < len(columns)
+        if begins_section:
+            table.add_section()
+        cells = [
+            "-" if value is None else escape(value if isinstance(value, str) else f"{value:{form}}")
+            for value, form in zip(row, formats[: len(row)], strict=True)
+        ]
+        if cells:
+            table.add_row(*cells, style="bold" if begins_section else None)
+    if table.rows:
+        out.print(table)
+    if legend:
+        print_line(legend)
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
@@ -172,13 +185,13 @@ def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
     If names have nothing in common, the most of them that have the same first part are shortened.
 
     Returns:
-        The names, escaped for tables, and a line that explains them ("" if they are unchanged).
+        The names, and a line that explains them ("" if they are unchanged).
     """
     parts = {name: re.split(r"(?<=[./])", name) for name in names}  # a separator ends each part
     firsts = Counter(parts[name][0] for name in names)
     alike = [n for n in names if parts[n][0] == firsts.most_common(1)[0][0]] if names else []
     if len(alike) < 2 or max(map(len, names)) <= width:
-        return [escape(name) for name in names], ""
+        return list(names), ""
     rows = [parts[name] for name in alike]
     prefix_length = _common_length(rows)
     tail = _common_length([row[prefix_length:][::-1] for row in rows])
@@ -194,7 +207,7 @@ def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
         if abbreviations[example] == example
         else f"{abbreviations[example]} is {example}, and so on"
     )
-    return [escape(abbreviations.get(name, name)) for name in names], legend
+    return [abbreviations.get(name, name) for name in names], legend
 
 
 def _common_length(rows: Sequence[Sequence[str]]) -> int:

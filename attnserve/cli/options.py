@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 import typer
 from pydantic import BeforeValidator, Field, model_validator
 
-from attnserve.options import Cli, Data, Options, Write
+from attnserve.options import Cli, Data, Options, Run, Write
 from attnserve.options.fields import Cosine, File, fail, read_names
 from attnserve.options.groups import OUTPUT
 from attnserve.runtime.machine import available_cores
@@ -35,22 +35,9 @@ INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder 
 DataTokenizer = Annotated[
     Path | None, typer.Option(metavar="FILE", help=Data.model_fields["tokenizer"].description)
 ]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force", metavar="", help=Write.model_fields["force"].description, rich_help_panel=OUTPUT
-    ),
-]
-
-OpenVino = Annotated[
-    bool,
-    typer.Option(
-        "--openvino",
-        metavar="",
-        help=Write.model_fields["openvino"].description,
-        rich_help_panel=OUTPUT,
-    ),
-]
+# The fields of these groups that have an option (``add_command``)
+Force = Annotated[Write, "force"]
+Seed = Annotated[Run, "seed"]
 
 
 class Show(Options):

@@ -11,14 +11,14 @@ import attnserve
 from attnserve.cli import options as opt
 from attnserve.cli.command import add_command
 from attnserve.cli.display import (
-    make_table,
     out,
     print_json,
     print_line,
+    print_table,
     progress_bars,
     shorten_names,
 )
-from attnserve.options import Run
+from attnserve.options import Run, Write
 
 __all__ = ["app"]
 
@@ -44,7 +44,7 @@ def analyze(
         ),
     ] = None,
     tokenizer: opt.DataTokenizer = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
     run: Run = Run(),
 ) -> None:
@@ -57,7 +57,7 @@ def analyze(
             tokenizer=tokenizer,
             groups=groups,
             run=run,
-            force=force,
+            force=write.force,
             progress=progress,
         )
     if show.json_:
@@ -65,32 +65,27 @@ def analyze(
         return
     rows = analysis.summary()
     names, legend = shorten_names([row.name for row in rows], width=out.width - 62)
-    table = make_table(
+    print_table(
         f"{model}: attention on {calib}",
         (
-            "",
-            "name",
-            "heads",
-            ">similar / uniform",
-            ">rank (99 %)",
-            ">least energy",
+            "", "name", "heads", ">similar", ">uniform:.2f", ">rank (99 %)", ">least energy",
             ">kept (voting)",
         ),
-    )
-    for row, name in zip(rows, names, strict=True):
-        table.add_row(
-            str(row.index),
-            name,
-            f"{row.num_heads} x {row.head_size}",
-            "-" if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
-            f"{row.uniform:.2f}",
-            "-" if row.rank is None else f"{row.rank} of {row.full_rank}",
-            f"head {row.weakest_head} ({row.weakest_share:.1%})",
-            str(row.kept),
-        )
-    out.print(table)
-    if legend:
-        print_line(legend)
+        [
+            (
+                row.index,
+                name,
+                f"{row.num_heads} x {row.head_size}",
+                None if row.nearest is None else f"{row.nearest} ({row.similarity:.2f})",
+                row.uniform,
+                None if row.rank is None else f"{row.rank} of {row.full_rank}",
+                f"head {row.weakest_head} ({row.weakest_share:.1%})",
+                row.kept,
+            )
+            for row, name in zip(rows, names, strict=True)
+        ],
+        legend,
+    )  # fmt: skip
     for block in analysis.not_analyzed:
         print_line(f"not analyzed: {block.name}: {block.reason}")
     assert analysis.output is not None
@@ -99,7 +94,6 @@ def analyze(
 
 @add_command(
     app,
-    left_out=("threads", "provider", "runtime"),
     epilog="Example: attnserve report minilm-optimized",
     rich_help_panel=opt.CHECK,
 )
@@ -114,13 +108,15 @@ def report(
         Path | None,
         opt.output_option("DIR", "Folder for the pages (default: report.html beside each model)."),
     ] = None,
-    force: opt.Force = False,
+    write: opt.Force = Write(),
     show: opt.Show = opt.Show(),
-    run: Run = Run(),
+    run: opt.Seed = Run(),
 ) -> None:
     """Write an HTML page per model: its rewrites, their cost and quality, and its attention."""
     with progress_bars(show) as progress:
-        reports = attnserve.report(models, output, seed=run.seed, force=force, progress=progress)
+        reports = attnserve.report(
+            models, output, seed=run.seed, force=write.force, progress=progress
+        )
     if show.json_:
         print_json({"reports": [model_report.to_json() for model_report in reports]})
         return

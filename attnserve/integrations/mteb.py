@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.integrations.sentence_transformers import load
@@ -20,8 +20,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.model_card import CARD, TaskScore, is_own_card, with_scores
 from attnserve.models.outputs import check_folder, check_output, staged
-from attnserve.options import Run, with_keywords
-from attnserve.options.keywords import RunKeywords
+from attnserve.options import Run
 from attnserve.paths import StrPath, as_path
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, MissingExtra
 
@@ -55,7 +54,6 @@ class MtebReport:
         }
 
 
-@with_keywords
 def evaluate_mteb(
     model: StrPath,
     tasks: str | Sequence[str],
@@ -66,7 +64,6 @@ def evaluate_mteb(
     batch_size: int = 32,
     force: bool = False,
     progress: Progress | None = None,
-    **fields: Unpack[RunKeywords],
 ) -> MtebReport:
     """Score a model on tasks of MTEB, and write the results of each task as JSON.
 

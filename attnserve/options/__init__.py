@@ -3,9 +3,8 @@
 The first paragraph of a field's docstring is its help (a text that several fields share, or with
 computed values, is a ``description``), its bounds are its check, and its value travels to the code
 that uses it. The options of the command line (``attnserve.cli.command``), the keywords of the
-Python functions (``with_keywords``, and for type checkers ``keywords``), the reference and the
-tests of invalid values are generated from these types. Nothing heavy is imported: ``attnserve
---help`` needs them.
+Python functions (``with_keywords``), the reference and the tests of invalid values are generated
+from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
 """
 
 from attnserve.options.base import (

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, wraps
-from inspect import Parameter, Signature, cleandoc, signature
+from inspect import Parameter, cleandoc, signature
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -19,9 +19,7 @@ from typing import (
     ClassVar,
     NamedTuple,
     NoReturn,
-    ParamSpec,
     TypeGuard,
-    TypeVar,
     Union,
     get_args,
     get_origin,
@@ -52,9 +50,6 @@ __all__ = [
     "with_keywords",
     "without_prefixes",
 ]
-
-P = ParamSpec("P")
-Result = TypeVar("Result")
 
 
 class Switch(NamedTuple):
@@ -244,54 +239,39 @@ def option_type(field: FieldInfo) -> OptionType:
 def option_name(name: str, field: FieldInfo) -> str:
     """The name of a field's option on the command line."""
     flags = option_type(field).cli.flags
-    return flags[0] if flags else "--" + name.replace("_", "-")
+    # Of a switch that is on by default, only the option that turns it off has an effect.
+    return flags[0] if flags else f"--{'no-' * (field.default is True)}{name.replace('_', '-')}"
 
 
-def with_keywords(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorator: the fields of groups of options are keywords of the function too.
+def with_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with the fields of its groups of options as keywords too.
 
-    ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. A field that
-    several groups have is given to all of them. The function has ``**fields`` of a type of
-    ``options.keywords``, from which type checkers know the fields, and which receives none.
+    ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. No two groups of a
+    function have a field of the same name.
     """
-    hints = get_type_hints(function)
-    parameters = {
-        name: parameter
-        for name, parameter in signature(function).parameters.items()
-        if parameter.kind is not Parameter.VAR_KEYWORD
-    }
+    shown, hints = signature(function), get_type_hints(function)
+    parameters = shown.parameters
     groups: dict[str, type[Options]] = {
         name: hints[name] for name in parameters if is_group(hints.get(name))
     }
 
     @wraps(function)
-    def call(*args: Any, **values: Any) -> Result:
-        arguments: dict[str, Options] = {}
-        keywords: set[str] = set()
+    def call(*args: Any, **values: Any) -> Any:
         for name, kind in groups.items():
-            fields = {field: values[field] for field in kind.model_fields if field in values}
-            is_given = name in values
-            group = values.pop(name, parameters[name].default)
-            _check_group(name, kind, group, fields if is_given else {})
-            keywords |= fields.keys()
+            fields = {field: values.pop(field) for field in kind.model_fields if field in values}
+            group = values.get(name, parameters[name].default)
+            _check_group(name, kind, group, fields if name in values else {})
             group_fields = {field: getattr(group, field) for field in group.model_fields_set}
-            arguments[name] = kind(**{**group_fields, **fields}) if fields else group
-        values = {name: value for name, value in values.items() if name not in keywords}
-        for name in values:
-            if name not in parameters:  # `**fields` would receive it
-                raise TypeError(
-                    f"{function.__name__}() got an unexpected keyword argument {name!r}"
-                )
-        return function(*args, **values, **arguments)
+            values[name] = kind(**group_fields | fields) if fields else group
+        return function(*args, **values)
 
-    field_parameters = {
-        name: Parameter(name, Parameter.KEYWORD_ONLY, default=field.get_default())
+    keywords = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=field.get_default())
         for kind in groups.values()
         for name, field in kind.model_fields.items()
-        if name not in parameters
-    }
-    call.__signature__ = Signature(  # type: ignore[attr-defined]
-        [*parameters.values(), *field_parameters.values()]
+    ]
+    call.__signature__ = shown.replace(  # type: ignore[attr-defined]
+        parameters=[*parameters.values(), *keywords]
     )
     return call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import onnx_ir as ir
 
@@ -31,15 +31,7 @@ from attnserve.models.outputs import (
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.recorded import without_empty
-from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode, with_keywords
-from attnserve.options.keywords import (
-    DataKeywords,
-    GoalKeywords,
-    RewritesKeywords,
-    RunKeywords,
-    TargetKeywords,
-    WriteKeywords,
-)
+from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_warnings import warnings_of
@@ -103,13 +95,6 @@ class OptimizeReport:
         return self.record.to_json("rewrite", "source", "calibration", "seed", "versions")
 
 
-class _Keywords(
-    GoalKeywords, RewritesKeywords, DataKeywords, TargetKeywords, RunKeywords, WriteKeywords
-):
-    """The fields of the groups of ``optimize``."""
-
-
-@with_keywords
 def optimize(
     model: StrPath,
     output: StrPath | None = None,
@@ -122,13 +107,11 @@ def optimize(
     write: Write = Write(),
     plan: StrPath | None = None,
     progress: Progress = ignore_progress,
-    **fields: Unpack[_Keywords],
 ) -> OptimizeReport:
     """Rewrite a model, compare it with the original, and write it with attnserve.json beside it.
 
     With a ``goal``, a search selects the rewrites (``attnserve.plan``). With ``plan``, they are
-    read from a file. Otherwise ``rewrites`` lists them. The fields of the groups are keywords too:
-    ``optimize(model, keep=0.99, calib="texts.txt")``.
+    read from a file. Otherwise ``rewrites`` lists them.
 
     Args:
         model: An .onnx file or an artifact folder; it is never changed. Its weights are read from

@@ -6,15 +6,13 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
-from attnserve.options import Data, Goal, Run, Target, with_keywords
-from attnserve.options.keywords import DataKeywords, GoalKeywords, RunKeywords, TargetKeywords
+from attnserve.options import Data, Goal, Run, Target
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.search.report import PlanReport, draw_front
 from attnserve.planning.search.search import search
@@ -26,11 +24,6 @@ __all__ = ["plan"]
 log = logging.getLogger("attnserve")
 
 
-class _Keywords(GoalKeywords, DataKeywords, TargetKeywords, RunKeywords):
-    """The fields of the groups of ``plan``."""
-
-
-@with_keywords
 def plan(
     model: StrPath,
     output: StrPath | None = None,
@@ -41,12 +34,10 @@ def plan(
     run: Run = Run(),
     force: bool = False,
     progress: Progress = ignore_progress,
-    **fields: Unpack[_Keywords],
 ) -> PlanReport:
     """Search for the fastest plan that keeps the requested quality, and write it as .json and .svg.
 
     No model is written. ``optimize(plan=FILE)`` applies the plan, ``optimize(keep=X)`` does both.
-    The fields of the groups are keywords too: ``plan(model, keep=0.99, calib="texts.txt")``.
 
     Args:
         model: An .onnx file or an artifact folder.

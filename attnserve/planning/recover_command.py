@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
@@ -26,8 +26,7 @@ from attnserve.models.outputs import check_openvino, check_output, output_file
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.recorded import without_empty
 from attnserve.models.training_result import TrainingResult
-from attnserve.options import Run, Target, Training, check_files, with_keywords
-from attnserve.options.keywords import RunKeywords, TrainingKeywords
+from attnserve.options import Run, Target, Training, check_files
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
@@ -49,11 +48,6 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
 __all__ = ["recover"]
 
 
-class _Keywords(TrainingKeywords, RunKeywords):
-    """The fields of the groups of ``recover``."""
-
-
-@with_keywords
 def recover(
     model: StrPath,
     output: StrPath,
@@ -66,7 +60,6 @@ def recover(
     openvino: bool = False,
     force: bool = False,
     progress: Progress | None = None,
-    **fields: Unpack[_Keywords],
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
@@ -77,7 +70,6 @@ def recover(
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
-    The fields of the groups are keywords too: ``recover(..., minutes=30)``.
 
     Args:
         model: The rewritten model, in float32 or float16, or in bfloat16 on a GPU.

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Unpack, cast, get_args
+from typing import Any, NamedTuple, cast, get_args
 
 import onnx_ir as ir
 
@@ -24,8 +24,7 @@ from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
 from attnserve.models.search_record import GoalRecord
-from attnserve.options import Comparison, Goal, Run, with_keywords
-from attnserve.options.keywords import ComparisonKeywords, RunKeywords
+from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
 from attnserve.planning.search.judge import ScoredTask
@@ -121,11 +120,6 @@ class _Rows(NamedTuple):
         return "verify" if self.part is None else self.part.split
 
 
-class _Keywords(ComparisonKeywords, RunKeywords):
-    """The fields of the groups of ``verify_again``."""
-
-
-@with_keywords
 def verify_again(
     new: StrPath,
     original: StrPath | None = None,
@@ -134,15 +128,13 @@ def verify_again(
     eval_data: StrPath | None = None,
     run: Run = Run(),
     progress: Progress = ignore_progress,
-    **fields: Unpack[_Keywords],
 ) -> VerifyAgainReport:
     """Repeat the verification of a model's last rewrite, and test what its record guarantees.
 
     With the calibration data of the record, the models are compared on the recorded held-out rows;
     with other data, on all its rows. The guarantee is the goal of a search, else the lower
     end of the recorded interval of each quality. It holds if no value is lower by more than
-    rounding, in any recorded runtime that is installed. The fields of the groups are keywords too:
-    ``verify_again(new, data="texts.txt")``.
+    rounding, in any recorded runtime that is installed.
 
     Args:
         new: The rewritten model.

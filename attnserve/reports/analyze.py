@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,8 +21,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_folder, check_output, default_output, staged
-from attnserve.options import Run, with_keywords
-from attnserve.options.keywords import RunKeywords
+from attnserve.options import Run
 from attnserve.paths import StrPath, as_path
 from attnserve.reports.analysis import Analysis, LayerAnalysis, analyze_graph
 from attnserve.reports.drawing import require_extra
@@ -63,7 +62,6 @@ class Finding:
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
-@with_keywords
 def analyze(
     model: StrPath,
     output: StrPath | None = None,
@@ -74,7 +72,6 @@ def analyze(
     run: Run = Run(),
     force: bool = False,
     progress: Progress | None = None,
-    **fields: Unpack[RunKeywords],
 ) -> Analysis:
     """Measure a model's attention on a text and write the report to a folder.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import pkgutil
 import tempfile
 from collections import ChainMap
 from collections.abc import Iterator
-from inspect import getdoc
+from inspect import getdoc, unwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
+from unittest.mock import patch
 
 import onnx_ir as ir
 from prometheus_client.metrics import MetricWrapperBase
@@ -19,10 +22,11 @@ import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
-from attnserve.options import GROUPS, Options, keywords, option_type
+from attnserve.options import GROUPS, Options, option_type
 from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
+from service.present_state import PresentState
 from service.settings import EnvironmentOptions, RaySettings, Settings
 
 
@@ -97,12 +101,12 @@ def options() -> str:
 
 
 def _group(kind: type[Options]) -> str:
-    types: dict[str, Any] = vars(keywords)[f"{kind.__name__}Keywords"].__annotations__
+    types = _accepted(kind)
     rows: list[str] = []
     for name, field in kind.model_fields.items():
         values = option_type(field).kind
         choices = get_args(values) if get_origin(values) is Literal else ()
-        text = ", ".join(map(repr, choices)) or f"`{types[name].__forward_arg__}`"
+        text = ", ".join(map(repr, choices)) or f"`{types[name]}`"
         default = _setting_default(field.default)
         meaning = _cell(field.description or "")
         rows.append(f"| `{name}` | {_cell(text)} | {default} | {meaning} |")
@@ -110,6 +114,17 @@ def _group(kind: type[Options]) -> str:
     return "\n".join(
         [f"### {kind.__name__}", "", _paragraphs(getdoc(kind) or ""), "", *header, *rows]
     )
+
+
+def _accepted(kind: type[Options]) -> dict[str, str]:
+    """The types of the fields of a group, from a function that takes them as keywords."""
+    stub = ast.parse(Path(attnserve.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    types: list[dict[str, str]] = [
+        {each.arg: ast.unparse(each.annotation) for each in node.args.kwonlyargs if each.annotation}
+        for node in stub.body
+        if isinstance(node, ast.FunctionDef)
+    ]
+    return next(each for each in types if kind.__name__ in each.values())
 
 
 def http() -> str:
@@ -221,8 +236,12 @@ def _settings_file(kind: type[SettingsFile]) -> str:
 def metrics() -> str:
     """Every series of ``/metrics``, with its labels."""
     series = Metrics()
-    series.gpu = lambda: 0
-    series.workers = lambda: 1
+    # All series of the present state, also those of other machines and settings.
+    state: Any = SimpleNamespace(
+        states=list, rss_bytes=lambda: 0, workers=(2, 2), shadow=SimpleNamespace(reports=dict)
+    )
+    with patch("service.present_state.gpu_bytes", return_value=0):
+        families = [*series.collect(), *PresentState(state).collect()]
     labels = {
         next(iter(collector.describe())).name: getattr(collector, "_labelnames", ())
         for collector in vars(series).values()
@@ -232,7 +251,7 @@ def metrics() -> str:
         f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type}"
         f" | {', '.join(labels.get(family.name, getattr(family, '_labelnames', ())))}"
         f" | {_cell(family.documentation)} |"
-        for family in sorted(series.registry.collect(), key=lambda family: family.name)
+        for family in sorted(families, key=lambda family: family.name)
     ]
     return "\n".join(["| series | type | labels | meaning |", "|---|---|---|---|", *rows])
 
@@ -240,7 +259,12 @@ def metrics() -> str:
 def functions() -> str:
     """The public functions of ``attnserve``, for mkdocstrings."""
     names = [name for name in attnserve.__all__ if name.islower() and not name.startswith("_")]
-    return "\n\n".join(f"::: attnserve.{name}" for name in names)
+    # The package imports them on use, so their docstrings are found in their modules only.
+    paths = {name: unwrap(getattr(attnserve, name)).__module__ for name in names}
+    return "\n\n".join(
+        f"::: {path}.{name}\n    options:\n      heading: attnserve.{name}"
+        for name, path in paths.items()
+    )
 
 
 def passes() -> str:

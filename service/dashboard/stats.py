@@ -2,41 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
+from attnserve.runtime.memory_use import gpu_bytes
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.metrics import Second, Series, VersionState
+from service.metrics import Series, VersionState
 
 
 def report(repository: Repository) -> dict[str, Any]:
     """The body of GET /stats.json. Milliseconds, bytes, multiply-accumulates."""
-    metrics = repository.metrics
-    states = {state[:2]: state for state in metrics.watch()}
-    series = metrics.statistics()
-    seconds = metrics.seconds()
-    quality = metrics.quality()
+    states = {state[:2]: state for state in repository.states()}
+    series = repository.metrics.statistics()
+    seconds = repository.seconds()
+    quality = repository.shadow.reports()
     loaded = [(engine, (engine.name, engine.version)) for engine in repository.engines()]
     return {
         "ready": repository.ready,
-        "memory": {"rss_bytes": metrics.rss(), "gpu_bytes": metrics.gpu()},
+        "memory": {"rss_bytes": repository.rss_bytes(), "gpu_bytes": gpu_bytes()},
         "workers": dict(zip(("wanted", "serving"), repository.workers, strict=True)),
         "models": [
-            _model(engine, states[of], series[of], seconds.get(of, {}), quality.get(of))
+            {
+                **_model(engine, states[of], series[of], quality.get(of)),
+                "window": engine.metrics.window(seconds.get(of, {}), repository.delay_s),
+                "card": engine.model.card,
+            }
             for engine, of in loaded
             if of in states and of in series  # not loaded at the moment
         ],
     }
 
 
-def _model(
-    engine: Engine,
-    state: VersionState,
-    series: Series,
-    seconds: Mapping[int, Second],
-    quality: Any,
-) -> dict[str, Any]:
+def _model(engine: Engine, state: VersionState, series: Series, quality: Any) -> dict[str, Any]:
     statistics = engine.metrics.statistics(series)
     peak = series.get("gpu_memory_peak_bytes")
     out_of_calibration = series.get("out_of_calibration", {})
@@ -56,6 +53,4 @@ def _model(
         "out_of_calibration": {
             reason: int(count) for (reason,), count in sorted(out_of_calibration.items())
         },
-        "window": engine.metrics.window(seconds),
-        "card": engine.model.card,
     }

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Literal
 
 from attnserve.models.model_folder import ModelLocation
+from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model_loader import ModelLoader, log_operators
 from service.engine.shadow import Shadow
 from service.errors import NotFound, NotReady, Overloaded, UnknownModel
-from service.metrics import Metrics
+from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 
 MAX_LOADS = 8
@@ -55,6 +56,9 @@ class Repository:
         alone: See ``ModelLoader``.
     """
 
+    delay_s = 0
+    """Age in seconds of the newest second in ``seconds``."""
+
     def __init__(
         self,
         settings: Settings,
@@ -72,7 +76,6 @@ class Repository:
         self.loader = ModelLoader(
             settings, self.metrics, self.shadow, folder=folder and folder / "checks", alone=alone
         )
-        self.metrics.watch = self.loader.states
         self._loads = 0
 
     # -- queries ----------------------------------------------------------------------------------
@@ -146,6 +149,18 @@ class Repository:
     def workers(self) -> tuple[int, int]:
         """(configured, running) worker processes."""
         return 1, 1
+
+    def states(self) -> list[VersionState]:
+        """The state of each loaded version."""
+        return self.loader.states()
+
+    def seconds(self) -> Mapping[Version, Mapping[int, Second]]:
+        """The recent seconds of each version in all workers."""
+        return self.metrics.seconds()
+
+    def rss_bytes(self) -> int:
+        """Resident memory of all workers."""
+        return rss_bytes()
 
     def index(self) -> list[Entry]:
         """Every version on disk or loaded, sorted by name and version.

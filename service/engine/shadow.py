@@ -60,7 +60,7 @@ class Shadow:
 
     Args:
         settings: ``shadow``, ``shadow_rate``, and the settings of the sample of texts.
-        metrics: Receives the counts; ``metrics.quality`` is set to the reports of this object.
+        metrics: Receives the counts.
         engines: The loaded engines.
         folder: The folder that several workers share.
         worker: The number of this worker.
@@ -97,7 +97,6 @@ class Shadow:
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
         self._can_write = self._can_compare = True
-        metrics.quality = self.reports
 
     async def start(self) -> None:
         """Load the original, and check that the served models were made from it.

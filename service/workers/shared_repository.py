@@ -12,7 +12,7 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from time import monotonic, time
 
@@ -22,7 +22,7 @@ from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import NotFound, NotReady
-from service.metrics import Metrics, VersionState
+from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
 
@@ -43,6 +43,8 @@ class SharedRepository(Repository):
         state: The state shared by the workers.
     """
 
+    delay_s = 1
+
     def __init__(
         self, settings: Settings, metrics: Metrics, *, worker: int, state: SharedState
     ) -> None:
@@ -57,11 +59,6 @@ class SharedRepository(Repository):
         self._following: asyncio.Task[None] | None = None
         # Not the lock of the target state: two tasks of this worker may apply the same state.
         self._applying = asyncio.Lock()
-        metrics.watch = self._states
-        metrics.rss = lambda: rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
-        metrics.workers = lambda: self.workers[1]
-        metrics.seconds = state.seconds
-        metrics.delay_s = 1
 
     # -- state over all workers -------------------------------------------------------------------
 
@@ -84,6 +81,26 @@ class SharedRepository(Repository):
             return engine.reason
         others = [peer for peer in self._peers() if not peer.runs(engine.name, engine.version)]
         return f"not ready in worker {others[0].worker}" if others else None
+
+    def states(self) -> list[VersionState]:
+        """The versions that are loaded here, with the queue and requests of all workers."""
+        theirs = [state for peer in self._peers() for state in peer.models]
+
+        def merged(state: VersionState) -> VersionState:
+            every = [state, *(other for other in theirs if other[:2] == state[:2])]
+            return state._replace(
+                waiting=sum(status.waiting for status in every),
+                in_flight=sum(status.in_flight for status in every),
+                ready=all(status.ready for status in every),
+            )
+
+        return [merged(state) for state in self.loader.states()]
+
+    def seconds(self) -> Mapping[Version, Mapping[int, Second]]:
+        return self._state.seconds()
+
+    def rss_bytes(self) -> int:
+        return rss_bytes() + sum(peer.rss_bytes for peer in self._peers())
 
     # -- load and unload --------------------------------------------------------------------------
 
@@ -202,7 +219,10 @@ class SharedRepository(Repository):
                 if (now := int(time())) != second:
                     second = now
                     self.shadow.collect()
-                    self._state.set_seconds(self.metrics.recent_seconds())
+                    recorded = self.metrics.seconds()
+                    self._state.set_seconds(
+                        [(*of, list(seconds.values())) for of, seconds in recorded.items()]
+                    )
                 can_report = True
             except OSError as error:  # for example a full disk: the other workers see no status
                 if can_report:
@@ -317,17 +337,3 @@ class SharedRepository(Repository):
         if status != self._status:
             self._state.set_status(status)
             self._status = status
-
-    def _states(self) -> list[VersionState]:
-        """The versions that are loaded here, with the queue and requests of all workers."""
-        theirs = [state for peer in self._peers() for state in peer.models]
-
-        def merged(state: VersionState) -> VersionState:
-            every = [state, *(other for other in theirs if other[:2] == state[:2])]
-            return state._replace(
-                waiting=sum(status.waiting for status in every),
-                in_flight=sum(status.in_flight for status in every),
-                ready=all(status.ready for status in every),
-            )
-
-        return [merged(state) for state in self.loader.states()]

@@ -11,13 +11,12 @@ import onnx
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnserve.checks.benchmark import bench
-from attnserve.checks.compare import verify
+from attnserve import bench, optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.planning.optimize import OptimizeReport
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
 from tests.architectures import Cell

@@ -15,7 +15,7 @@ import pytest
 from onnx import external_data_helper, numpy_helper, parser
 
 import attnserve
-from attnserve.checks.compare import verify
+from attnserve import verify
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD
 from attnserve.exporters.triton_repository import write_repository

@@ -9,12 +9,11 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from attnserve import fusion
+from attnserve import fusion, optimize
 from attnserve.checks.certify import read_attention
 from attnserve.fusion import fuse, fuse_for, fusion_passes
 from attnserve.literals import Precision
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.runtime.session import open_session

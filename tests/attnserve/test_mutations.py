@@ -26,9 +26,9 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
+from attnserve import optimize
 from attnserve.checks.certify import SHAPES, read_attention
 from attnserve.checks.inspect import inspect
-from attnserve.planning.optimize import optimize
 from graph_passes.analysis.constants import constant_array
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import AttnserveError

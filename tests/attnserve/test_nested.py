@@ -9,10 +9,10 @@ import onnx_ir as ir
 import pytest
 from onnx import helper, parser
 
+from attnserve import optimize
 from attnserve.checks.inspect import inspect
 from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.errors import raises

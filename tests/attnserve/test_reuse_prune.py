@@ -14,13 +14,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.checks.compare import verify
+from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.planning.optimize import OptimizeReport
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.runtime.session import open_session

@@ -11,11 +11,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.checks.compare import verify
+from attnserve import optimize, verify
 from attnserve.context import ONE_THREAD
 from attnserve.literals import Importance, MixingOption
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
 from tests.errors import raises

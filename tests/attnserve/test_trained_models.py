@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from attnserve.checks.compare import verify
+from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
-from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from tests.stories import stories
 

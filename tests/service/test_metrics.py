@@ -163,7 +163,7 @@ def test_stats_of_many_models_read_the_series_once_and_off_the_event_loop(
     for index in range(1, 40):
         shutil.copytree(first, tmp_path / f"m{index}")
     client = start(tmp_path)
-    metrics = client.app.state.metrics  # type: ignore[attr-defined]
+    repository = client.app.state.repository  # type: ignore[attr-defined]
     reads: list[bool] = []
 
     def counted(read: Callable[[], object]) -> object:
@@ -172,8 +172,9 @@ def test_stats_of_many_models_read_the_series_once_and_off_the_event_loop(
         reads.append(True)
         return read()
 
-    for name in ("statistics", "seconds", "watch"):
-        monkeypatch.setattr(metrics, name, partial(counted, getattr(metrics, name)))
+    metrics = repository.metrics
+    for owner, name in ((metrics, "statistics"), (repository, "seconds"), (repository, "states")):
+        monkeypatch.setattr(owner, name, partial(counted, getattr(owner, name)))
     assert len(client.get("/stats.json").json()["models"]) == 40
     assert len(reads) == 3
 

@@ -14,8 +14,9 @@ import onnx
 import pytest
 from onnx import numpy_helper, parser
 
+from attnserve import bench
 from attnserve.checks import benchmark as measure
-from attnserve.checks.benchmark import BenchReport, Measurement, bench
+from attnserve.checks.benchmark import BenchReport, Measurement
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD, Device
 from attnserve.options import Run
@@ -187,7 +188,7 @@ def test_bench_progress_ends_at_its_total(folder: Path):
 def test_bench_runs_in_a_script_without_main_guard(folder: Path):
     """The child imports attnserve, never the caller's script."""
     script = (
-        "from attnserve.checks.benchmark import bench\n"
+        "from attnserve import bench\n"
         f"print(len(bench([{str(folder / 'small.onnx')!r}], sequences=(8,), rounds=1).results))"
     )
     run = [sys.executable, "-"]

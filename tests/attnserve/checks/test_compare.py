@@ -11,7 +11,8 @@ import onnx_ir as ir
 import pytest
 from onnx import parser
 
-from attnserve.checks.compare import Tally, compare, verify
+from attnserve import verify
+from attnserve.checks.compare import Tally, compare
 from attnserve.models.example_inputs import random_batches
 from attnserve.models.onnx_files import load_model
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel

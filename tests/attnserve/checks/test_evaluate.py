@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnserve.checks.evaluate import evaluate
+from attnserve import evaluate
 from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spearman
 from attnserve.intervals import bootstrap_interval
 from attnserve.models.artifact import open_artifact

@@ -126,7 +126,7 @@ def test_inspect_is_reproducible(tiny: Path):
 
 
 def test_inspect_rewritten_model_has_its_form(tiny: Path, tmp_path: Path):
-    from attnserve.planning.optimize import optimize
+    from attnserve import optimize
 
     optimize(tiny, tmp_path / "new", collab_dk=16, mixing="dense", layers=["0"])
     first, second = inspect(tmp_path / "new", sequence=16).to_json()["attention"]

@@ -11,7 +11,7 @@ import onnx.parser
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnserve.checks.evaluate import evaluate
+from attnserve import evaluate
 
 ir_measures = pytest.importorskip("ir_measures", reason="pip install ir-measures")
 

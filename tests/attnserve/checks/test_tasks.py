@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnserve.checks.evaluate import evaluate, score_session
+from attnserve import evaluate
+from attnserve.checks.evaluate import score_session
 from attnserve.checks.rankings import ndcg_at_10
 from attnserve.checks.scores import ClassificationScore, PerplexityScore, RatioScore, StsScore
 from attnserve.checks.tasks import _entities

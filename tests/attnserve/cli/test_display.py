@@ -99,12 +99,26 @@ def test_names_of_files_do_not_control_the_terminal(capsys: pytest.CaptureFixtur
     name = "a\x1b]0;title\x07\x1b[2J\x9b31mb"
     display.print_line(name)
     display.print_message(name)
-    table = display.make_table(name, ["name"])
-    table.add_row(display.escape(name))
-    display.out.print(table)
+    display.print_table(name, ["name"], [(name,)])
     shown = "".join(capsys.readouterr())
     assert not set("\x1b\x07\x9b") & set(shown)
     assert shown.count("\\x1b]0;title\\x07\\x1b[2J") == 4
+
+
+def test_print_table_formats_values_and_shows_names_as_they_are(
+    capsys: pytest.CaptureFixture[str],
+):
+    rows = [("1 x 8",), ("a[b]", 0.12345, None), (), ("[bold]", 2, 3)]
+    display.print_table("title", ("name", ">loss:.2f", ">count"), rows, "legend")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
+    assert lines == [
+        ["title"],
+        ["name", "loss", "count"],
+        ["1", "x", "8"],
+        ["a[b]", "0.12", "-"],
+        ["[bold]", "2.00", "3"],
+        ["legend"],
+    ]
 
 
 def test_print_json_integers_of_more_than_64_bits(capsys: pytest.CaptureFixture[str]):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from attnserve import optimize
 from attnserve.data.datasets import Dataset
 from attnserve.data.token_statistics import (
     CalibrationRange,
@@ -21,7 +22,6 @@ from attnserve.data.token_statistics import (
 )
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration, LineageEntry, TokenIds
-from attnserve.planning.optimize import optimize
 from attnserve.runtime.interface import Batch
 
 

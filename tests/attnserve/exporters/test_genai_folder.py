@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 import pytest
 
+from attnserve import optimize
 from attnserve.cli.app import main
 from attnserve.exporters.genai_folder import write_genai_folder
-from attnserve.planning.optimize import optimize
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel, InvalidOutput
 from tests.architectures import Cell

@@ -11,13 +11,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.checks.compare import verify
+from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
-from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.request.sharing import SizedMixing
 from attnserve.planning.served_speed import ServedTimer

@@ -14,8 +14,8 @@ import onnx_ir as ir
 import pytest
 from onnx import numpy_helper
 
+from attnserve import optimize, verify
 from attnserve.checks.certify import read_attention
-from attnserve.checks.compare import verify
 from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.checks.inspect import inspect
 from attnserve.data.text_files import read_sentences
@@ -23,7 +23,7 @@ from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import load_encoder
-from attnserve.planning.optimize import OptimizeReport, optimize
+from attnserve.planning.optimize import OptimizeReport
 from attnserve.precision.convert import convert, on_cpu
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
@@ -164,7 +164,7 @@ def pairs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def minilm_spearman(minilm_export: Callable[[str, str, int], Path], pairs: Path) -> float:
     """Spearman of the unchanged encoder on ``pairs``."""
-    from attnserve.checks.evaluate import evaluate
+    from attnserve import evaluate
 
     return evaluate(minilm_export("sdpa", "dynamo", 18), task="sts", data=pairs).to_json()[
         "spearman"
@@ -183,7 +183,7 @@ def test_optimize_minilm_keeps_its_score(
 ):
     """R = 128 of 384 without the fit, all read by each head or 24 of them: 98 % of Spearman on 300
     pairs. ``benchmarks/results`` has the whole set, and the two forms side by side."""
-    from attnserve.checks.evaluate import evaluate
+    from attnserve import evaluate
 
     header, *rows = (line.split("\t") for line in sts_lines(shared, "stsb_train", 400))
     calib = tmp_path / "calib.txt"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import attnserve
-from attnserve.checks.compare import verify
+from attnserve import verify
 from attnserve.cli.app import main
 from attnserve.models.onnx_files import load_model
 from graph_passes.errors import (

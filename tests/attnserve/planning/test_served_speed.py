@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve import optimize
 from attnserve.context import Device, RunContext
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
@@ -18,7 +19,6 @@ from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
-from attnserve.planning.optimize import optimize
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert

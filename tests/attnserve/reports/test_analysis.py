@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve import optimize
 from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.spectra import (
     MOST_TEXTS,
@@ -25,7 +26,6 @@ from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, analyze_graph
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from graph_passes.factorize.moments import TokenMoments

@@ -16,11 +16,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve import analyze, optimize
 from attnserve.calibration.similarity import HeadSimilarity
 from attnserve.options import GROUPS
-from attnserve.planning.optimize import optimize
 from attnserve.reports.analysis import Analysis, NotAnalyzed
-from attnserve.reports.analyze import analyze, findings, render
+from attnserve.reports.analyze import findings, render
 from attnserve.reports.plots import FIGURES
 from graph_passes.errors import (
     AttnserveError,

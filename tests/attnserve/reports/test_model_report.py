@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from attnserve import optimize
 from attnserve.models.record import Record
-from attnserve.planning.optimize import optimize
 from attnserve.reports.model_report import report
 from graph_passes.errors import InvalidModel, InvalidOutput, MissingExtra
 from tests.attnserve.reports.pages import HOSTILE, Page, hide, require_self_contained

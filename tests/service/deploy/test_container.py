@@ -18,7 +18,7 @@ import attnserve
 from docs.hooks.reference import commands
 from service.app import create_app
 from service.auth import HEALTH
-from service.metrics import Metrics
+from service.engine.repository import Repository
 from service.settings import Settings
 
 yaml = pytest.importorskip("yaml")
@@ -229,9 +229,9 @@ def panels() -> list[dict[str, Any]]:
 def series(encoder: Path) -> dict[str, set[str]]:
     """The labels of each series of /metrics of a served model, after a request."""
     app = create_app(Settings(model=encoder, probe=False))
-    with TestClient(app) as client:
-        metrics: Metrics = app.state.metrics
-        metrics.gpu, metrics.workers = lambda: 0, lambda: 1  # of other machines and settings
+    with TestClient(app) as client, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.present_state.gpu_bytes", lambda: 0)  # of other machines
+        patch.setattr(Repository, "workers", (2, 2))  # and settings
         assert client.post("/embed", json={"inputs": "a b"}).status_code == 200
         text = client.get("/metrics").text
     found: dict[str, set[str]] = {}

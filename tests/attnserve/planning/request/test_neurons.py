@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.checks.compare import verify
+from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.context import ONE_THREAD, RunContext
 from attnserve.data.datasets import Dataset, load_inputs
@@ -22,7 +22,6 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
 from attnserve.planning.blocks.configurations import LossCurve
 from attnserve.planning.blocks.groups import BlockGroup
-from attnserve.planning.optimize import optimize
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request
 from attnserve.runtime.interface import Batch

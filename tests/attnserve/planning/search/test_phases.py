@@ -10,10 +10,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve import optimize, plan
 from attnserve.cli.app import main
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.optimize import optimize
-from attnserve.planning.plan_command import plan
 from attnserve.planning.plans.plan_file import SavedPlan
 from attnserve.planning.search import judge
 from attnserve.runtime.interface import Batch

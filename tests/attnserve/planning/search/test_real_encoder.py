@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import attnserve
-from attnserve.checks.compare import verify
+from attnserve import verify
 
 pytestmark = pytest.mark.usefixtures("cache", "real_clock")
 

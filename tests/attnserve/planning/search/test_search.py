@@ -16,7 +16,7 @@ import onnx_ir as ir
 import pytest
 
 import attnserve
-from attnserve.checks.compare import verify
+from attnserve import verify
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.scores import Score
 from attnserve.data.datasets import load_inputs
