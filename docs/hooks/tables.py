@@ -351,6 +351,21 @@ def peers(kind: str) -> str:
     return table(["model", *headings, "sentences", "paragraphs"], rows)
 
 
+def peer_choices() -> str:
+    """What "auto" ran, and what could not run."""
+    result = load("peers")
+    names = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    lines: list[str] = []
+    for model, choice in result["choices"].items():
+        runtime, long_rows = choice.get("runtime"), choice.get("long_rows")
+        ran = names[runtime] if runtime else f"as it is ({choice['why']})"
+        if long_rows:
+            ran += f", and {names[long_rows['runtime']]} above {long_rows['above']} tokens"
+        lines.append(f"- {model}, auto: {ran}")
+    lines += [f"- {model}: left out, {reason}" for model, reason in result["left_out"].items()]
+    return "\n".join(lines)
+
+
 def rerank() -> str:
     """Latency and order of a reranker beside its peers, and where they were measured."""
     if not (RESULTS / "rerank.json").is_file():
