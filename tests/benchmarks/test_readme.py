@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from importlib import import_module
@@ -39,7 +40,7 @@ def test_options_are_those_of_the_benchmark(
 
     pytest.importorskip("tensorly")
     module: Any = import_module(f"benchmarks.{name}")
-    parse = readme.argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_args
 
     def stop(*arguments: Any) -> None:
         parse(*arguments)
