@@ -27,7 +27,7 @@ from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.interface import Batch, Session
-from graph_passes.analysis.shapes import has_cache
+from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 

@@ -45,8 +45,8 @@ from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.versions import package_versions
+from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.cost import model_cost
-from graph_passes.analysis.shapes import has_cache
 from graph_passes.analysis.workload import Phase, Workload
 from graph_passes.errors import InvalidArgument, InvalidModel
 

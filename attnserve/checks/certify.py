@@ -24,7 +24,8 @@ from attnserve.checks.block_graph import UndecidedError, block_graph, single
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small, named_axes
+from graph_passes.analysis.axes import named_axes
+from graph_passes.analysis.shapes import ShapeInfo, TensorInfo, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
     FullLengths,

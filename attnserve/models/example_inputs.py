@@ -16,7 +16,8 @@ from attnserve.models.masks import is_mask, marks_padding
 from attnserve.models.rows import fixed_axes
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import SAMPLES, bind_axes, input_shape
+from graph_passes.analysis.axes import bind_axes, input_shape
+from graph_passes.analysis.shapes import SAMPLES
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 

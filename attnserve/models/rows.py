@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.models.masks import text_mask
-from graph_passes.analysis.shapes import named_axes
+from graph_passes.analysis.axes import named_axes
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidData
 

@@ -19,7 +19,7 @@ except ImportError as error:
         code="extra.torch",
     ) from error
 
-from attnserve.nn.attention import AttentionLayer, FeatureMaps, FixedHeadAttention
+from attnserve.nn.attention import AttentionLayer, FixedHeadAttention
 from attnserve.nn.collaborative import CollaborativeAttention
 from attnserve.nn.grouped import (
     GroupedHeadAttention,
@@ -28,6 +28,7 @@ from attnserve.nn.grouped import (
     voting_to_stay,
 )
 from attnserve.nn.huggingface import swap
+from attnserve.nn.latest_call import FeatureMaps
 from attnserve.nn.reuse import ReuseAttention, SkipAttention, reuse_transformer
 from attnserve.nn.shared_keys import SharedKeyAttention
 from attnserve.nn.trained import TrainedAttention, read_trained_attention

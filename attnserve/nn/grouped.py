@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from attnserve.calibration.voting import Votes, cosines, elect_heads, group_heads
-from attnserve.nn.attention import FeatureMaps, FixedHeadAttention
+from attnserve.nn.attention import FixedHeadAttention
+from attnserve.nn.latest_call import FeatureMaps
 from attnserve.nn.reuse import ReuseAttention
 from graph_passes.errors import InvalidArgument
 

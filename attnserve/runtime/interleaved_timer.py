@@ -4,10 +4,13 @@ Every round takes one sample of each function, and rounds alternate the order (A
 of the clock and load from other processes thus affect all functions equally, and the ratio of two
 samples of one round cancels it.
 
-A server runs rows of different lengths one after the other. Some runtimes prepare the graph again
-whenever the shape changes: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, about the time of a
-short row. Served models are therefore timed with a change of the shape before each run
-(``time_shapes``).
+A server runs one model again and again, so that its weights stay in the caches. Each sample
+therefore begins with a run that is not timed: the functions before it have filled the caches with
+other weights, and for MiniLM loading them again takes longer than a row of 16 tokens.
+
+Rows of different lengths follow each other. Some runtimes prepare the graph again whenever the
+shape changes: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, about the time of a short row.
+Served models are therefore timed with a change of the shape before each run (``time_shapes``).
 """
 
 from __future__ import annotations
@@ -37,8 +40,8 @@ __all__ = [
 ]
 
 Sampler = Callable[[int], ArrayLike]
-"""Runs a function a number of times and returns the mean seconds per run: one number, or one for
-each of its shapes, (shapes,)."""
+"""Runs a function once, then a number of times, and returns the mean seconds per run of the latter:
+one number, or one for each of its shapes, (shapes,)."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,11 @@ class InterleavedTimer:
         first = np.zeros(())
         for sample in samplers:
             first = np.asarray(sample(1))  # allocates memory and selects kernels
+            start = time.perf_counter()
             call_seconds = min(float(np.sum(sample(1))) for _ in range(2))
+            sample_seconds = (time.perf_counter() - start) / 2
             repeats.append(max(1, math.ceil(self.sample_seconds / call_seconds)))
-            round_seconds += repeats[-1] * call_seconds
+            round_seconds += sample_seconds + (repeats[-1] - 1) * call_seconds
         count = rounds or self.rounds_within(seconds, round_seconds)
         times = np.empty((len(samplers), count, *first.shape))
         order = range(len(samplers))
@@ -106,6 +111,7 @@ def sampler(function: Callable[[], object]) -> Callable[[int], float]:
     """Sample a function in this process."""
 
     def sample(repeats: int) -> float:
+        function()
         start = time.perf_counter()
         for _ in range(repeats):
             function()
@@ -130,6 +136,7 @@ def shape_sampler(functions: Sequence[Callable[[], object]]) -> Callable[[int], 
 
     def sample(repeats: int) -> np.ndarray:
         seconds = np.zeros(len(functions))
+        functions[1 % len(functions)]()  # not the first one: its shape would not change
         for _ in range(repeats):
             for shape, function in enumerate(functions):
                 start = time.perf_counter()

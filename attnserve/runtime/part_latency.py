@@ -26,8 +26,9 @@ from attnserve.runtime.interleaved_timer import QUICK, InterleavedTimer, time_fu
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.observer import Observer, extract, reads, state_of
 from attnserve.runtime.session import RUNTIMES, open_session
+from graph_passes.analysis.axes import bind_axes, read_axes
 from graph_passes.analysis.constants import origin
-from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at, read_axes
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]

@@ -18,17 +18,12 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
+from graph_passes.analysis.axes import bind_axes, named_axes, read_axes
 from graph_passes.analysis.constants import is_constant
 from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING
 from graph_passes.analysis.operator_sets import MATRIX_PRODUCTS, MICROSOFT
 from graph_passes.analysis.parameters import parameter_bytes, parameters
-from graph_passes.analysis.shapes import (
-    ShapeInfo,
-    bind_axes,
-    infer_shapes_at,
-    named_axes,
-    read_axes,
-)
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import MALFORMED_NODE
 

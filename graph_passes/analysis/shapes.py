@@ -9,38 +9,29 @@ are not loaded from disk.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graph_passes.analysis.axes import bind_axes, input_shape, real_inputs, search_bodies
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
 from graph_passes.analysis.contrib_shapes import COUNTS, RULES, Shapes, gives_bytes
 from graph_passes.analysis.convolved_axes import SIDE, convolved_lengths
 from graph_passes.analysis.evaluation import SMALL, evaluate, infer_outputs
-from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import MALFORMED_NODE
 
 __all__ = [
     "SAMPLES",
-    "CachedAxes",
     "ShapeInfo",
     "TensorInfo",
-    "bind_axes",
-    "cached_axes",
     "drop_length_dependent",
-    "has_cache",
     "infer_shapes_at",
     "infer_shapes_small",
-    "input_shape",
-    "named_axes",
-    "read_axes",
     "set_missing_types",
 ]
 
@@ -120,115 +111,6 @@ class ShapeInfo:
             pending += [parent for parent in unknown if parent not in seen]
             seen.update(unknown)
         return "an input of the graph has no shape"
-
-
-def named_axes(graph: ir.Graph) -> dict[str, int]:
-    """The dynamic axes of the graph's inputs, each with its first position in a shape.
-
-    A dynamic axis without a name is named ``input[position]``. Axes of images that can have one
-    length only are left out (``convolved_lengths``).
-    """
-    axes: dict[str, int] = {}
-    fixed = convolved_lengths(graph)
-    for value in _real_inputs(graph):
-        for position, dim in enumerate(value.shape or ()):
-            for name in _symbols(value, position, dim):
-                if name not in fixed:
-                    axes.setdefault(name, position)
-    return axes
-
-
-def bind_axes(
-    graph: ir.Graph, workload: Workload, *, distinct_lengths: bool = False
-) -> dict[str, int]:
-    """Choose a length for each axis: first axes of inputs are batches, all others new tokens.
-
-    Axes of one kind have equal lengths, because graphs may require it. The mask of a model with a
-    cache covers past and new tokens: its length is their sum.
-
-    Args:
-        distinct_lengths: Give each axis of tokens another length, from that of the workload on.
-    """
-    axes = named_axes(graph)
-    lengths = {
-        name: workload.new if position else workload.batch for name, position in axes.items()
-    }
-    cached = cached_axes(graph, axes)
-    if distinct_lengths:
-        names = [name for name, position in axes.items() if position and name not in cached.totals]
-        lengths |= {name: workload.new + index for index, name in enumerate(names)}
-    elif cached.past:
-        lengths[cached.past] = workload.past
-    total = lengths.get(cached.past, workload.new) + lengths.get(cached.new, workload.new)
-    return lengths | dict.fromkeys(cached.totals, total) | convolved_lengths(graph)
-
-
-def read_axes(
-    inputs: Mapping[str, ir.Value], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, int] | None:
-    """The length of each dynamic axis, from the shapes of arrays for inputs.
-
-    Returns:
-        None if an array is for no input, or has another number of axes.
-    """
-    lengths: dict[str, int] = {}
-    for name, shape in shapes.items():
-        value = inputs.get(name)
-        if value is None or value.shape is None or len(value.shape) != len(shape):
-            return None
-        for position, (dim, length) in enumerate(zip(value.shape, shape, strict=True)):
-            if not isinstance(dim, int):
-                lengths.setdefault(str(dim.value or f"{name}[{position}]"), length)
-    return lengths
-
-
-def has_cache(graph: ir.Graph) -> bool:
-    """Whether inputs hold cached tokens, in an axis of their own."""
-    return bool(cached_axes(graph, named_axes(graph)).past)
-
-
-class CachedAxes(NamedTuple):
-    """The axes that count tokens of a model with a cache; empty without a cache.
-
-    Attributes:
-        past: The axis of cached tokens, or an empty string.
-        new: The axis of new tokens, or an empty string.
-        totals: The axes of cached and new tokens together.
-    """
-
-    past: str
-    new: str
-    totals: set[str]
-
-
-def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> CachedAxes:
-    """The axes of past, of new and of all tokens, by the names of inputs and axes.
-
-    A total length has the word in its name, or is the last axis of a mask and of no other input.
-    Masks of an encoder's tokens do not cover a cache.
-    """
-    past: dict[str, None] = {}
-    new: dict[str, None] = {}
-    masks: dict[str, None] = {}
-    for value in _real_inputs(graph):
-        name = value.name or ""
-        if name.startswith(("encoder", "cross")) or ".encoder." in name:
-            continue
-        symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
-        value_axes = {axis: None for dim_axes in symbols for axis in dim_axes if axes.get(axis)}
-        if "mask" in name:
-            last = symbols[-1] if symbols else ()
-            masks |= {axis: None for axis in last if axis in value_axes}
-        elif "past" in name or any("past" in axis for axis in value_axes):
-            past |= value_axes
-        else:
-            new |= value_axes
-    if not past:
-        return CachedAxes("", "", set())
-    totals = {axis for axis in masks if axis not in past and axis not in new}
-    totals |= {axis for axis in axes if "total" in axis}
-    only_past = [axis for axis in past if axis not in new and axis not in totals]
-    return CachedAxes(next(iter(only_past), ""), next(iter(new), ""), totals)
 
 
 def infer_shapes_small(
@@ -311,14 +193,6 @@ def drop_length_dependent(info: ShapeInfo, other_info: ShapeInfo) -> ShapeInfo:
     return ShapeInfo(info.axes, tensors, info.unknown)
 
 
-def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | None:
-    """The shape of a graph input at these axis lengths; None if it has no shape."""
-    if value.shape is None:
-        return None
-    lengths = [_length(value, i, dim, axes) for i, dim in enumerate(value.shape)]
-    return None if any(length < 0 for length in lengths) else tuple(lengths)
-
-
 def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """Infer all shapes of a model at the given axis lengths, including bodies of nodes.
 
@@ -327,7 +201,7 @@ def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """
     axes = {**convolved_lengths(model.graph), **axes}
     inference = _Inference({"": 1, **model.opset_imports})
-    for value in _real_inputs(model.graph):
+    for value in real_inputs(model.graph):
         shape = input_shape(value, axes)
         if shape is not None and value.dtype is not None:
             inference.known[value] = TensorInfo(value.dtype, shape)
@@ -352,77 +226,13 @@ class _Inference:
         return None if value is None else self.known.get(value)
 
 
-def _real_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """The inputs without initializers, which old graphs list as inputs too.
-
-    The bodies of a search declare the shapes of their inputs as a graph does, and come last.
-    """
-    bodies = [body for node in graph for body in _search_bodies(node)]
-    inputs = [value for value in graph.inputs if value.name not in graph.initializers]
-    return [*inputs, *(value for body in bodies for value in _real_inputs(body))]
-
-
-SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
-"""Operators of ONNX Runtime that run a decoder, and maybe an encoder, to generate text."""
-
-
-def _search_bodies(node: ir.Node) -> list[ir.Graph]:
-    """The decoder and the encoder of a search; empty for other nodes."""
-    if node.op_type not in SEARCHES or node.domain != MICROSOFT:
-        return []
-    graphs = (
-        attribute
-        for attribute in node.attributes.values()
-        if attribute.type == ir.AttributeType.GRAPH
-    )
-    return [attribute.as_graph() for attribute in graphs]
-
-
-EXPRESSION = re.compile(r"(?!.*(\*\*|\d{10}))[\w +*/,()-]{1,100}")
-"""Dimension names that are read as expressions, if they have up to eight parentheses and products.
-Others are plain names: untrusted names such as 9**9**9 or thousands of parentheses would take
-unbounded time."""
-
-
-def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
-    """The names of the axes that a dimension of an input depends on."""
-    if isinstance(dim, int):
-        return ()
-    if dim.value is None:
-        return (f"{value.name}[{position}]",)
-    name = dim.value
-    if not EXPRESSION.fullmatch(name) or max(name.count("("), name.count("*")) > 8:
-        return (dim.value,)
-    try:
-        return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
-    except Exception:  # onnx_ir and sympy raise various types for a name that is not an expression
-        return (dim.value,)
-
-
-def _length(
-    value: ir.Value, position: int, dim: int | ir.SymbolicDim, axes: Mapping[str, int]
-) -> int:
-    """The length of a dimension of an input; -1 if its expression gives no length."""
-    if isinstance(dim, int):
-        return dim
-    names = _symbols(value, position, dim)
-    if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
-        return axes[names[0]]
-    try:
-        length = dim.evaluate({name: axes[name] for name in names})
-    except Exception:  # sympy raises various types, for example for a division by zero
-        return -1
-    # n / 2 of an odd n is not an integer
-    return length if isinstance(length, int) and length < 1 << 31 else -1
-
-
 def _infer_graph(graph: ir.Graph, inference: _Inference) -> None:
     """Infer the nodes of a graph or a body in order."""
     for value in graph.initializers.values():
         if value.const_value is not None:
             inference.known[value] = _of_tensor(value.const_value)
     for node in graph:
-        for searched in _search_bodies(node):
+        for searched in search_bodies(node):
             _infer_graph(searched, inference)
         body = BODIES.get(node.op_type) if not node.domain else None
         try:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.shapes import cached_axes, named_axes
+from graph_passes.analysis.axes import cached_axes, named_axes
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 from graph_passes.passes.base import RewritePass

@@ -16,8 +16,9 @@ from attnserve.planning.search.judge import Candidate, Judge
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import Part
+from graph_passes.analysis.axes import named_axes, read_axes
 from graph_passes.analysis.cost import macs_at
-from graph_passes.analysis.shapes import infer_shapes_at, named_axes, read_axes
+from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
 
 TIME_MODELS = served_speed.time_models

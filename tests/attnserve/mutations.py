@@ -18,8 +18,9 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
+from graph_passes.analysis.axes import bind_axes
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from tests.attnserve.mutation_seeds import SEEDS
 from tests.graph_passes.graphs import H, V

@@ -25,7 +25,8 @@ from attnserve.checks.certify import (
 )
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
-from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.axes import bind_axes
+from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import InvalidModel

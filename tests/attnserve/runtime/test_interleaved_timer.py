@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from functools import partial
 
 import numpy as np
@@ -58,7 +60,22 @@ def test_time_shapes_changes_the_shape_before_each_run_of_a_model():
     times = time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))
     assert times.shape == (3, 2, 4) and (times > 0).all()
     for shapes in runs.values():
-        assert len(shapes) % 3 == 0 and shapes == [1, 2, 3] * (len(shapes) // 3)
+        assert all(shape != before for before, shape in itertools.pairwise(shapes))
+
+
+def test_times_exclude_what_other_functions_do_to_the_caches():
+    """The first run after another function is slow; none of the others is."""
+    last = ""
+
+    def run(name: str) -> None:
+        nonlocal last
+        time.sleep(0.02 if name != last else 0.0)
+        last = name
+
+    functions = [partial(run, "a"), partial(run, "b")]
+    assert np.median(time_functions(functions, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
+    models = [[function] * 2 for function in functions]
+    assert np.median(time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
 
 
 def test_time_shapes_tells_times_of_shapes_apart():

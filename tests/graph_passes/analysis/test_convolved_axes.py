@@ -13,8 +13,8 @@ from onnx import numpy_helper, parser
 from attnserve.checks.inspect import inspect
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
+from graph_passes.analysis.axes import bind_axes, named_axes
 from graph_passes.analysis.convolved_axes import convolved_lengths
-from graph_passes.analysis.shapes import bind_axes, named_axes
 from graph_passes.analysis.workload import Workload
 from tests.architectures import Cell
 

@@ -8,14 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import (
-    ShapeInfo,
-    bind_axes,
-    infer_shapes_at,
-    infer_shapes_small,
-    input_shape,
-    named_axes,
-)
+from graph_passes.analysis.axes import bind_axes, input_shape, named_axes
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from tests.graph_passes.graphs import PARTS, D, H, K, V, attention, feeds, graph, observing, only
 from tests.graph_passes.layouts import LAID_OUT, LAYOUTS

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.shapes import bind_axes
+from graph_passes.analysis.axes import bind_axes
 from graph_passes.analysis.workload import Phase, Workload
 from tests.graph_passes.test_collaborate_cache import decoder
 

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.analysis.shapes import ShapeInfo, bind_axes, infer_shapes_at
+from graph_passes.analysis.axes import bind_axes
+from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.matching.element_map import MatchFailure
 from graph_passes.matching.idioms import (

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.axes import bind_axes
+from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import OutputProjection, Projection
 from graph_passes.matching.element_map import MatchFailure, describe

@@ -10,8 +10,9 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
+from graph_passes.analysis.axes import bind_axes
 from graph_passes.analysis.cost import macs_at, model_cost
-from graph_passes.analysis.shapes import bind_axes, infer_shapes_at
+from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.emit.collaborative import max_read_size, padded_head_size
 from graph_passes.errors import CannotRewrite, InvalidArgument
