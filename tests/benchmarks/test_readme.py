@@ -81,6 +81,7 @@ def test_list_shows_the_minutes_and_runs_nothing(capsys: pytest.CaptureFixture[s
     assert re.search(r"all\s+\D*6\b", capsys.readouterr().out)
 
 
+@pytest.mark.export
 @pytest.mark.process
 @pytest.mark.timing(seconds=60)
 def test_quick_run_writes_results_that_the_tables_read(
