@@ -126,11 +126,11 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     def optimized(precision: Precision, **goal: Any) -> Path:
         """Our model; without a goal, only converted."""
         output = folder / f"{precision}-{goal}"
+        options: dict[str, Any] = goal or {"sequence": 128}
         if not output.exists():
             attnserve.optimize(
-                original, output, precision=precision, calib=calibration, threads=1,
-                **(goal or {"sequence": 128}),
-            )  # fmt: skip
+                original, output, precision=precision, calib=calibration, threads=1, **options
+            )
         return output
 
     def converted(precision: Precision, device: Device) -> Run:

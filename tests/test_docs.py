@@ -157,8 +157,10 @@ def test_rows_that_an_older_result_lacks_come_from_the_planner(tmp_path: Path, m
     measured = {"speedup": [1.5, 1.4, 1.6], "p50_ms": 1.0}
     cells = dict.fromkeys(tables.PEER_LENGTHS, measured)
     kept = {"sentences": 0.5, "paragraphs": 0.5}
-    missing = [{"model": name, "turns": cells, "overlap": kept} for name in tables.README_MODELS]
-    for rows, places in ((stored["rows"][:1], ["peers", "planner"]), (missing, ["peers"])):
+    every: list[dict[str, Any]] = [
+        {"model": name, "turns": cells, "overlap": kept} for name in tables.README_MODELS
+    ]
+    for rows, places in ((stored["rows"][:1], ["peers", "planner"]), (every, ["peers"])):
         (tmp_path / "peers.json").write_text(json.dumps({**stored, "rows": rows}), "utf-8")
         shutil.copy(tables.RESULTS / "planner.json", tmp_path)
         with monkeypatch.context() as patch:
