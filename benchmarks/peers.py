@@ -125,7 +125,7 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
 
     def optimized(precision: Precision, **goal: Any) -> Path:
         """Our model; without a goal, only converted."""
-        output = folder / f"{precision}-{goal}"
+        output = folder / "-".join((precision, *goal))
         options: dict[str, Any] = goal or {"sequence": 128}
         if not output.exists():
             attnserve.optimize(
