@@ -46,10 +46,8 @@ types: $(INSTALLED) ## Check types (pyright, strict)
 docs: $(INSTALLED) ## Build the documentation site into build/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-bench: $(INSTALLED) ## Run the benchmarks that need no data; results go to benchmarks/results
-	@set -e; for name in cp_speed find_speed table1; do \
-		echo "$$name"; $(BIN)/python -m benchmarks.$$name; \
-	done
+bench: $(INSTALLED) ## Run the benchmarks of all tables; ARGS="--data FOLDER --only NAME" selects
+	$(BIN)/python -m benchmarks.readme $(ARGS)
 
 clean: ## Remove .venv, caches and build products
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

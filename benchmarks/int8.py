@@ -57,6 +57,7 @@ from benchmarks._common import (
     Study,
     encoder_study,
     number_table,
+    shortened,
     sts_parser,
     sts_score,
     write_result,
@@ -251,7 +252,7 @@ def speedups(models: dict[str, Path], length: int, rounds: int | None) -> list[f
     sessions = [open_session(path, ONE_THREAD) for path in models.values()]
     timer = BENCHMARK if rounds is None else replace(BENCHMARK, min_rounds=rounds)
     functions = [partial(session.run, None, feed) for session in sessions]
-    times = time_functions(functions, SECONDS, timer)
+    times = time_functions(functions, shortened(SECONDS), timer)
     return [float(ratio) for ratio in np.median(times[0] / times, axis=1)]
 
 

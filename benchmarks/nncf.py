@@ -39,6 +39,7 @@ from benchmarks._common import (
     minilm,
     number_table,
     sentences,
+    shortened,
     spread,
     sts_parser,
     write_lines,
@@ -119,7 +120,7 @@ def _rows(
     for length in LENGTHS:
         feed = example_inputs(graph, Workload.of(1, length))
         runs = [partial(model, feed) for model in models.values()]
-        times[length] = time_functions(runs, SECONDS, BENCHMARK)
+        times[length] = time_functions(runs, shortened(SECONDS), BENCHMARK)
     base, rows = _score(models["as exported"], original, pairs, folder), list[dict[str, Any]]()
     for index, (name, model) in enumerate(models.items()):
         meter = QualityMeter(graph, artifact)

@@ -1,6 +1,6 @@
-"""The encoder in both CPU runtimes, beside what OpenVINO, NNCF and ONNX Runtime make of it.
+"""The encoder in both CPU runtimes, beside what other tools make of it.
 
-    pip install 'attnserve[openvino,demo]' nncf
+    pip install 'attnserve[openvino,demo]' nncf sentence-transformers
     python -m benchmarks.peers --text TEXT
 
 All models come from all-MiniLM-L6-v2 and, where they need calibration, from the same 500 sentences
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.session import open_session
 from attnserve.serving.backends import RunnerOptions, open_runner
-from benchmarks._common import description, minilm, number_table, write_result
+from benchmarks._common import description, minilm, number_table, shortened, write_result
 from benchmarks.mixture import texts
 from benchmarks.planner import fused, other_tools
 from graph_passes.analysis.workload import Workload
@@ -108,8 +109,8 @@ def main(arguments: list[str] | None = None) -> int:
         rows = _timed(peers.models, artifact)
         for kind in ("sentences", "paragraphs"):
             _add_overlap(rows, peers.models, artifact, files[f"unseen {kind}"], kind)
-    packages = ("onnxruntime", "openvino", "nncf")
-    installed = {name: version(name) for name in packages if name not in peers.left_out}
+    packages = ("onnxruntime", "openvino", "nncf", "sentence-transformers")
+    installed = {name: version(name) for name in packages if find_spec(name.replace("-", "_"))}
     write_result(
         "peers", options, rows=rows, left_out=peers.left_out, choices=peers.choices,
         versions=installed,
@@ -122,13 +123,13 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     original = folder / "original"
     artifact = open_artifact(original)
 
-    def optimized(precision: Precision, keep: float | None = None) -> Path:
-        """Our conversion, without a search or with one."""
-        output = folder / f"{precision}-{keep}"
+    def optimized(precision: Precision, **goal: Any) -> Path:
+        """Our model; without a goal, only converted."""
+        output = folder / "-".join((precision, *goal))
+        options: dict[str, Any] = goal or {"sequence": 128}
         if not output.exists():
-            goal: dict[str, Any] = {"sequence": 128} if keep is None else {"keep": keep}
             attnserve.optimize(
-                original, output, precision=precision, calib=calibration, threads=1, **goal
+                original, output, precision=precision, calib=calibration, threads=1, **options
             )
         return output
 
@@ -140,7 +141,10 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     add(EXPORT, lambda: _opened(artifact.model, ONE_THREAD))
     add("as exported, OpenVINO float32", lambda: _opened(artifact.model, OPENVINO))
     add("as exported, OpenVINO as it is", lambda: native(artifact.model))
-    add("ONNX Runtime's dynamic int8", lambda: _opened(_dynamic_int8(original, folder), ONE_THREAD))
+    tools = other_tools(original, folder)
+    add("ONNX Runtime's optimizer", lambda: _opened(tools["ONNX Runtime's optimizer"], ONE_THREAD))
+    add("ONNX Runtime's dynamic int8", lambda: _opened(tools["ONNX Runtime's int8"], ONE_THREAD))
+    add("sentence-transformers", sentence_transformers)
     for rest in ("bfloat16", "float32"):
         add(f"NNCF int8, rest {rest}", partial(nncf_int8, artifact, calibration, rest))
     add("fused, ONNX Runtime float32", lambda: _opened(fused(original, folder), ONE_THREAD))
@@ -155,6 +159,9 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
         add(f"{name}, auto", lambda: _served(file(), peers.choices.setdefault(name, {})))
 
     chosen("fused float32", lambda: original)
+    chosen("--collab-dk 128", partial(optimized, "float32", collab_dk=128))
+    default = partial(optimized, "float32", keep=0.99, allow=["ffn"])
+    chosen("search --keep 0.99, float32", default)
     for precision in ("bfloat16-cpu", "int8-full-bfloat16"):
         chosen(f"fused {precision}", partial(optimized, precision))
     careful = partial(optimized, "int8-full-bfloat16", keep=CAREFUL)
@@ -182,8 +189,20 @@ def _opened(model: Path, device: Device) -> Run:
     return lambda feed: session.run(None, feed)[0]
 
 
-def _dynamic_int8(original: Path, folder: Path) -> Path:
-    return other_tools(original, folder)["ONNX Runtime's int8"]
+def sentence_transformers() -> Run:
+    """The encoder in PyTorch, the default of sentence-transformers, on one thread."""
+    import torch
+
+    library: Any = import_module("sentence_transformers")
+    torch.set_num_threads(1)
+    encoder = library.SentenceTransformer(minilm(), device="cpu")[0]
+
+    @torch.inference_mode()
+    def run(feed: Batch) -> np.ndarray:
+        tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
+        return encoder(tensors)["token_embeddings"].numpy()
+
+    return run
 
 
 def native(model: Path | Any, options: Mapping[str, Any] = {}) -> Run:
@@ -228,8 +247,10 @@ def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]
     feeds = [example_inputs(graph, Workload.of(1, length)) for length in LENGTHS]
     runs = [[partial(run, feed) for feed in feeds] for run in models.values()]
     times = {
-        "turns": time_shapes(runs, SECONDS * len(LENGTHS), BENCHMARK),
-        "repeated": [time_functions(each, SECONDS, BENCHMARK) for each in zip(*runs, strict=True)],
+        "turns": time_shapes(runs, shortened(SECONDS * len(LENGTHS)), BENCHMARK),
+        "repeated": [
+            time_functions(each, shortened(SECONDS), BENCHMARK) for each in zip(*runs, strict=True)
+        ],
     }
     rows: list[dict[str, Any]] = [{"model": name} for name in models]
     for (kind, by_length), (index, row) in product(times.items(), enumerate(rows)):

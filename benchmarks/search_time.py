@@ -88,15 +88,21 @@ def search(size: str, train: Path, folder: Path) -> dict[str, Any]:
 
 def random_bert(size: str, folder: Path) -> Path:
     """Export a BERT with random weights and the tokenizer of MiniLM."""
+    source = save_random_bert(folder / "source", *SIZES[size])
+    attnserve.export(str(source), folder / "original")
+    shutil.rmtree(source)
+    return folder / "original"
+
+
+def save_random_bert(folder: Path, layers: int, width: int, heads: int) -> Path:
+    """Save the folder of a model of transformers, with the tokenizer of MiniLM."""
     import torch
     import transformers
 
-    layers, width, heads = SIZES[size]
-    source = folder / "source"
-    source.mkdir()
+    folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         if (Path(minilm()) / name).is_file():
-            shutil.copyfile(Path(minilm()) / name, source / name)
+            shutil.copyfile(Path(minilm()) / name, folder / name)
     torch.manual_seed(0)
     config = transformers.BertConfig(
         hidden_size=width,
@@ -105,10 +111,8 @@ def random_bert(size: str, folder: Path) -> Path:
         intermediate_size=4 * width,
         initializer_range=INITIAL,
     )
-    transformers.BertModel(config).save_pretrained(source)
-    attnserve.export(str(source), folder / "original")
-    shutil.rmtree(source)
-    return folder / "original"
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
 
 
 if __name__ == "__main__":

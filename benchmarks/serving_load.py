@@ -57,6 +57,7 @@ from attnserve.checks.benchmark import describe_machine
 from attnserve.context import Device
 from attnserve.intervals import bootstrap_interval
 from attnserve.literals import Precision
+from attnserve.runtime.machine import product_flags
 from benchmarks._common import RESULTS, command_of, description, minilm, write_json, write_lines
 from benchmarks.serving.client import (
     Phase,
@@ -137,6 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "busy_percent_before": busy,
             "machine": asdict(describe_machine(Device(threads=setup.threads))),
+            "cpu_flags": product_flags(),
             "server_cores": setup.server_cores,
             "generator_cores": setup.generator_cores,
             "command": command_of(

@@ -13,11 +13,20 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attnserve
 from attnserve.cli.app import main
+from attnserve.limits import (
+    MIN_LOSSLESS_GAIN,
+    MIN_REMOVAL_GAIN,
+    MIN_SPEEDUP,
+    ROUNDING,
+    SAME_ERROR,
+    SELECTION_CONFIDENCE,
+)
 from docs.hooks import reference, tables
 from graph_passes.passes.base import PASSES
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -135,22 +144,105 @@ def test_readme_results_equal_the_result_files():
     assert tables.with_results(text) == text, "run python -m docs.hooks.tables"
 
 
-def test_readme_results_show_every_model_that_was_timed():
-    """Slow ones too; and what was not measured is not called lossless."""
-    timed = {row["model"] for row in tables.load("planner")["speeds"]}
-    shown = tables.headline().splitlines()
-    for model in timed:
-        (row,) = [line for line in shown if f"| {tables.PLANNER_MODELS[model]} |" in line]
-        if model == tables.BY_HAND:
-            assert "lossless" not in row
+def test_readme_results_begin_with_the_default_goal_and_name_what_they_are_from():
+    first, *others = tables.results().split("\n\n")[0].splitlines()[2:]
+    assert "`--keep 0.99" in first
+    assert len(others) >= 8
+    for line in tables.results().split("\n\n")[1:]:
+        assert "benchmarks/results/" in line and "1 thread" in line
 
 
-def test_docs_contain_no_speedups_typed_by_hand():
-    """Measured speed-ups come from result files: generated tables, or the checked README table."""
+def test_rows_that_an_older_result_lacks_come_from_the_planner(tmp_path: Path, monkeypatch: Any):
+    stored = tables.load("peers")
+    measured = {"speedup": [1.5, 1.4, 1.6], "p50_ms": 1.0}
+    cells = dict.fromkeys(tables.PEER_LENGTHS, measured)
+    kept = {"sentences": 0.5, "paragraphs": 0.5}
+    every: list[dict[str, Any]] = [
+        {"model": name, "turns": cells, "overlap": kept} for name in tables.README_MODELS
+    ]
+    for rows, places in ((stored["rows"][:1], ["peers", "planner"]), (every, ["peers"])):
+        (tmp_path / "peers.json").write_text(json.dumps({**stored, "rows": rows}), "utf-8")
+        shutil.copy(tables.RESULTS / "planner.json", tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(tables, "RESULTS", tmp_path)
+            shown, *sources = tables.results().split("\n\n")
+        assert [re.findall(r"results/(\w+)\.json", line)[0] for line in sources] == places
+        expected = set(tables.STAND_INS) | {row["model"] for row in rows}
+        assert len(shown.splitlines()) - 2 == len(expected & set(tables.README_MODELS))
+
+
+def test_planner_table_shows_every_model_that_was_timed():
+    """Slow ones too."""
+    shown = tables.planner_speed().splitlines()
+    for row in tables.load("planner")["speeds"]:
+        name = tables.PLANNER_MODELS[row["model"]]
+        assert [line for line in shown if line.startswith(f"| {name} |")]
+
+
+def test_table_of_rerankers_needs_no_result_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert "|" not in tables.rerank()
+    torch = "sentence-transformers, torch"
+    measures = {"tau": 0.99, "top1": 1.0, "ndcg_at_10": 0.9}
+    row = {
+        "system": "attnserve, bfloat16-cpu", "p50_ms": 20.0, "p90_ms": 30.0, "near": measures,
+        "over": {torch: [2.5, 2.25, 2.75]}, **measures,
+        **{f"{name}_ci95": [0.5, 1.0] for name in measures},
+    }  # fmt: skip
+    goals = {"best": row["system"], "fastest_peer": torch, "over_fastest_peer": [2.5, 2.25, 2.75]}
+    result = {
+        "command": "python -m benchmarks.rerank", "rows": [row], "goals": goals, "documents": 30,
+        "queries": 10, "threads": 2, "versions": {}, "machine": {"cpu": "a CPU", "threads": 1},
+        "cpu_flags": ["avx2"],
+    }  # fmt: skip
+    (tmp_path / "rerank.json").write_text(json.dumps(result), encoding="utf-8")
+    shown = tables.rerank()
+    for text in ("| 20.0 ms | 30.0 ms | 2.50x |", "2.25 to 2.75", "a CPU (avx2), 2 threads"):
+        assert text in shown
+
+
+MEASURED = re.compile(
+    r"\d[\d,]*\.\d+ ?(?:x|times)\b|\d[\d,.]* ?(?:ms|µs)\b|\d[\d,.]* ?%|\d[\d,.]* texts per second"
+    r"|(?<![\w.])0\.\d{2,}"
+)
+"""What looks like a measured ratio, time or share."""
+
+EXPLAINED = {
+    r"99% of (?:the|its)|allows a loss of 0\.01|0\.95 with a guarantee of 0\.99": "a goal",
+    r"attention only at 0\.98 and 0\.995": "goals of rows",
+    "1\\.5 times as fast\\.": "the goal of the command above",
+    "1\\.65 times, and|\\(2\\.7 times in int8": "names of rows",
+    "output maps and the weight 0\\.005": "a setting of the trained models",
+    r"95% (?:bootstrap )?intervals?|a confidence of 95%": "the confidence of intervals",
+    f"{SELECTION_CONFIDENCE:.0%} confidence|confidence {SELECTION_CONFIDENCE:.0%}": "limits.py",
+    f"{MIN_SPEEDUP} of the original's|{1 - MIN_SPEEDUP:.0%} slower": "limits.py",
+    f"{MIN_LOSSLESS_GAIN} times as fast on average": "limits.py",
+    f"{MIN_REMOVAL_GAIN} times as fast, at the": "limits.py",
+    f"{SAME_ERROR} times the error": "limits.py",
+    f"(?:below|less than) {ROUNDING:.4f}": "limits.py",
+    "worst 5% of texts": "limits.TAIL",
+    f"{tables.UTILIZATION:.0%} utilization|{tables.UTILIZATION} x texts": "a planned share",
+    "in at least 93% of": "tests/attnserve/checks/test_quality.py",
+    r"0\.05 / \(k|sum to 5%|at most 5% for|at most 4%|at least 95% of runs":
+        "tests/attnserve/serving/test_live_quality.py",
+    r"at least 4% of the requests|A rate of 0\.005|: 0\.5% if|and 1% if": "arithmetic",
+    "(?:at|below) 100 %|try 1 to 3 ms": "advice",
+}  # fmt: skip
+"""Numbers in sentences that are no measurements, as patterns, and what they are."""
+
+
+def test_sentences_contain_no_measured_numbers():
+    """Measurements stand in generated tables, or in the checked table of the README."""
+    unused, found = set(EXPLAINED), list[tuple[str, str]]()
     for page in PAGES:
-        text = FENCE.sub("", page.read_text(encoding="utf-8"))
-        text = tables.README_TABLE.sub("", text)
-        assert not re.findall(r"\b\d+\.\d+x\b", text), page
+        text = FENCE.sub("", tables.README_TABLE.sub("", page.read_text(encoding="utf-8")))
+        text = " ".join(re.sub(r"`(?!\d+\.\d+x`)[^`]*`|(?<=\])\([^)]*\)", "", text).split())
+        for pattern in EXPLAINED:
+            text, count = re.subn(pattern, "", text)
+            unused -= {pattern} if count else set()
+        found += [(page.name, match[0]) for match in MEASURED.finditer(text)]
+    assert found == []
+    assert unused == set()
 
 
 @pytest.mark.parametrize("block", of("sh"), ids=str)

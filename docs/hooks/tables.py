@@ -59,8 +59,33 @@ PLANNER_MODELS = {
 }
 """Names of the models in planner.json, and their names in the documentation."""
 
-README_FIRST = ("as exported", "similarities")
-"""The first rows of the README: the reference, and the default goal of a search."""
+README_MODELS = {
+    "search --keep 0.99, float32, auto": "**attnserve, `--keep 0.99 --allow ffn`**",
+    "as exported, ONNX Runtime float32": "ONNX Runtime, as exported",
+    "ONNX Runtime's optimizer": "ONNX Runtime transformer optimizer",
+    "as exported, OpenVINO float32": "OpenVINO float32",
+    "sentence-transformers": "sentence-transformers (PyTorch) float32",
+    "fused bfloat16-cpu, auto": "**attnserve, `--precision bfloat16-cpu`**",
+    "as exported, OpenVINO as it is": "OpenVINO, by default {default} on this CPU",
+    "search --keep 0.9995, int8-full-bfloat16, auto": (
+        "**attnserve, `--precision int8-full-bfloat16 --keep 0.9995`**"
+    ),
+    "fused int8-full-bfloat16, auto": "**attnserve, `--precision int8-full-bfloat16`**",
+    "NNCF int8, rest bfloat16": "OpenVINO, NNCF int8, rest bfloat16",
+    "ONNX Runtime's dynamic int8": "ONNX Runtime dynamic int8",
+    "--collab-dk 128, auto": "**attnserve, `--collab-dk 128`**",
+}
+"""Models of peers.json in the README, and their names there: the default goal first, then each
+model of attnserve with the peers of about its fidelity."""
+
+STAND_INS = {
+    "search --keep 0.99, float32, auto": "similarities",
+    "ONNX Runtime's optimizer": "ONNX Runtime's optimizer",
+    "--collab-dk 128, auto": BY_HAND,
+}
+"""Models of planner.json in place of those that an older peers.json lacks."""
+
+PEER_LENGTHS = ("16", "32", "128", "512")
 
 MIXTURE_MODELS = PLANNER_MODELS | {
     "int8 by hand": "attnserve, fused and int8, nothing removed",
@@ -99,24 +124,32 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def source(name: str, part: str | None = None) -> str:
-    """The machine, the versions and the command of a result file, in one line."""
+    """The machines, the versions and the command of a result file, in one line."""
     result = load(name)
     measured = result if part is None else result[part]
     machine = {**measured.get("versions", {}), **measured["machine"]}
-    threads = {"1": "1 thread", "default": "default threads"}.get(
-        str(machine["threads"]), f"{machine['threads']} threads"
-    )
-    about = [f"{machine['cpu']}, {threads}"]
-    if "onnxruntime" in machine:
-        about.append(f"ONNX Runtime {machine['onnxruntime']}")
+    threads = str(measured.get("threads", machine["threads"]))
+    threads = {"1": "1 thread", "default": "default threads"}.get(threads, f"{threads} threads")
+    about = [f"{_cpu(measured)}, {threads}"]
+    packages = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO", "attnserve": "attnserve"}
+    about += [
+        f"{shown} {machine[package]}"
+        for package, shown in packages.items()
+        if machine.get(package, "not installed") != "not installed"
+    ]
     if "date" in measured:
         about.append(measured["date"][:10])
-    rows = measured.get("rows", [])
-    others = {row["machine"]["cpu"] for row in rows if "machine" in row} - {machine["cpu"]}
+    others = {_cpu(row) for row in measured.get("rows", []) if "machine" in row} - {_cpu(measured)}
     if others:
         about.append(f"some rows: {', '.join(sorted(others))}")
     where = f"`benchmarks/results/{name}.json`"
     return f"*{'; '.join(about)}. Command: `{measured['command']}`. Data: {where}.*"
+
+
+def _cpu(measured: Mapping[str, Any]) -> str:
+    """The processor, with the features on which speeds depend where they are known."""
+    flags = measured.get("cpu_flags")
+    return measured["machine"]["cpu"] + (f" ({' '.join(flags)})" if flags else "")
 
 
 def clients() -> str:
@@ -144,27 +177,48 @@ def _planner_speeds() -> dict[str, dict[int, dict[str, Any]]]:
     return speeds
 
 
-def headline() -> str:
-    """The table of the README: speed and quality of the planner's models and of other tools."""
-    planner = load("planner")
-    kept = {plan["goal"]: percent(plan["kept"]["unseen.tsv"]) for plan in planner["plans"]}
-    int8 = percent(planner["int8_of_onnxruntime_kept"]["unseen.tsv"])
-    by_hand = planner.get("by_hand_kept", {}).get("unseen.tsv")  # lacks in older results
-    kept |= {
-        "as exported": percent(1),
-        "ONNX Runtime's int8": int8,
-        BY_HAND: "not measured" if by_hand is None else percent(by_hand),
-    }
-    speeds = _planner_speeds()
-    rows = [
-        [
-            PLANNER_MODELS[model],
-            *(times(speeds[model][length]["vs_exported"]) for length in (32, 128, 512)),
-            kept.get(model, "lossless"),
+def results() -> str:
+    """The table of the README: speed and fidelity of attnserve and of other tools."""
+    result = load("peers")
+    sources = [source("peers")]
+    found = {
+        row["model"]: [
+            *(times(row["turns"][length]["speedup"][0]) for length in PEER_LENGTHS),
+            *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
         ]
-        for model in dict.fromkeys((*README_FIRST, *speeds))
+        for row in result["rows"]
+    }
+    if lacking := STAND_INS.keys() - found:
+        found |= {name: _stand_in(STAND_INS[name]) for name in lacking}
+        sources.append(f"Rows without paragraphs: {source('planner')}")
+    default = "bfloat16" if any("bf16" in flag for flag in result["cpu_flags"]) else "float32"
+    rows = [
+        [shown.format(default=default), *found[name]]
+        for name, shown in README_MODELS.items()
+        if name in found
     ]
-    return table(["model", "32 tokens", "128 tokens", "512 tokens", "STS score kept"], rows)
+    header = ["model", *(f"{length} tokens" for length in PEER_LENGTHS), "sentences", "paragraphs"]
+    return "\n\n".join((table(header, rows), *sources))
+
+
+def _stand_in(model: str) -> list[str]:
+    """Speeds of a model of planner.json, and the neighbors or the score that it keeps."""
+    speeds = _planner_speeds()[model]
+    plans = {plan["goal"]: plan["quality_unseen"]["overlap"] for plan in load("planner")["plans"]}
+    kept = _planner_kept().get(model)
+    fidelity = f"{plans[model]:.3f}" if model in plans else f"{kept} of the score" if kept else ""
+    return [*(times(speeds[int(n)]["vs_exported"]) for n in PEER_LENGTHS), fidelity, ""]
+
+
+def _planner_kept() -> dict[str, str]:
+    """The shares of the score on the unseen pairs, by model."""
+    planner = load("planner")
+    kept = {plan["goal"]: plan["kept"] for plan in planner["plans"]}
+    kept |= {
+        "ONNX Runtime's int8": planner["int8_of_onnxruntime_kept"],
+        BY_HAND: planner["by_hand_kept"],
+    }
+    return {model: percent(pairs["unseen.tsv"]) for model, pairs in kept.items()}
 
 
 def planner_quality() -> str:
@@ -186,30 +240,32 @@ def planner_quality() -> str:
 
 
 def planner_speed() -> str:
-    speeds = _planner_speeds()
+    """Speed of all models, and their score where it was measured."""
+    speeds, kept = _planner_speeds(), _planner_kept()
     lengths = list(next(iter(speeds.values())))
     rows = [
-        [shown, *(times(speeds[model][length]["vs_exported"]) for length in lengths)]
+        [
+            shown,
+            *(times(speeds[model][length]["vs_exported"]) for length in lengths),
+            kept.get(model, ""),
+        ]
         for model, shown in PLANNER_MODELS.items()
         if model in speeds  # older results lack some
     ]
-    return table(["tokens", *map(str, lengths)], rows)
+    return table(["tokens", *map(str, lengths), "score kept, unseen pairs"], rows)
 
 
 def planner_other() -> str:
-    """Quality of a plan that was calibrated on another kind of text."""
-    plan = load("planner_other")["plans"][0]
-    return table(
-        ["search", "mean cosine", "kept, dev set", "kept, unseen pairs"],
+    """Quality of plans that were calibrated on another kind of text."""
+    rows = [
         [
-            [
-                "attention only, calibrated on WikiText",
-                f"{plan['mean_cosine']:.3f}",
-                percent(plan["kept"]["stsb_dev.tsv"]),
-                percent(plan["kept"]["unseen.tsv"]),
-            ]
-        ],
-    )
+            PLANNER_MODELS[plan["goal"]].removeprefix("attnserve, "),
+            f"{plan['mean_cosine']:.3f}",
+            *(percent(plan["kept"][pairs]) for pairs in ("stsb_dev.tsv", "unseen.tsv")),
+        ]
+        for plan in load("planner_other")["plans"]
+    ]
+    return table(["search", "mean cosine", "kept, dev set", "kept, unseen pairs"], rows)
 
 
 def quality() -> str:
@@ -283,17 +339,61 @@ def peers(kind: str) -> str:
     Args:
         kind: "turns", with another length at each run, or "repeated".
     """
-    lengths = ("16", "32", "128", "512")
     rows = [
         [
             row["model"],
-            *(times(row[kind][length]["speedup"][0]) for length in lengths),
+            *(times(row[kind][length]["speedup"][0]) for length in PEER_LENGTHS),
             *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
         ]
         for row in load("peers")["rows"]
     ]
-    headings = [f"{length} tokens" for length in lengths]
+    headings = [f"{length} tokens" for length in PEER_LENGTHS]
     return table(["model", *headings, "sentences", "paragraphs"], rows)
+
+
+def peer_choices() -> str:
+    """What "auto" ran, and what could not run."""
+    result = load("peers")
+    names = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    lines: list[str] = []
+    for model, choice in result["choices"].items():
+        runtime, long_rows = choice.get("runtime"), choice.get("long_rows")
+        ran = names[runtime] if runtime else f"as it is ({choice['why']})"
+        if long_rows:
+            ran += f", and {names[long_rows['runtime']]} above {long_rows['above']} tokens"
+        lines.append(f"- {model}, auto: {ran}")
+    lines += [f"- {model}: left out, {reason}" for model, reason in result["left_out"].items()]
+    return "\n".join(lines)
+
+
+def rerank() -> str:
+    """Latency and order of a reranker beside its peers, and where they were measured."""
+    if not (RESULTS / "rerank.json").is_file():
+        return "No result of it is committed yet."
+    result = load("rerank")
+    goals, fastest = result["goals"], result["goals"]["fastest_peer"]
+    rows = [
+        [
+            row["system"],
+            *(f"{row[key]:.1f} ms" for key in ("p50_ms", "p90_ms")),
+            times(row["over"][fastest][0]),
+            *(
+                f"{row[key]:.4f} ({' to '.join(f'{end:.4f}' for end in row[f'{key}_ci95'])})"
+                for key in ("tau", "top1", "ndcg_at_10")
+            ),
+            *(f"{row['near'][key]:.4f}" for key in ("tau", "top1")),
+        ]
+        for row in result["rows"]
+    ]
+    speedup, low, high = goals["over_fastest_peer"]
+    best = (
+        f"Fastest model of attnserve that keeps the order: {goals['best']}, {times(speedup)}"
+        f" ({low:.2f} to {high:.2f}) the speed of {fastest}. {result['queries']} queries with"
+        f" {result['documents']} documents each."
+    )
+    header = ["system", "p50", "p90", "over the fastest peer", "tau", "top-1", "nDCG@10",
+              "tau, near", "top-1, near"]  # fmt: skip
+    return "\n\n".join((table(header, rows), best, source("rerank")))
 
 
 def _mixture_rows() -> list[dict[str, Any]]:
@@ -904,11 +1004,13 @@ def _gpu_forms(result: Mapping[str, Any]) -> Iterator[str]:
 
 def with_results(readme: str) -> str:
     """The README with its table of results as measured."""
-    return README_TABLE.sub(
-        lambda match: f"{match[1]}{headline()}\n\n{source('planner')}\n{match[2]}", readme
-    )
+    return README_TABLE.sub(lambda match: f"{match[1]}{results()}\n{match[2]}", readme)
+
+
+def write_readme() -> None:
+    path = ROOT / "README.md"
+    path.write_text(with_results(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(with_results(path.read_text(encoding="utf-8")), encoding="utf-8")
+    write_readme()
