@@ -507,6 +507,14 @@ class TokenizerConfig(SettingsFile):
     """Whether special tokens in a text are read as plain text."""
     add_prefix_space: bool | None = False
     """Whether a text gets a space before it (GPT-2's family)."""
+    keep_accents: bool | None = None
+    """Whether accents are kept. As the next key, ``do_lower_case`` and ``add_prefix_space``, it must
+    agree with tokenizer.json for tokenizers of SentencePiece, where versions of transformers
+    differ."""
+    split_by_punct: bool | None = None
+    """Whether punctuation is separated."""
+    added_tokens_decoder: dict[str, dict[str, Any]] | None = None
+    """Added tokens by id; their flags override those of tokenizer.json."""
     additional_special_tokens: list[str | dict[str, Any]] | None = None
     """Special tokens that tokenizer.json may lack (``extra_special_tokens`` in newer files)."""
 

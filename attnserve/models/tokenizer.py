@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from attnserve.literals import Padding, Side
 from attnserve.models.artifact import Artifact
@@ -85,6 +85,15 @@ BERT_MODELS = frozenset({
     "realm", "retribert", "splinter", "squeezebert", "tvp", "vilt", "visual_bert",
 })  # fmt: skip
 """Values of ``model_type`` whose tokenizers are in ``BERT_TOKENIZERS`` if no file names a class."""
+
+SENTENCEPIECE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "albert": ("do_lower_case", "keep_accents", "add_prefix_space"),
+    "debertav2": ("do_lower_case", "split_by_punct", "add_prefix_space"),
+    "xlnet": ("do_lower_case",),
+    **dict.fromkeys(("barthez", "bigbird", "camembert", "xlmroberta"), ("add_prefix_space",)),
+}
+"""Keys of tokenizer_config.json that transformers 5 applies and transformers 4 does not, by the
+class of the tokenizer, or by ``model_type``, in lower case."""
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
@@ -617,16 +626,69 @@ def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: Transformer
         )
     if config.split_special_tokens:
         tokenizer.encode_special_tokens = True
+    kind = re.sub(r"[-_]|Tokenizer.*", "", str(stated or model.model_type)).lower()
+    _check_keys(tokenizer, config, SENTENCEPIECE_KEYS.get(kind, ()))
     before: Any = tokenizer.pre_tokenizer
     if name in GPT2_TOKENIZERS and isinstance(before, pre_tokenizers.ByteLevel):
         before.add_prefix_space = bool(config.add_prefix_space)
         tokenizer.pre_tokenizer = before
     # A token without an id would get one that the network does not have.
+    _add_tokens(tokenizer, config)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     names = map(_content, config.additional_special_tokens or [])
     tokenizer.add_special_tokens(
         [one for one in names if one not in known and tokenizer.token_to_id(one) is not None]
     )
+
+
+def _check_keys(tokenizer: Tokenizer, config: TokenizerConfig, keys: Sequence[str]) -> None:
+    """Check that tokenizer.json does what these keys state.
+
+    Raises:
+        InvalidModel: It does not.
+    """
+    parts: tuple[Any, Any] = (tokenizer.normalizer, tokenizer.pre_tokenizer)
+    normalizer, before = (b"" if part is None else part.__getstate__() for part in parts)
+    done = {
+        "do_lower_case": b'"Lowercase"' in normalizer,
+        "keep_accents": b'"StripAccents"' not in normalizer,
+        "split_by_punct": b'"Punctuation"' in before,
+        "add_prefix_space": b'"prepend_scheme":"never"' not in before,
+    }
+    for key in keys:
+        stated = getattr(config, key)
+        if key in config.model_fields_set and bool(stated) != done[key]:
+            raise InvalidModel(
+                f"tokenizer_config.json: {key} is {stated}, but tokenizer.json does the opposite:"
+                " versions of transformers differ",
+                "correct the one that the model was not trained with",
+                code="text.contradiction",
+            )
+
+
+def _add_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
+    """Add the tokens of ``added_tokens_decoder``; their flags override those of tokenizer.json.
+
+    Raises:
+        InvalidModel: A token would get another id.
+    """
+    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    for number, entry in sorted((config.added_tokens_decoder or {}).items(), key=_number):
+        content, size = entry["content"], tokenizer.get_vocab_size()
+        if tokenizer.token_to_id(content) is None and size != int(number):
+            raise InvalidModel(
+                f"tokenizer_config.json: added_tokens_decoder: the id of {content!r} is {number},"
+                f" but tokenizer.json has {size} tokens without it",
+                "remove it, or add it to tokenizer.json",
+                code="text.contradiction",
+            )
+        token = AddedToken(content, **{flag: entry[flag] for flag in flags if flag in entry})
+        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
+        add([token])
+
+
+def _number(item: tuple[str, object]) -> int:
+    return int(item[0])
 
 
 def _content(token: Any) -> str:

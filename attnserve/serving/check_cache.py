@@ -103,6 +103,7 @@ class CheckCache:
             OSError: It is not possible.
         """
         assert self.folder is not None
+        compiled_file(self.folder / new.name).unlink(missing_ok=True)  # of another graph
         for path in (data_file(new), new):
             if path.exists():
                 path.replace(self.folder / path.name)

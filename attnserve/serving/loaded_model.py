@@ -19,7 +19,13 @@ from attnserve.context import Provider
 from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, load_encoder, model_inputs
+from attnserve.models.tokenizer import (
+    Encoding,
+    Text,
+    load_encoder,
+    longest_text,
+    model_inputs,
+)
 from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import Feed, RunFailed, Session
 from attnserve.runtime.memory_use import return_freed_memory
@@ -129,7 +135,7 @@ class Model:
         self._session: Session = open_runner(
             graph or artifact.model,
             replace(options, device=replace(options.device, runtime=runtime)),
-            longest=artifact.max_length,
+            longest=longest_text(artifact),
             long_rows=long_rows,
             copied=facts.external if graph is None else (),
             compiled=graph and compiled_file(graph),

@@ -488,6 +488,76 @@ def test_special_tokens_of_tokenizer_config_are_found_inside_words(
         ids(texts, "a")
 
 
+@pytest.mark.parametrize(
+    ("name", "settings", "key"),
+    [
+        ("AlbertTokenizer", {"do_lower_case": False}, "do_lower_case"),
+        ("AlbertTokenizerFast", {"keep_accents": True}, "keep_accents"),
+        ("DebertaV2Tokenizer", {"do_lower_case": False}, "do_lower_case"),
+        ("DebertaV2Tokenizer", {"split_by_punct": True}, "split_by_punct"),
+        ("XLMRobertaTokenizer", {"add_prefix_space": False}, "add_prefix_space"),
+        (None, {"do_lower_case": False}, "do_lower_case"),
+        ("AlbertTokenizer", {"do_lower_case": True, "keep_accents": False}, None),
+        ("DebertaV2Tokenizer", {"do_lower_case": True, "split_by_punct": False}, None),
+        ("AlbertTokenizer", {}, None),
+        ("PreTrainedTokenizerFast", {"do_lower_case": False}, None),
+    ],
+)
+def test_keys_that_contradict_tokenizer_json_are_refused(
+    texts: Path, name: str | None, settings: dict[str, Any], key: str | None
+) -> None:
+    own = Tokenizer.from_file(str(texts / "tokenizer.json"))
+    steps = [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    own.normalizer = normalizers.Sequence(steps)
+    own.save(str(texts / "tokenizer.json"))
+    write_json(texts / TOKENIZER, {**({"tokenizer_class": name} if name else {}), **settings})
+    write_json(texts / "config.json", {"model_type": "albert"})
+    if key is None:
+        assert ids(texts, "A B") == [CLS, A, B, SEP]
+        return
+    with raises(InvalidModel, "text.contradiction", key):
+        ids(texts, "A B")
+
+
+def test_flags_of_added_tokens_are_those_of_tokenizer_config(texts: Path) -> None:
+    """As in transformers: [SEP] takes the space before it, and is part of no word."""
+    own = Tokenizer.from_file(str(texts / "tokenizer.json"))
+    own.add_special_tokens(["[SEP]"])
+    own.pre_tokenizer = pre_tokenizers.Split(" ", "isolated")
+    own.save(str(texts / "tokenizer.json"))
+    unknown = own.token_to_id("[UNK]")
+    assert ids(texts, "a [SEP]") == [CLS, A, unknown, SEP, SEP]
+    stated = {"content": "[SEP]", "lstrip": True, "special": True, "normalized": False}
+    write_json(texts / TOKENIZER, {"added_tokens_decoder": {str(SEP): stated}})
+    assert ids(texts, "a [SEP]") == [CLS, A, SEP, SEP]
+
+
+@pytest.mark.parametrize(
+    ("number", "entry", "code"),
+    [
+        ("99", {"content": "new"}, "text.contradiction"),
+        ("x", {"content": "new"}, "text.tokenizer_failed"),
+        ("0", {}, "text.tokenizer_failed"),
+        ("0", {"content": 3}, "text.tokenizer_failed"),
+        ("0", {"content": "a", "lstrip": "yes"}, "text.tokenizer_failed"),
+        ("0", [], "export.config"),
+    ],
+)
+def test_added_tokens_that_are_wrong_are_refused(
+    texts: Path, number: str, entry: object, code: str
+) -> None:
+    write_json(texts / TOKENIZER, {"added_tokens_decoder": {number: entry}})
+    with raises(InvalidModel, code):
+        ids(texts, "a")
+
+
+def test_added_token_with_the_next_id_is_added(texts: Path) -> None:
+    size = Tokenizer.from_file(str(texts / "tokenizer.json")).get_vocab_size()
+    stated = {str(size): {"content": "<new>", "special": True}}
+    write_json(texts / TOKENIZER, {"added_tokens_decoder": stated})
+    assert ids(texts, "a <new>") == [CLS, A, size, SEP]
+
+
 @pytest.mark.export
 def test_tokenizers_of_bert_are_those_of_transformers() -> None:
     transformers = pytest.importorskip("transformers")

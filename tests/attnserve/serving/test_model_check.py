@@ -515,6 +515,11 @@ def test_cache_moves_data_files_and_compares_their_checksums(tmp_path: Path) -> 
     assert cache.read("a") == {"of": "a"}
     data_file(kept).write_bytes(b"others")
     assert cache.read("a") is None
+    compiled_file(kept).touch()
+    with cache.new_file("a") as new:
+        assert new is not None
+        new.write_bytes(b"another graph")
+        assert not compiled_file(cache.keep(new)).exists()
 
 
 def test_cache_shared_by_processes_of_one_id_keeps_the_files_of_both(tmp_path: Path) -> None:
