@@ -74,7 +74,7 @@ def refit(
 
     Blocks that share an output projection are fitted together and still share it afterwards. A
     projection that is shared with an unchanged block stays as it is. Blocks in the body of another
-    node (If, Loop) are ignored.
+    node (If, Loop) are ignored, and those of which a later block has removed outputs.
 
     Args:
         model: The rewritten model.
@@ -133,8 +133,11 @@ def refit(
         for step, (batch, arrays, group_targets) in enumerate(triples, start=1):
             folds.add(batch, dict(zip(group_values, arrays, strict=True)), group_targets)
             progress(index * len(batches) + step, len(groups) * len(batches))
+        moments = folds.moments()
+        if moments[0].ct.shape != folds.sites[0].weight.shape:  # the output has lost columns
+            continue
         is_shared = _is_read_elsewhere(folds.sites)
-        group_results = _fit(model, folds.sites, folds.moments(), shapes, fit=fit and not is_shared)
+        group_results = _fit(model, folds.sites, moments, shapes, fit=fit and not is_shared)
         for name, result in group_results.items():
             results[name] = replace(result, is_shared=is_shared)
         with Analyses.of(model) as analyses:

@@ -508,9 +508,9 @@ class TokenizerConfig(SettingsFile):
     add_prefix_space: bool | None = False
     """Whether a text gets a space before it (GPT-2's family)."""
     keep_accents: bool | None = None
-    """Whether accents are kept. As the next key, ``do_lower_case`` and ``add_prefix_space``, it must
-    agree with tokenizer.json for tokenizers of SentencePiece, where versions of transformers
-    differ."""
+    """Whether accents are kept. For tokenizers of SentencePiece, where versions of transformers
+    differ, this key, ``split_by_punct``, ``do_lower_case`` and ``add_prefix_space`` must agree with
+    tokenizer.json."""
     split_by_punct: bool | None = None
     """Whether punctuation is separated."""
     added_tokens_decoder: dict[str, dict[str, Any]] | None = None

@@ -23,10 +23,12 @@ from graph_passes.errors import InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_residuals import residual_of
 from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention, skipped
 from tests.errors import raises
 from tests.graph_passes.graphs import D, H, V, layers, observing, run, text_of, weights
+from tests.graph_passes.graphs import graph as graph_of
 from tests.graph_passes.layouts import SEQUENCE_FIRST
 
 seeds = st.integers(0, 10**6)
@@ -315,6 +317,26 @@ def test_refit_of_an_unchanged_model_changes_nothing(original: ir.Model):
 def test_refit_unknown_names_are_ignored(original: ir.Model):
     assert refit(original.clone(), original, ["nothing"], texts()) == {}
     assert refit(original.clone(), original, [], texts()) == {}
+
+
+def test_refit_leaves_a_block_whose_outputs_are_neurons_of_the_next():
+    random = np.random.default_rng(0)
+    body = """
+        h1 = MatMul(x, W1)
+        a1 = Relu(h1)
+        h2 = MatMul(a1, W2)
+        a2 = Relu(h2)
+        out = MatMul(a2, W3)"""
+    sizes = {"W1": (D, 2 * D), "W2": (2 * D, 2 * D), "W3": (2 * D, D)}
+    constants = {n: random.standard_normal(s).astype(np.float32) for n, s in sizes.items()}
+    inputs = f"float[batch, sequence, {D}] x, {TOKENS}"
+    original = graph_of(body, inputs=inputs, constants=constants)
+    first, second = "feed_forward_0", "feed_forward_1"
+    masks = {name: np.arange(2 * D) % 3 != 0 for name in (first, second)}
+    rewritten = PruneNeurons(masks)(original.clone()).model
+    errors = refit(rewritten, original, [first, second], texts())
+    assert list(errors) == [second]
+    assert errors[second].relative_error < errors[second].relative_error_before
 
 
 @pytest.mark.parametrize("seed", range(2))

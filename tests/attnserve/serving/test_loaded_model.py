@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -11,10 +12,14 @@ import pytest
 from onnx import parser
 
 from attnserve.models.artifact import open_artifact
+from attnserve.runtime.interface import Session
+from attnserve.serving import loaded_model
+from attnserve.serving.backends import open_runner
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.signature import Signature, Tensor
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
+from tests.files import write_json
 from tests.service.tiny import write_encoder, write_model
 
 
@@ -114,6 +119,23 @@ def test_texts_are_padded_or_truncated_to_a_fixed_length(tmp_path: Path) -> None
     np.testing.assert_allclose(vectors[:1], expected, atol=1e-6)
     for each in (model, free):
         each.close()
+
+
+def test_sessions_pad_within_the_table_of_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_encoder(tmp_path / "m")
+    write_json(folder / "attnserve.json", {"max_length": 500})
+    write_json(folder / "config.json", {"max_position_embeddings": 6})
+    lengths: list[int | None] = []
+
+    def record(*arguments: Any, longest: int | None, **options: Any) -> Session:
+        lengths.append(longest)
+        return open_runner(*arguments, longest=longest, **options)
+
+    monkeypatch.setattr(loaded_model, "open_runner", record)
+    load(folder).close()
+    assert lengths == [6]
 
 
 def test_a_length_that_no_text_fits_is_ignored(tmp_path: Path) -> None:
