@@ -28,7 +28,7 @@ from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
 from attnserve.planning.search.judge import ScoredTask
-from attnserve.planning.search.verification import PARTS
+from attnserve.planning.search.verification import ATTEMPTS
 from attnserve.planning.served_graph.variants import compared_runtimes
 from attnserve.runtime.by_length import runtimes_by_length
 from attnserve.runtime.interface import Batch
@@ -250,9 +250,9 @@ def _part(entry: LineageEntry) -> HeldOut | None:
     if search is None or not search.gain or not search.verifications:
         return None
     last = search.verifications[-1].part
-    if not last and len(search.verifications) <= len(PARTS):  # of an earlier version
-        return PARTS[len(search.verifications) - 1]
-    return HeldOut[_known(last, [part.name.lower() for part in PARTS], "part").upper()]
+    if not last and len(search.verifications) <= len(ATTEMPTS):  # of an earlier version
+        return ATTEMPTS[len(search.verifications) - 1].part
+    return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
 
 
 def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:

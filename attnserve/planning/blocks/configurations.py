@@ -118,14 +118,15 @@ class BlockConfig:
 
     @property
     def less_lossy(self) -> BlockConfig | None:
-        """The less lossy configuration that it must be faster than before its loss is measured.
+        """For shared dimensions, the configuration with as many separate dimensions of each head.
 
-        With shared dimensions, as many separate ones of each head. None if there is none.
+        Its loss is smaller. So the loss of shared dimensions is measured only if they are faster.
+        None for other configurations.
         """
         return None if self.rank is None else replace(self, rank=None)
 
     def outruns(self, latencies: Mapping[BlockConfig, Latencies]) -> bool:
-        """Whether it is faster, by ``MIN_REMOVAL_GAIN``, than ``less_lossy``, or there is none."""
+        """Whether there is no ``less_lossy``, or it takes ``MIN_REMOVAL_GAIN`` times as long."""
         other = self.less_lossy
         return other is None or (
             other in latencies and MIN_REMOVAL_GAIN * latencies[self].mean < latencies[other].mean

@@ -60,10 +60,10 @@ class BlockLatency:
     """Latencies of one block.
 
     Attributes:
-        original: Its latencies as exported.
-        operator: The fastest operator.
-        configs: The latencies of each configuration with that operator.
-        operators: The latencies of the whole block with each fused operator.
+        original: The latencies of the block as exported.
+        operator: The fastest operator of the unreduced block.
+        configs: The latencies of each configuration, computed by ``operator``.
+        operators: The latencies of the unreduced block, computed by each fused operator.
     """
 
     original: Latencies
@@ -73,7 +73,7 @@ class BlockLatency:
 
     @property
     def unreduced(self) -> Latencies:
-        """The latencies of the whole block with that operator."""
+        """The latencies of the unreduced block, computed by ``operator``."""
         return self.operators.get(self.operator, self.original)
 
 

@@ -181,7 +181,7 @@ class Estimates:
 
 
 def _joined(groups: Sequence[UnitConfig]) -> UnitConfig:
-    """One configuration of each group of a unit as one of the unit."""
+    """The configuration of a unit whose groups have these configurations, one of each group."""
     return UnitConfig(
         tuple(chain.from_iterable(config.group_configs for config in groups)),
         sum(config.loss for config in groups),

@@ -122,8 +122,8 @@ class Judge:
     Attributes:
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
-        measured: The loss and the cosine of each candidate by the ``picks`` of its choice, also of
-            those before an interruption.
+        measured: The loss and the cosine of each candidate by the ``picks`` of its choice; the
+            candidates include those that were measured before an interruption.
     """
 
     search_input: SearchInput

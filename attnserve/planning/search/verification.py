@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
@@ -12,25 +13,40 @@ from attnserve.models.search_record import Verification
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate
 
-__all__ = ["Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
+__all__ = ["ATTEMPTS", "Verified", "prefer_unreduced", "verify_candidate", "verify_unreduced"]
 
-PARTS = (
-    HeldOut.VERIFY,  # no choice depends on these rows
-    HeldOut.VERIFY_AGAIN,  # no choice depends on these rows
+
+class Attempt(NamedTuple):
+    """A verification, if those before failed.
+
+    Attributes:
+        part: The held-out rows.
+        is_least_lossy: Whether it verifies the choice with the least loss; otherwise one with less
+            loss than the choice before.
+    """
+
+    part: HeldOut
+    is_least_lossy: bool = False
+
+
+ATTEMPTS = (
+    Attempt(HeldOut.VERIFY),  # no choice depends on these rows
+    Attempt(HeldOut.VERIFY_AGAIN),  # no choice depends on these rows
     # The search measured only choices with more loss on these rows; losses are bounds.
-    HeldOut.ALL,
-    # The search measured other choices on these rows. The last choice does not depend on them: it
-    # is always the one with the least loss.
-    HeldOut.VERIFY_AGAIN,
+    Attempt(HeldOut.ALL),
+    # The search measured other choices on these rows, on which the choice with the least loss does
+    # not depend.
+    Attempt(HeldOut.VERIFY_AGAIN, is_least_lossy=True),
 )
-"""The data of each verification of a search, if those before failed."""
+"""The verifications of a search, in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class Verified:
-    """The candidate that was verified last, with all verifications.
+    """The result of the verifications of a search.
 
     Attributes:
+        candidate: The candidate of the last verification.
         verifications: All verifications in order; all but the last missed the goal. Empty if even
             the choice with the least loss missed the goal on the rows to choose.
         meets_goal: Whether the candidate may be returned: it keeps the quality of the goal, or
@@ -57,8 +73,8 @@ def verify_candidate(front_search: FrontSearch, candidate: Candidate | None) -> 
     if keep is None:
         return Verified(candidate, [judge.verify(candidate, HeldOut.VERIFY)])
     verifications: list[Verification] = []
-    for part in PARTS:
-        if len(verifications) == len(PARTS) - 1:
+    for part, is_least_lossy in ATTEMPTS:
+        if is_least_lossy:
             candidate = front_search.build_first()
         elif verifications:
             candidate = front_search.step_back(candidate, verifications[-1].loss, keep)

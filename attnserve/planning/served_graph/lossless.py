@@ -169,7 +169,7 @@ class _EqualVariant:
     max_error: float
 
     def is_file_in(self, runtime: str) -> bool:
-        """Whether it is the graph as it is, in a runtime."""
+        """Whether the variant is the unchanged file in this runtime."""
         return not self.variant.passes and self.variant.runtime == runtime
 
 
@@ -220,10 +220,10 @@ def _splits(
 def _references(
     source: Artifact, model: ir.Model, runtimes: Sequence[str], device: Device
 ) -> dict[str, Reference]:
-    """The original in the first runtime, and in each other one in which it was verified.
+    """The original in the first runtime, and in each other runtime in which it was verified.
 
-    There the outputs may differ from those in the first one by more than rounding. A runtime in
-    which they differ by far, as on another CPU, has no reference of its own.
+    In another runtime, the outputs may differ from those of the first by more than rounding. If they
+    differ by far, as on another CPU, that runtime has no reference of its own.
     """
     first, *others = runtimes
     references = {first: Reference.of(source.model, model, replace(device, runtime=first))}

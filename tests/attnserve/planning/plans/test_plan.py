@@ -115,7 +115,7 @@ def test_plan_round_trip_keeps_order_empty_and_measured_plans():
     assert plan.lossy_blocks and reread(plan).to_json() == plan.to_json()
 
 
-def test_plan_of_merges_passes_of_a_kind_and_sorts_them():
+def test_merged_plan_joins_passes_of_a_kind_and_sorts_them():
     singles = [
         Collaborate({NAMES[3]: Mixing(rank=K)}),
         PruneHeads({NAMES[2]: [0, 1, 1]}),
