@@ -222,7 +222,7 @@ def _references(
 ) -> dict[str, Reference]:
     """The original in the first runtime, and in each other runtime in which it was verified.
 
-    In another runtime, the outputs may differ from those of the first by more than rounding. If they
+    Outputs of other runtimes may differ from those of the first by more than rounding. If they
     differ by far, as on another CPU, that runtime has no reference of its own.
     """
     first, *others = runtimes
