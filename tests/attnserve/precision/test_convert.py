@@ -29,7 +29,7 @@ from attnserve.models.quantized import (
     int8_weight_bits,
 )
 from attnserve.precision import int8 as int8_module
-from attnserve.precision import schemes
+from attnserve.precision import int8_grids, schemes
 from attnserve.precision.convert import (
     check_cpu,
     context_for,
@@ -694,7 +694,7 @@ def test_smoothing_divides_outlier_channels(monkeypatch: pytest.MonkeyPatch):
     plain = model.clone()
     int8_module.quantize(plain, 7, collect_ranges(plain, [{"x": x}]), smooth=False)
     smoothed = model.clone()
-    monkeypatch.setattr(int8_module, "COST", 1)
+    monkeypatch.setattr(int8_grids, "COST", 1)
     int8_module.quantize(smoothed, 7, collect_ranges(smoothed, [{"x": x}]))
     expected = run(model, x=x)
     assert operators(smoothed)["Mul"] == 1 and operators(plain)["Mul"] == 0
@@ -713,7 +713,7 @@ NORMALIZED = """(float[b, s, 16] x) => (float[b, s, 16] y) {{
 def test_smoothing_is_folded_into_a_normalization_that_nothing_else_reads(
     last: str, products: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(int8_module, "COST", 1)
+    monkeypatch.setattr(int8_grids, "COST", 1)
     gamma = np.ones(D, np.float32)
     gamma[5] = 100
     w, v = normal(D, D), normal(D, D)
