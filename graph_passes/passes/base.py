@@ -103,10 +103,18 @@ class RewritePass(ir.passes.InPlacePass):
         """Register a named pass; ``class Mine(RewritePass, replace=True)`` replaces another.
 
         Raises:
-            InvalidArgument: Another pass has the name.
+            InvalidArgument: Another pass has the name, or a pass of plans is lossy and of the whole
+                graph: outputs are refitted by block.
         """
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("name"):
+            if cls.lossy is True and not issubclass(cls, BlockPass):
+                raise InvalidArgument(
+                    f"{cls.__name__} is lossy and rewrites the whole graph: outputs are refitted by"
+                    " block",
+                    "extend AttentionPass or FeedForwardPass, or leave out its name",
+                    code="pass.lossy",
+                )
             if not cls.__module__.startswith(f"{PACKAGE}."):
                 _import_passes()  # foreign passes come after those of this package
             PASSES.add(cls, replace=replace)

@@ -132,6 +132,16 @@ def test_pass_with_the_name_of_another_is_refused() -> None:
     assert PASSES["prune_heads"] is PruneHeads
 
 
+def test_lossy_pass_of_the_whole_graph_is_no_pass_of_plans() -> None:
+    with raises(InvalidArgument, "pass.lossy", "LossyGraph"):
+
+        class LossyGraph(RewritePass):  # pyright: ignore[reportUnusedClass]
+            name: ClassVar[str] = "lossy_graph"
+            lossy: ClassVar[bool] = True
+
+    assert "lossy_graph" not in PASSES
+
+
 def test_pass_that_replaces_another_is_registered() -> None:
     class Mine(PruneHeads, replace=True):
         name = "prune_heads"
