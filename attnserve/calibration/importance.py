@@ -218,7 +218,7 @@ def sensitivity(
     totals = [np.zeros((block.num_heads, gated_model.num_outputs)) for block in blocks]
     progress = context.stage("measure sensitivity")
     steps = [STEP * np.eye(block.num_heads) for block in blocks]
-    variations = [[(1 + step, 1 - step) for step in by_head] for by_head in steps]
+    variations = [[(1 + step, 1 - step) for step in of_block] for of_block in steps]
     for change in gated_model.vary(full.sample, full.outputs, variations, progress):
         upper, lower = change.outputs
         for i, ((up, real), (down, _)) in enumerate(zip(upper, lower, strict=True)):

@@ -34,7 +34,8 @@ def check_mode(
                 "request.empty",
             )
         return
-    for name, _ in rewrites.changed():
+    if changed := next(iter(rewrites.changed()), None):
+        name, _ = changed
         fail(
             f"`{name}` requests a rewrite, but a {'plan' if plan else 'search'} selects the "
             "rewrites",

@@ -223,12 +223,12 @@ class Batcher:
         request = self._open_request(count, deadline)
         is_alone = len(self._open) < self._concurrency
         with self._lock:
-            in_slot = is_short and is_alone and not self._paused and not len(self.queue)
-            in_slot = in_slot and self._free_slots > 0
+            is_idle = self._free_slots > 0 and not self._paused and not len(self.queue)
+            in_slot = is_short and is_alone and is_idle
             self._free_slots -= in_slot
             self._preparing += count
-        pool = self._short_pool if is_short else self._prepare_pool
-        pool = self._run_pool if in_slot else pool
+        prepare_pool = self._short_pool if is_short else self._prepare_pool
+        pool = self._run_pool if in_slot else prepare_pool
         pool.submit(self._prepare, request, prepare, count, in_slot)
         return await self._wait(request)
 

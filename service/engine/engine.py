@@ -190,22 +190,23 @@ class Engine:
             signature.check_outputs(outputs)
             signature.check(inputs)
             names = tuple(outputs) or signature.output_names
-            size = sum(array.nbytes for array in inputs.values())
-            check_limit(size, self.settings.max_tensor_bytes, "bytes of input tensors")
+            input_bytes = sum(array.nbytes for array in inputs.values())
+            check_limit(input_bytes, self.settings.max_tensor_bytes, "bytes of input tensors")
             padded_tokens = math.prod(signature.ids(inputs).shape[:2])
-            shapes = row = {name: array.shape for name, array in inputs.items()}
+            shapes = {name: array.shape for name, array in inputs.items()}
+            run_shapes = shapes
             if model.rows_are_independent:  # the batcher bounds the rows of a run
-                row = {name: (1, *shape[1:]) for name, shape in shapes.items()}
+                run_shapes = {name: (1, *shape[1:]) for name, shape in shapes.items()}
             check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
-            size = check_size(model, self.settings, shapes, row, names)
+            expected_bytes = check_size(model, self.settings, shapes, run_shapes, names)
             if hold is not None:
-                await hold(COPIES * size, deadline)
+                await hold(COPIES * expected_bytes, deadline)
             rows = self._tensor_rows(inputs, names)
             result = await self.batcher.submit(rows, deadline)
             computed_ns = perf_counter_ns()
             arrays = [join_values(parts) for parts in zip(*result.results, strict=True)]
-            size = sum(array.nbytes for array in arrays)
-            check_limit(size, self.settings.max_tensor_bytes, "bytes of output tensors")
+            output_bytes = sum(array.nbytes for array in arrays)
+            check_limit(output_bytes, self.settings.max_tensor_bytes, "bytes of output tensors")
             answer = TensorAnswer(
                 outputs=dict(zip(names, arrays, strict=True)),
                 result=result,

@@ -180,13 +180,13 @@ class Estimates:
         return configs
 
 
-def _joined(groups: Sequence[UnitConfig]) -> UnitConfig:
+def _joined(configs: Sequence[UnitConfig]) -> UnitConfig:
     """The configuration of a unit whose groups have these configurations, one of each group."""
     return UnitConfig(
-        tuple(chain.from_iterable(config.group_configs for config in groups)),
-        sum(config.loss for config in groups),
-        sum(config.ms for config in groups),
-        frozenset(index for index, config in enumerate(groups) if config.in_float),
+        tuple(chain.from_iterable(config.group_configs for config in configs)),
+        sum(config.loss for config in configs),
+        sum(config.ms for config in configs),
+        frozenset(index for index, config in enumerate(configs) if config.in_float),
     )
 
 
