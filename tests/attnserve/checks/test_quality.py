@@ -31,7 +31,13 @@ from attnserve.models.measured import Losses, Quality
 from tests.attnserve.qualities import quality_of
 
 RANDOM = np.random.default_rng(0)
+STATE = RANDOM.bit_generator.state
 HEADER = '<ir_version: 10, opset_import: ["" : 20, "test" : 1]> g'
+
+
+@pytest.fixture(autouse=True)
+def _reset_generator() -> None:
+    RANDOM.bit_generator.state = STATE
 
 
 def meter(
