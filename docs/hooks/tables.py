@@ -61,6 +61,7 @@ PLANNER_MODELS = {
 
 README_MODELS = {
     "search --keep 0.99, float32, auto": "**attnserve, `--keep 0.99 --allow ffn`**",
+    "fused float32, auto": "**attnserve, operators fused only**",
     "as exported, ONNX Runtime float32": "ONNX Runtime, as exported",
     "ONNX Runtime's optimizer": "ONNX Runtime transformer optimizer",
     "as exported, OpenVINO float32": "OpenVINO float32",
