@@ -216,11 +216,20 @@ def native(model: Path | Any, options: Mapping[str, Any] = {}) -> Run:
 
 
 def nncf_int8(artifact: Artifact, calibration: Sequence[Path], rest: str | None = None) -> Run:
-    """NNCF's quantization after training, for transformers.
+    """``quantized_by_nncf``, run in OpenVINO.
 
     Args:
         rest: The precision of what is not int8; None leaves it to OpenVINO.
     """
+    import openvino
+
+    types = {"bfloat16": openvino.Type.bf16, "float32": openvino.Type.f32}
+    options = {} if rest is None else {"INFERENCE_PRECISION_HINT": types[rest]}
+    return native(quantized_by_nncf(artifact, calibration), options)
+
+
+def quantized_by_nncf(artifact: Artifact, calibration: Sequence[Path]) -> Any:
+    """NNCF's quantization after training, for transformers: a model of OpenVINO."""
     import openvino
 
     nncf: Any = import_module("nncf")
@@ -231,14 +240,12 @@ def nncf_int8(artifact: Artifact, calibration: Sequence[Path], rest: str | None 
         for batch in data.fit
         for row in range(len(next(iter(batch.values()))))
     ]
-    quantized = nncf.quantize(
+    return nncf.quantize(
         openvino.Core().read_model(artifact.model),
         nncf.Dataset(rows),
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=len(rows),
     )
-    types = {"bfloat16": openvino.Type.bf16, "float32": openvino.Type.f32}
-    return native(quantized, {} if rest is None else {"INFERENCE_PRECISION_HINT": types[rest]})
 
 
 def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
@@ -281,11 +288,16 @@ def _add_overlap(
         ]
         return np.concatenate(found)
 
-    expected = _neighbors(vectors(models[EXPORT]))
+    expected = vectors(models[EXPORT])
     for row in rows:
-        found = _neighbors(vectors(models[row["model"]]))
-        shares = [len(set(a) & set(b)) / NEIGHBORS for a, b in zip(expected, found, strict=True)]
-        row.setdefault("overlap", {})[kind] = float(np.mean(shares))
+        overlap = neighbor_overlap(expected, vectors(models[row["model"]]))
+        row.setdefault("overlap", {})[kind] = overlap
+
+
+def neighbor_overlap(expected: np.ndarray, found: np.ndarray) -> float:
+    """The mean share of the nearest texts of a text that are the same in both, (texts, width)."""
+    pairs = zip(_neighbors(expected), _neighbors(found), strict=True)
+    return float(np.mean([len(set(a) & set(b)) / NEIGHBORS for a, b in pairs]))
 
 
 def _neighbors(vectors: np.ndarray) -> list[list[int]]:

@@ -95,6 +95,13 @@ BENCHMARKS = {
         50, "--texts {data}/data/sts/stsb_train.tsv --cache {cache}", packages=("psutil",)
     ),
     "rerank": Benchmark(15, "--model {cache}/reranker --cache {cache}"),
+    "throughput": Benchmark(
+        25, f"--text {TEXT} --cache {{cache}}/throughput", packages=(*OPENVINO, "psutil")
+    ),
+    "runtimes": Benchmark(
+        20, "--vit {data}/models/vit_mnist_researchase/vit_mnist_researchase.onnx",
+        packages=("openvino",),
+    ),
     "mixing": Benchmark(45, STS),
     "fidelity": Benchmark(
         5, "--calib {data}/data/sts/stsb_train.tsv --data {data}/data/sts/stsb_dev.tsv",

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -39,6 +38,7 @@ from benchmarks._common import description, number_table, write_result
 from benchmarks.serving.peers import (
     Program,
     Setup,
+    all_cores,
     attnserve_server,
     cross_encoder,
     peer_versions,
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     models = build(options.model, options.cache, options.recover)
     requests = lists(options.model / "test.tsv")
-    setup = setup_of(options.model, options.cache)
+    setup = all_cores(options.model, options.cache)
     with ExitStack() as stack:
         systems = {
             f"sentence-transformers, {backend}": peer(stack, setup, options.model, backend)
@@ -122,15 +122,6 @@ def lists(path: Path) -> list[Request]:
     for pair in read_pairs(path):
         found.setdefault(pair.query, []).append(pair)
     return list(found.values())
-
-
-def setup_of(model: Path, cache: Path) -> Setup:
-    """All cores serve; a client that waits needs none."""
-    cores = tuple(sorted(os.sched_getaffinity(0)))
-    return Setup(
-        model=model, texts=(), cache=cache, server_cores=cores, generator_cores=cores, rounds=0,
-        seconds=0, deadline_ms=0, overload_s=0, requests=0,
-    )  # fmt: skip
 
 
 def peer(stack: ExitStack, setup: Setup, model: Path, backend: str) -> System:

@@ -21,16 +21,24 @@ from benchmarks._common import free_port, is_ready
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(__file__).parent
 
-TORCH = next(
-    line for line in (ROOT / "constraints.txt").read_text().split() if line.startswith("torch==")
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().split()
+TORCH, ONNXRUNTIME, OPENVINO = (
+    next(line for line in CONSTRAINTS if line.startswith(f"{package}=="))
+    for package in ("torch", "onnxruntime", "openvino")
 )
 
 SERVER = ("onnxruntime", "tokenizers", "numpy", "uvloop", "httptools")
 PEERS: Mapping[str, tuple[str, ...]] = {
     "plain": ("fastapi", "uvicorn", "orjson", *SERVER),
     "litserve": ("litserve", *SERVER),
-    "sentence-transformers": (TORCH, "sentence-transformers[onnx,openvino]"),
-    "cross-encoder": (TORCH, "sentence-transformers[openvino]"),
+    # The last release whose ONNX backend can be installed.
+    "sentence-transformers": (
+        TORCH,
+        ONNXRUNTIME,
+        OPENVINO,
+        "sentence-transformers[onnx,openvino]==5.7.0",
+    ),
+    "cross-encoder": (TORCH, OPENVINO, "sentence-transformers[openvino]==6.2.0"),
 }
 """Packages of the virtual environment of each peer."""
 
@@ -64,6 +72,15 @@ class Setup:
     @property
     def threads(self) -> int:
         return len(self.server_cores)
+
+
+def all_cores(model: Path, cache: Path, texts: Sequence[str] = ()) -> Setup:
+    """All cores serve and send: clients that wait need none."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    return Setup(
+        model=model, texts=tuple(texts), cache=cache, server_cores=cores, generator_cores=cores,
+        rounds=0, seconds=0, deadline_ms=0, overload_s=0, requests=0,
+    )  # fmt: skip
 
 
 def pinned(cores: Sequence[int]) -> Callable[[], None]:

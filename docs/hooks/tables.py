@@ -367,6 +367,48 @@ def peer_choices() -> str:
     return "\n".join(lines)
 
 
+def throughput() -> str:
+    """Texts per second beside sentence-transformers, and where they were measured."""
+    if not (RESULTS / "throughput.json").is_file():
+        return "No result of it is committed yet."
+    result = load("throughput")
+    prefix = "sentence-transformers, "
+    peers = [row["system"] for row in result["rows"] if row["system"].startswith(prefix)]
+    rows = [
+        [
+            row["system"],
+            f"{row['texts_per_s']:.0f}",
+            *(times(row["over"][name][0]) for name in peers),
+            *(f"{overlap:.3f}" for overlap in row["overlap"].values()),
+        ]
+        for row in result["rows"]
+    ]
+    header = ["system", "texts/s", *(f"over {name.removeprefix(prefix)}" for name in peers),
+              *(f"overlap@10, {kind}" for kind in result["texts"])]  # fmt: skip
+    return "\n\n".join((table(header, rows), source("throughput")))
+
+
+def runtimes() -> str:
+    """The speed of the automatic choice of the runtime over each runtime alone."""
+    if not (RESULTS / "runtimes.json").is_file():
+        return "No result of it is committed yet."
+    names = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
+    rows: list[list[str]] = []
+    for row in load("runtimes")["rows"]:
+        cells = [
+            f"{times(value)} ({low:.2f} to {high:.2f})"
+            for value, low, high in (row["mean"][name] for name in names)
+        ]
+        lowest = min(min(shape[name][0] for name in names) for shape in row["shapes"].values())
+        choice = row["choices"]["auto"]
+        runtime = names[choice.get("runtime", "onnxruntime")]
+        if long := choice.get("long_rows"):
+            runtime += f", {names[long['runtime']]} above {long['above']} tokens"
+        rows.append([f"{row['model']}, {row['threads']} threads", *cells, times(lowest), runtime])
+    header = ["model", *(f"over {name}" for name in names.values()), "lowest at a shape", "runs in"]
+    return "\n\n".join((table(header, rows), source("runtimes")))
+
+
 def rerank() -> str:
     """Latency and order of a reranker beside its peers, and where they were measured."""
     if not (RESULTS / "rerank.json").is_file():
