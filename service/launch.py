@@ -57,7 +57,8 @@ def share_cores(settings: Settings) -> Settings:
     threads = settings.threads
     cores = available_cores()
     if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):
-        threads = max(1, cores // (settings.workers * settings.concurrency))
+        runs = settings.workers * max(1, settings.concurrency) if settings.workers > 1 else 1
+        threads = max(1, cores // runs)
     # Workers inherit it.
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads or max(1, cores // 2)))
     return settings.model_copy(update={"threads": threads})

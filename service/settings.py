@@ -173,8 +173,10 @@ class Settings(EnvironmentOptions):
     each model in the installed one that is fastest for it with equal outputs."""
     threads: Annotated[Size, Cli(metavar="N", panel=RUN)] = 0
     """Threads of one run; 0 uses the default of ONNX Runtime."""
-    concurrency: Count = 1
-    """Concurrent runs. Set it above 1 only if `threads` is less than the number of cores."""
+    concurrency: Size = 0
+    """Concurrent runs. A run that is alone uses all `threads`; on a CPU, concurrent ones share the
+    cores. 0 chooses: on a CPU up to 4, but 1 for weights above 500 MB or if `threads` is less than
+    the number of cores."""
     gpu_memory_bytes: PositiveInt | None = None
     """Maximum GPU memory of a session, for weights and activations. A model has one session; with
     CUDA graphs, one per concurrent run."""
@@ -317,9 +319,10 @@ class Settings(EnvironmentOptions):
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the runs of all workers may need more threads than there are cores."""
+        """Whether runs that take all their threads may need more of them than there are cores."""
         cores = available_cores()
-        return self.workers * self.concurrency * (self.threads or cores) > cores
+        runs = max(1, self.concurrency) if self.threads else 1
+        return self.workers * runs * (self.threads or cores) > cores
 
     @property
     def is_local(self) -> bool:

@@ -136,6 +136,8 @@ class SessionOptions:
             Sessions that run alternately then block each other's cores: they are up to three times
             slower, and ratios of their times are wrong by up to 60 %.
         cuda: CUDA settings; by default exact float32 products.
+        concurrency: Number of concurrent runs with ``Device.threads`` each. ONNX Runtime takes any
+            number, whose threads may wait for each other.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
         profile: Path prefix of the file that a profile is written to.
@@ -147,6 +149,7 @@ class SessionOptions:
     optimize: bool = True
     spinning: bool = False
     cuda: Cuda = PARITY
+    concurrency: int = 1
     copied: tuple[str, ...] = ()
     profile: Path | None = None
     compiled: Path | None = None

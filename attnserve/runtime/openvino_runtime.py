@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from queue import LifoQueue
 from threading import Lock
 from typing import Any, Literal
 
@@ -127,8 +128,72 @@ class Table:
     rows: int
 
 
+class _Compiled:
+    """A compiled model that several requests run.
+
+    Args:
+        compile: Returns a new ``openvino.CompiledModel``.
+    """
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        self._compile = compile
+        self._lock = Lock()
+        self.current = compile()
+
+    def replace(self, failed: Any) -> None:
+        """Compile the model again, unless another request has done so since ``failed``."""
+        with self._lock:
+            if self.current is failed:
+                self.current = self._compile()
+
+
+class _Request:
+    """An infer request: one run at a time."""
+
+    def __init__(self, compiled: _Compiled, types: Mapping[str, np.dtype[Any]], place: int) -> None:
+        self._compiled, self._types, self._place = compiled, types, place
+        self._model: Any = None
+        self._request: Any = None
+        self._read: set[str] = set()
+        self._runs = 0
+
+    def output(self, index: int) -> np.ndarray:
+        """A view of an output of the last run."""
+        return self._request.get_output_tensor(index).data
+
+    def infer(self, feed: Feed) -> None:
+        """Run the request.
+
+        A compiled model cannot be used again after sizes that do not fit together: it may repeat
+        the error, return the outputs of the run before, or end the process.
+        """
+        if self._model is not self._compiled.current:
+            self._start()
+        self._runs += 1
+        # A view: some arrays have another type object of the same numbers ("q" and "l" of int64).
+        given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
+        given[RUN] = np.array(self._runs)
+        try:
+            self._request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
+            self._request.wait()
+            if int(self.output(self._place)) == self._runs:
+                return
+            failure = RunFailed("the sizes of the inputs do not fit together", feed)
+        except Exception as error:  # RuntimeError for everything
+            failure = RunFailed(_describe(error), feed, _kind(error))
+            failure.__cause__ = error
+        self._compiled.replace(self._model)
+        raise failure
+
+    def _start(self) -> None:
+        self._model = self._compiled.current
+        # An input that nothing reads is none of the compiled model.
+        self._read = {name for port in self._model.inputs for name in port.get_names()}
+        self._request = self._model.create_infer_request()
+
+
 class OpenVinoSession:
-    """A model that OpenVINO has compiled; runs of several threads wait for each other.
+    """A model that OpenVINO has compiled; runs beyond ``concurrency`` wait.
 
     Args:
         compile: Returns a new ``openvino.CompiledModel``. Behind the inputs of the graph, it has
@@ -138,23 +203,23 @@ class OpenVinoSession:
     """
 
     def __init__(
-        self, compile: Callable[[], Any], graph: ir.Graph, tables: Sequence[Table]
+        self,
+        compile: Callable[[], Any],
+        graph: ir.Graph,
+        tables: Sequence[Table],
+        concurrency: int = 1,
     ) -> None:
-        self._compile, self._tables = compile, tables
+        self._tables = tables
         self._inputs = [
             _value_info(value) for value in graph.inputs if value.name not in graph.initializers
         ]
         self._outputs = [_value_info(value) for value in graph.outputs]
         self._types = {info.name: _numpy_type(info) for info in self._inputs}
-        self._lock = Lock()
-        self._runs = 0
-        self._start()
-
-    def _start(self) -> None:
-        self._compiled = self._compile()
-        # An input that nothing reads is none of the compiled model.
-        self._read = {name for port in self._compiled.inputs for name in port.get_names()}
-        self._request = self._compiled.create_infer_request()
+        compiled = _Compiled(compile)
+        # Last in, first out: the memory of the request that ran last is in the caches.
+        self._free: LifoQueue[_Request] = LifoQueue()
+        for _ in range(concurrency):
+            self._free.put(_Request(compiled, self._types, len(self._outputs)))
 
     def get_inputs(self) -> Sequence[ValueInfo]:
         return self._inputs
@@ -165,45 +230,30 @@ class OpenVinoSession:
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         """See ``Session.run``. The arrays are copies."""
         self._check(feed)
-        with self._lock:
-            self._infer(feed)
-            self._check_indices(feed)
-            places = {info.name: index for index, info in enumerate(self._outputs)}
-            chosen = places.values() if names is None else [places[name] for name in names]
-            return [np.array(self._request.get_output_tensor(index).data) for index in chosen]
+        places = {info.name: index for index, info in enumerate(self._outputs)}
+        chosen = places.values() if names is None else [places[name] for name in names]
+        with self._request() as request:
+            request.infer(feed)
+            self._check_indices(feed, request)
+            return [np.array(request.output(index)) for index in chosen]
 
     def bind(self, feed: Feed) -> Callable[[], object]:
         self._check(feed)
         given = {name: np.ascontiguousarray(array) for name, array in feed.items()}
 
         def run() -> None:
-            with self._lock:
-                self._infer(given)
+            with self._request() as request:
+                request.infer(given)
 
         return run
 
-    def _infer(self, feed: Feed) -> None:
-        """Run the request.
-
-        A compiled model cannot be used again after sizes that do not fit together: it may repeat
-        the error, return the outputs of the run before, or end the process.
-        """
-        self._runs += 1
-        # A view: some arrays have another type object of the same numbers ("q" and "l" of int64).
-        given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
-        given[RUN] = np.array(self._runs)
-        request = self._request
+    @contextmanager
+    def _request(self) -> Generator[_Request]:
+        request = self._free.get()
         try:
-            request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
-            request.wait()
-            if int(request.get_output_tensor(len(self._outputs)).data) == self._runs:
-                return
-            failure = RunFailed("the sizes of the inputs do not fit together", feed)
-        except Exception as error:  # RuntimeError for everything
-            failure = RunFailed(_describe(error), feed, _kind(error))
-            failure.__cause__ = error
-        self._start()
-        raise failure
+            yield request
+        finally:
+            self._free.put(request)
 
     def _check(self, feed: Feed) -> None:
         """Check the names, types and sizes of the inputs, as the graph states them."""
@@ -223,12 +273,10 @@ class OpenVinoSession:
         if unknown := sorted(feed.keys() - self._types.keys()):
             raise RunFailed(f"the model has no input {unknown[0]}", feed)
 
-    def _check_indices(self, feed: Feed) -> None:
+    def _check_indices(self, feed: Feed, request: _Request) -> None:
         first = len(self._outputs) + 1
         for place, table in enumerate(self._tables):
-            least, greatest = (
-                int(self._request.get_output_tensor(first + 2 * place + end).data) for end in (0, 1)
-            )
+            least, greatest = (int(request.output(first + 2 * place + end)) for end in (0, 1))
             if least < -table.rows or greatest >= table.rows:
                 index = least if least < -table.rows else greatest
                 raise RunFailed(
@@ -282,14 +330,18 @@ def _open(
                 described = source
                 model = core.read_model(_serialized(source, Path(folder)))
             tables = _observe_indices(model)
+            threads = device.threads or available_cores()
             settings = {
                 "INFERENCE_PRECISION_HINT": "bf16" if computes_in_bfloat16(described) else "f32",
-                "INFERENCE_NUM_THREADS": device.threads or available_cores(),
-                "NUM_STREAMS": 1,
+                "INFERENCE_NUM_THREADS": threads * options.concurrency,
+                "NUM_STREAMS": options.concurrency,
                 "ENABLE_CPU_PINNING": False,  # other sessions and processes share the cores
             }
             return OpenVinoSession(
-                partial(_compiled, core, model, settings, options.compiled), described.graph, tables
+                partial(_compiled, core, model, settings, options.compiled),
+                described.graph,
+                tables,
+                options.concurrency,
             )
     except Exception as error:  # RuntimeError for everything
         raise InvalidModel(

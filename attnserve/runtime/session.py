@@ -30,6 +30,7 @@ def open_session(
     optimize: bool = True,
     spinning: bool = False,
     cuda: Cuda = PARITY,
+    concurrency: int = 1,
     copied: tuple[str, ...] = (),
     profile: Path | None = None,
     compiled: Path | None = None,
@@ -47,7 +48,7 @@ def open_session(
             "set `threads` to 0 for the default",
             code="session.threads",
         )
-    options = SessionOptions(optimize, spinning, cuda, copied, profile, compiled)
+    options = SessionOptions(optimize, spinning, cuda, concurrency, copied, profile, compiled)
     return RUNTIMES[runtime_of(source, device)].open(source, device, options)
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,11 @@ import onnx_ir as ir
 
 from attnserve.context import CPU, Device
 from attnserve.runtime.by_length import LengthRunner
+from attnserve.runtime.by_load import LoadRunner
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
 from attnserve.runtime.interface import Feed, LongRows, Session
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
+from attnserve.runtime.machine import available_cores
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.serving.buckets import Buckets
@@ -30,6 +32,12 @@ from graph_passes.errors import InvalidModel
 __all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner", "parts_by_least_length"]
 
 log = logging.getLogger("attnserve")
+
+MOST_RUNS = 4
+"""Concurrent runs on a CPU that are chosen by themselves. More cores are threads of the runs."""
+
+MOST_COPIED_BYTES = 500_000_000
+"""Size of the weights above which one run at a time is chosen: concurrent ones need a copy."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class RunnerOptions:
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
             time, so this many sessions are opened, each with its own weights and
-            ``cuda.memory_bytes``. Other sessions run all threads.
+            ``cuda.memory_bytes``. On a CPU, runs share the cores (``LoadRunner``). 0 chooses it
+            (``with_concurrency``).
     """
 
     device: Device = CPU
@@ -50,6 +59,19 @@ class RunnerOptions:
     cuda_graphs: int = 0
     concurrency: int = 1
     spinning: bool = True
+
+    def with_concurrency(self, weight_bytes: int) -> RunnerOptions:
+        """These options with a number of concurrent runs: several on a CPU whose cores all serve.
+
+        Args:
+            weight_bytes: Size of the weights of the model.
+        """
+        if self.concurrency:
+            return self
+        cores, threads = available_cores(), self.device.threads
+        uses_all = self.device.provider == "cpu" and not 0 < threads < cores
+        several = uses_all and weight_bytes <= MOST_COPIED_BYTES
+        return replace(self, concurrency=min(MOST_RUNS, cores) if several else 1)
 
 
 ON_CPU = RunnerOptions()
@@ -76,14 +98,11 @@ def open_runner(
     Raises:
         InvalidModel, InvalidArgument, MissingExtra: In the cases of ``open_session``.
     """
-    cuda = options.cuda
-    open_one = partial(
-        open_session, source, options.device,
-        copied=tuple(copied), spinning=options.spinning, compiled=compiled,
-    )  # fmt: skip
+    cuda, device = options.cuda, options.device
+    open_one = partial(open_session, source, copied=tuple(copied), compiled=compiled)
     if options.device.provider == "cpu":
         multiple = RUNTIMES[runtime_of(source, options.device)].size_multiple
-        session = open_one()
+        session = _open_on_cores(open_one, options)
         if multiple > 1 and longest is not None:
             session = PaddingRunner(session, multiple=multiple, longest=longest)
         if long_rows is None:
@@ -94,9 +113,9 @@ def open_runner(
     if options.cuda_graphs:
         capturing = replace(cuda, graphs=True)
         try:
-            sessions = [open_one(cuda=capturing) for _ in range(options.concurrency)]
+            sessions = [open_one(device, cuda=capturing) for _ in range(options.concurrency)]
         except InvalidModel as refused:
-            session = open_one(cuda=cuda)  # raises again if graphs were not the reason
+            session = open_one(device, cuda=cuda)  # raises again if graphs were not the reason
             log.warning("running without CUDA graphs: %s", refused.what)
             return _with_io_binding(session)
         runners = [
@@ -105,7 +124,26 @@ def open_runner(
             if isinstance(onnx_session, OnnxSession)
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
-    return _with_io_binding(open_one(cuda=cuda))
+    return _with_io_binding(open_one(device, cuda=cuda))
+
+
+def _open_on_cores(open_one: Callable[..., Session], options: RunnerOptions) -> Session:
+    """Open the sessions of concurrent runs on a CPU.
+
+    Args:
+        open_one: Opens the model; takes the ``device`` and the options of a session.
+    """
+    device, concurrency = options.device, options.concurrency
+    open_shared = partial(
+        open_one, concurrency=concurrency, compiled=None
+    )  # another compiled model
+    share = max(1, available_cores() // concurrency)
+    if 0 < device.threads <= share and concurrency > 1:
+        return open_shared(device, spinning=options.spinning)
+    alone = open_one(device, spinning=options.spinning)
+    if concurrency == 1 or available_cores() == 1:
+        return alone
+    return LoadRunner(alone, open_shared(replace(device, threads=share)))
 
 
 def parts_by_least_length(session: Session) -> dict[int, Session]:

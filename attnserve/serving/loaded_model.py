@@ -26,6 +26,7 @@ from attnserve.models.tokenizer import (
     longest_text,
     model_inputs,
 )
+from attnserve.runtime.by_load import run_together
 from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import Feed, RunFailed, Session
 from attnserve.runtime.memory_use import return_freed_memory
@@ -132,6 +133,9 @@ class Model:
         self._examples = facts.examples
         self._example: Feed | None = None  # the one that runs
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
+        options = options.with_concurrency(facts.weight_bytes)
+        self.concurrency = options.concurrency
+        """Maximum number of concurrent runs."""
         self._session: Session = open_runner(
             graph or artifact.model,
             replace(options, device=replace(options.device, runtime=runtime)),
@@ -280,7 +284,9 @@ class Model:
         try:
             for least, part in parts_by_least_length(self._session).items():
                 if isinstance(part, PaddingRunner):
-                    part.compile_sizes(example, least)
+                    part.compile_sizes(example, least, self.concurrency)
+            if self.concurrency > 1:
+                run_together(self._session, example, self.concurrency)
             self.run_overhead = run_overhead(self._session, example)
         except RunFailed as error:  # runs take longer, but give the same results
             log.info("%s: the sizes of its runs were not prepared: %s", self.name, error.reason)

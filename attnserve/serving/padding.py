@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from attnserve.runtime.by_load import run_together
 from attnserve.runtime.interface import Feed, Session, ValueInfo
 from attnserve.serving.buckets import Bucket
 from attnserve.serving.signature import Axes
@@ -184,12 +185,13 @@ class PaddingRunner(SessionWrapper[Session]):
         layout = Layout.of(self.session)
         self._layout = layout if tokens and layout and layout.tokens and layout.can_slice else None
 
-    def compile_sizes(self, example: Feed, least: int) -> None:
+    def compile_sizes(self, example: Feed, least: int, concurrency: int = 1) -> None:
         """Run the padded sizes, smallest first, until all are compiled or the time is over.
 
         Args:
             example: Inputs of at least one row and token.
             least: The least number of tokens of a run.
+            concurrency: Number of concurrent runs.
         """
         layout, length, end = self._layout, self._multiple, perf_counter() + SECONDS
         if layout is None or isinstance(layout.rows, int) or length > self._longest:
@@ -197,7 +199,10 @@ class PaddingRunner(SessionWrapper[Session]):
         for rows in range(-(-least // length), LARGEST // length + 1):
             if perf_counter() > end:
                 return
-            self.session.run(None, _repeated(layout, example, (max(rows, 1), length)))
+            feed = _repeated(layout, example, (max(rows, 1), length))
+            self.session.run(None, feed)
+            if concurrency > 1:
+                run_together(self.session, feed, concurrency)
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         layout = self._layout

@@ -158,7 +158,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
             {
                 "name": engine.name,
                 "kind": "KIND_GPU" if settings.provider == "cuda" else "KIND_CPU",
-                "count": settings.concurrency,
+                "count": model.concurrency,
             }
         ],
         "default_model_filename": model.artifact.model.name,

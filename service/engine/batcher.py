@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Generic
 
+from attnserve.runtime.by_load import IS_ALONE
 from attnserve.runtime.stop import STOP, Stop
 from attnserve.serving.loaded_model import ModelFailed
 from service.engine.row_queue import AnyRow, P, Queue, R, Row
@@ -385,7 +386,11 @@ class Batcher:
         run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
+            is_only_run = self._free_slots == self._concurrency - 1 and not self.waiting
+        # Runs of one request are of one session, whose weights are in the caches.
+        is_alone = is_only_run and sum(len(request.rows) for request in run.requests) == len(rows)
         STOP.set(run.stop)
+        IS_ALONE.set(is_alone)
         try:
             result = self._run(rows[0].key, [row.payload for row in rows])
         except BaseException as error:
@@ -418,7 +423,7 @@ class Batcher:
                     if delay > 0:
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None
-                rows = self.queue.take()
+                rows = self.queue.take(self._concurrency)
                 end = now + self._expected_s(len(rows) * rows[-1].tokens)
                 batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
                 if batch:

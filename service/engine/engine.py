@@ -124,7 +124,7 @@ class Engine:
             max_rows=model.max_rows,
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
-            concurrency=settings.concurrency,
+            concurrency=model.concurrency,
             on_batch=self._record_batch,
             on_failure=self._failed,
         )

@@ -97,8 +97,16 @@ class Queue:
             at = bisect_left(rows, (row.tokens, row.number))
             self._remove(rows, at, at + 1)
 
-    def take(self) -> list[AnyRow]:
-        """Remove and return the next batch, shortest row first; the queue must not be empty."""
+    def take(self, runs: int = 1) -> list[AnyRow]:
+        """Remove and return the next batch, shortest row first; the queue must not be empty.
+
+        Args:
+            runs: Number of concurrent runs. A batch leaves the other runs their share of the
+                tokens, unless that is less than twice the overhead.
+        """
+        budget = self.budget
+        if runs > 1:
+            budget = min(budget, max(math.ceil(self.tokens / runs), 2 * self.overhead))
         oldest = self.next
         self._waiting.move_to_end(oldest.request)
         rows = self._sorted[oldest.key]
@@ -109,9 +117,9 @@ class Queue:
             longest = rows[high - 1][0]
             # Of each neighbor: the padding that it would add, and whether it is the longer one.
             padding_costs: list[tuple[int, bool]] = []
-            if low > 0 and size * longest <= self.budget:
+            if low > 0 and size * longest <= budget:
                 padding_costs.append((longest - rows[low - 1][0], False))
-            if high < len(rows) and size * rows[high][0] <= self.budget:
+            if high < len(rows) and size * rows[high][0] <= budget:
                 padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
             padding, is_above = min(padding_costs, default=(math.inf, False))
             if padding > self.overhead:

@@ -283,6 +283,6 @@ class _Supervisor:
                 "%d workers: %d concurrent runs, %d threads each; statistics, metrics and loading"
                 " cover all workers, limits apply to each",
                 workers,
-                settings.concurrency * workers,
+                max(1, settings.concurrency) * workers,
                 settings.threads,
             )

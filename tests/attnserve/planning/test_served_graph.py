@@ -430,6 +430,19 @@ def test_fuse_lossless_slow_result_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("gain", "is_slow"),
+    [(1.1, False), (1.01, True), (0.9, True)],
+    ids=["faster", "equal", "slower"],
+)
+def test_shapes_that_the_original_runs_do_not_count(gain: float, is_slow: bool) -> None:
+    """Only long rows run in another runtime; the mean over all shapes is 1.02x with 1.1x."""
+    original = {shape: np.full(8, 10.0) for shape in ("16", "64", "128", "256", "512")}
+    split = original | {"512": original["512"] / gain}
+    assert (timing.too_slow(original, split) is not None) == is_slow
+    assert timing.too_slow(original, original) is not None
+
+
+@pytest.mark.parametrize(
     ("gains", "attention"),
     [
         ([{16: 1.1, 64: 1.1}, {16: 1.3, 64: 1.3}], 0),  # attention is faster as the file has it

@@ -148,8 +148,12 @@ def test_inputs_that_do_not_fit_are_refused(
     np.testing.assert_allclose(*(session.run(None, ids_of(2, 4))[0] for session in pair), atol=1e-6)
 
 
-def test_runs_of_several_threads_give_their_own_results(pair: tuple[Session, Session]):
-    plain, session = pair
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_runs_of_several_threads_give_their_own_results(
+    pair: tuple[Session, Session], concurrency: int
+):
+    """Some runs are refused: the model is compiled again while the other one runs."""
+    plain, session = pair[0], open_session(table(), OPENVINO, concurrency=concurrency)
     wrong: list[str] = []
 
     def work(first: int) -> None:

@@ -14,6 +14,7 @@ import pytest
 from attnserve.context import ONE_THREAD, Device
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import io_binding as binding
+from attnserve.runtime.by_load import IS_ALONE
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
@@ -255,3 +256,42 @@ def test_open_runner_on_cpu_equals_session(encoder: ir.Model):
     np.testing.assert_array_equal(runner.run(["last_hidden_state"], feed)[0], expected)
     assert [value.name for value in runner.get_inputs()] == list(feed)
     assert [value.name for value in runner.get_outputs()] == ["last_hidden_state"]
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("threads", [0, 1])
+def test_concurrent_runs_on_cpu_give_what_a_run_alone_gives(
+    encoder: ir.Model, runtime: str, threads: int
+):
+    if runtime == "openvino":
+        pytest.importorskip("openvino")
+    runner = open_runner(encoder, RunnerOptions(Device("cpu", threads, runtime), concurrency=2))
+    feeds = [example_inputs(encoder, Workload.of(1 + row % 3, 4 + row % 5)) for row in range(12)]
+
+    def run(feed: Any) -> np.ndarray:
+        IS_ALONE.set(False)
+        return runner.run(None, feed)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(run, feeds))
+    for feed, output in zip(feeds, found, strict=True):
+        np.testing.assert_allclose(output, runner.run(None, feed)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "weight_bytes", "runs"),
+    [
+        (RunnerOptions(concurrency=0), 0, 4),
+        (RunnerOptions(concurrency=0), backends.MOST_COPIED_BYTES + 1, 1),
+        (RunnerOptions(Device("cpu", 1), concurrency=0), 0, 1),
+        (RunnerOptions(Device("cpu", 8), concurrency=0), 0, 4),
+        (RunnerOptions(Device("cuda"), concurrency=0), 0, 1),
+        (RunnerOptions(concurrency=3), 0, 3),
+    ],
+    ids=["small", "large", "one thread", "all threads", "gpu", "set"],
+)
+def test_number_of_concurrent_runs(
+    options: RunnerOptions, weight_bytes: int, runs: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backends, "available_cores", lambda: 8)
+    assert options.with_concurrency(weight_bytes).concurrency == runs

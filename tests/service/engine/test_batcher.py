@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.runtime.by_load import IS_ALONE
 from attnserve.runtime.stop import STOP
 from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
 from service.engine import batcher as batcher_module
@@ -64,6 +65,21 @@ TAKEN: dict[str, tuple[Queue, list[list[int]]]] = {
 @pytest.mark.parametrize(("queue", "batches"), TAKEN.values(), ids=TAKEN)
 def test_queue_take_chooses_batches(queue: Queue, batches: list[list[int]]) -> None:
     assert [[one.tokens for one in batch] for batch in drained(queue)] == batches
+
+
+SHARES: dict[str, tuple[Queue, int, list[int]]] = {
+    "half of the tokens": (filled(*[20] * 8, budget=500), 2, [20] * 4),
+    "never above the budget": (filled(*[20] * 80), 2, [20] * 5),
+    "twice the overhead": (filled(*[5] * 8), 4, [5] * 4),
+    "a row above the share runs alone": (filled(60, 20), 2, [60]),
+}
+
+
+@pytest.mark.parametrize(("queue", "runs", "batch"), SHARES.values(), ids=SHARES)
+def test_queue_take_leaves_a_share_for_concurrent_runs(
+    queue: Queue, runs: int, batch: list[int]
+) -> None:
+    assert [one.tokens for one in queue.take(runs)] == batch
 
 
 def test_queue_take_separates_keys() -> None:
@@ -755,6 +771,36 @@ def test_submit_concurrency_runs_batches_in_parallel() -> None:
         assert outcome.compute_ms <= 1e3 * sum(b.ended - b.started for b, _ in outcome.batches)
 
     play(script, run, concurrency=3)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "alone"),
+    [([1], [True]), ([3], [False, False, False]), ([1, 1, 1], [False, False, False])],
+    ids=["one run", "a request of several runs", "several requests"],
+)
+def test_run_is_alone_if_it_has_all_rows_that_are_due(sizes: list[int], alone: list[bool]) -> None:
+    found: list[bool] = []
+    barrier = threading.Barrier(min(2, len(alone)), timeout=10)
+
+    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
+        found.append(IS_ALONE.get())
+        if len(found) <= 2:
+            barrier.wait()
+        return echo(key, payloads)
+
+    async def script(batcher: Batcher) -> None:
+        batcher.pause()
+        waiting = [
+            asyncio.ensure_future(batcher.submit(rows(*range(size), tokens=60))) for size in sizes
+        ]
+        await asyncio.sleep(0)
+        batcher.resume()
+        await asyncio.gather(*waiting)
+
+    play(script, run, concurrency=2)
+    assert found[:2] == alone[:2]
+    if len(sizes) == 1:
+        assert found == alone
 
 
 class Slow(deque[Any]):
