@@ -8,8 +8,9 @@
 >>> find_attention(result.model).blocks[0].num_heads
 2
 
-A block is invalid once its graph has changed: find again after each rewrite. ``public`` lists the
-names. It is imported on first use, because its dependencies take long to import.
+A block is invalid once its graph has changed: find again after each rewrite. The module ``public``
+lists the names of the package. It is imported on first use, because its dependencies take long to
+import.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something does not apply, such as a rewrite to a block, as a value.
+    """The reason why something does not apply, such as a rewrite to a block.
 
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
@@ -122,5 +122,5 @@ class Refusal:
         return self.reason
 
     def error(self, name: str, fix: str) -> CannotRewrite:
-        """The error if the block of this name must be rewritten; its code is ``rewrite.CODE``."""
+        """Return the error for a requested rewrite of the block; its code is ``rewrite.CODE``."""
         return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")

@@ -63,7 +63,7 @@ class Registry(Generic[Part]):
     Args:
         option: Name of the option that selects a part, for errors.
         parts: Parts of this package.
-        load: Adds further parts of this package, the first time that one is looked up.
+        load: Adds further parts of this package when a part is first looked up.
     """
 
     def __init__(self, option: str, *parts: Part, load: Callable[[], None] = lambda: None) -> None:

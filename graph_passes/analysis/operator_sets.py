@@ -26,7 +26,7 @@ FLATTENS = RESHAPES | {"Identity"}
 """Operators that keep the elements of their first input and their order."""
 
 COPIES = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
-"""Operators that also keep the shape, at inference and up to rounding."""
+"""Operators that keep the elements and shape of their input, at inference and up to rounding."""
 
 SELECTIONS = frozenset({"Gather", "Slice", "Split"})
 LAYOUT = RESHAPES | COPIES | SELECTIONS | {"Transpose", "GatherND", "Expand", "Tile"}

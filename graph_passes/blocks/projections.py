@@ -113,7 +113,7 @@ class Norm:
         node: The last node of the norm before its weight.
         columns: The columns of W of each group of L elements that are normalized together.
         gain: Factors of the elements before the norm.
-        offset: Their bias.
+        offset: The bias of the elements before the norm.
         scale: A scalar factor before the norm.
         epsilon: Added to the mean square.
         centered: Whether the mean of u is subtracted first, as in LayerNorm.
@@ -144,7 +144,7 @@ class Norm:
 
 
 class QuantizedProduct(NamedTuple):
-    """A product of tokens and a quantized weight, which is read as it is.
+    """The output of a product of tokens and a quantized weight, which stays in the graph.
 
     Attributes:
         value: (B, T, N) in floating point; it may include a bias.
@@ -269,12 +269,12 @@ class Projection:
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, the number of heads."""
         return self.columns.shape[0]
 
     @property
     def head_size(self) -> int:
-        """K, or V for values."""
+        """The size of a head: K for queries and keys, V for values."""
         return self.columns.shape[1]
 
     @property

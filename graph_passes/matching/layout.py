@@ -271,7 +271,7 @@ class LayoutReader:
         return bool((rows == np.arange(product.rows.size)[:, None]).all())
 
     def _add_bias(self, product: ir.Node) -> _Biased:
-        """A product and its bias, which the product or an Add after it adds."""
+        """Match a product and its bias, in the same operator or in an Add after the product."""
         output = product.outputs[0]
         if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
             bias = product.inputs[2]
@@ -287,7 +287,7 @@ class LayoutReader:
         return _Biased(None, output)
 
     def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
-        """Express ``value`` in terms of the product with a constant that it is computed from.
+        """Trace ``value`` to the product with a constant from which it is computed.
 
         Raises:
             MatchFailure: There is an unsupported node, or more than one product.
@@ -661,7 +661,7 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
 
 
 def _reads_elements(node: ir.Node) -> bool:
-    """False for a Shape, and for a change of the shape that only such nodes read (onnxsim)."""
+    """Whether a node reads elements: no Shape, and no change of shape before one (onnxsim)."""
     if node.op_type in FLATTENS:
         output = node.outputs[0]
         return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())

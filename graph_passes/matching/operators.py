@@ -288,7 +288,7 @@ ROLES = ("query", "key", "value")
 
 
 def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
-    """The first ``count`` inputs of a node; None for those that it lacks."""
+    """The first ``count`` inputs of a node; None for an omitted input."""
     return [*node.inputs, *[None] * count][:count]
 
 

@@ -198,7 +198,7 @@ def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _step_in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
-    """Add the permutation of the logits at a step, which its mask is broadcast to."""
+    """Add to a step the permutation of the logits to which its mask is broadcast."""
     if not isinstance(step, PositionBias | Mask | Weighted):
         return step
     order = axis_order(labels)

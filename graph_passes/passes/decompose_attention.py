@@ -53,7 +53,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
     """Decompose the named blocks whose scores or probabilities are inside an operator.
 
     Returns:
-        Whether there are any.
+        Whether any block was decomposed.
     """
     fused = [
         block.name
@@ -66,7 +66,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
 
 
 def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why a fused block cannot be decomposed; None if it can."""
+    """Return why a fused block cannot be decomposed; None if it can."""
     if not block.q.num_heads:
         return Refusal(
             "no_own_heads", "it has no scores: its heads reuse the probabilities of another layer"

@@ -206,7 +206,8 @@ def check_invariants(expected: Interface, model: ir.Model, *, after: str) -> Non
         after: The name of the pass, for the error.
 
     Raises:
-        InvariantBroken: Naming the invariant, the pass and the first violation.
+        InvariantBroken: An invariant is violated. The error names the invariant, the pass and the
+            first violation.
     """
     for invariant in INVARIANTS:
         violations = invariant(expected, model)

@@ -90,7 +90,7 @@ def check_mask(
     """Check that a mask has an entry for each head or neuron of a block.
 
     Raises:
-        InvalidArgument: It has another length.
+        InvalidArgument: The mask has another length.
     """
     if len(mask) != size:
         raise InvalidArgument(

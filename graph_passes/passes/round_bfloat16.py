@@ -18,8 +18,9 @@ class RoundInFloat32(ir.passes.InPlacePass):
     Before: z = f(x, W) in bfloat16
     After:  z = float32(bfloat16(f(x, W))) in float32
 
-    Equals a kernel that sums in float32 and rounds once, except for the order of summation. It
-    measures the loss of bfloat16 on machines without such kernels, and is slower than float32.
+    The result equals that of a kernel that sums in float32 and rounds once, except for the order of
+    summation. The pass serves to measure the loss of bfloat16 on machines without such kernels. The
+    graph is slower than in float32.
     Constants keep their values. Inputs and outputs of type bfloat16 become float32.
     """
 
