@@ -31,9 +31,9 @@ class Field(NamedTuple):
 
     Attributes:
         number: The field number.
-        start: The position of its key.
-        content: The position of its content.
-        end: The position after it.
+        start: The position of the key.
+        content: The position of the content.
+        end: The position after the content.
     """
 
     number: int
@@ -117,7 +117,7 @@ def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     """Decode a little-endian base-128 number; return it and the position after it.
 
     Raises:
-        ValueError: It does not end before ``end``.
+        ValueError: The number does not end before ``end``.
     """
     value = 0
     for shift in range(0, 70, 7):

@@ -56,7 +56,7 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 
 def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
-    """The message of an initializer, with its content if that was removed."""
+    """The message of an initializer, with its content if that is not in ``proto``."""
     if content is None:
         return [proto.SerializeToString()]
     proto.ClearField("data_location")
