@@ -40,9 +40,9 @@ class RunnerOptions:
         device: Device of the model.
         cuda, spinning: See ``SessionOptions``; ``cuda.graphs`` follows ``cuda_graphs``.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
-        concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
-            time, so this many sessions are opened, each with its own weights and
-            ``cuda.memory_bytes``. Other sessions run all threads.
+        concurrency: Maximum number of concurrent runs. A session with CUDA graphs runs one at a
+            time, so as many sessions are opened, each with its own weights and
+            ``cuda.memory_bytes``. Other sessions run several threads at once.
     """
 
     device: Device = CPU
@@ -71,10 +71,10 @@ def open_runner(
         copied: Files of external data to copy; see ``SessionOptions``.
         compiled: File for the compiled model; see ``SessionOptions``.
         longest: Maximum sequence length of the model, if known.
-        long_rows: Rows that another runtime runs, on the CPU.
+        long_rows: The runtime of long rows, on the CPU; None for one runtime.
 
     Raises:
-        InvalidModel, InvalidArgument, MissingExtra: In the cases of ``open_session``.
+        InvalidModel, InvalidArgument, MissingExtra: See ``open_session``.
     """
     cuda = options.cuda
     open_one = partial(
@@ -109,7 +109,7 @@ def open_runner(
 
 
 def parts_by_least_length(session: Session) -> dict[int, Session]:
-    """The sessions that run rows of a session, by the length from which they do."""
+    """The sessions of which a session consists, by the least length of their rows."""
     if isinstance(session, LengthRunner):
         return {0: session.short, session.above + 1: session.long}
     return {0: session}
@@ -131,7 +131,7 @@ class IoBindingRunner(SessionWrapper[OnnxSession]):
         super().__init__(session)
         self._device: BufferDevice = device
         self._policy = ArenaShrinkPolicy()
-        # Last in, first out: buffers that are not used recently may be of an earlier peak.
+        # Last in, first out: the oldest buffers may belong to an earlier peak.
         self._free: list[InputBuffers] = []
         self._warned = False
 
@@ -167,7 +167,7 @@ class RunnerPool(SessionWrapper[OnnxSession]):
     def __init__(self, runners: Sequence[GraphRunner]) -> None:
         super().__init__(runners[0].session)
         self.runners = tuple(runners)
-        # Last in, first out: the runner that ran last has captured the most graphs.
+        # Last in, first out: the most recent runner has captured the most graphs.
         self._free: LifoQueue[GraphRunner] = LifoQueue()
         for runner in reversed(self.runners):
             self._free.put(runner)
