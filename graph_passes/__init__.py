@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if find_spec(f"{__name__}.{name}") is None:  # `from graph_passes import errors` asks here first
+    if find_spec(f"{__name__}.{name}") is None:  # also called for `from graph_passes import errors`
         public = import_module(f"{__name__}.public")
         if name == "__all__" or name in public.__all__:
             return getattr(public, name)

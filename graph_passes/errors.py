@@ -30,14 +30,14 @@ MALFORMED_NODE = (ArithmeticError, IndexError, KeyError, TypeError, ValueError)
 
 
 class AttnserveError(Exception):
-    """Base class of all errors: a stable code, what is wrong, and how to fix it.
+    """Base class of all errors, with a stable code, the problem, and the fix.
 
     Texts name parameters of the Python API in backticks (```prune```). The command line replaces
     them with its options.
 
     Args:
-        what: What is wrong and where, with expected and actual values; one line.
-        fix: How to fix it; one line.
+        what: The problem and its place, with expected and actual values; one line.
+        fix: The fix; one line.
         code: Stable identifier of the cause for programs and tests: ``area.cause``.
     """
 
@@ -111,7 +111,7 @@ class Refusal:
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
         reason: One clause for users; the subject of a refused rewrite is the block.
-        fix: What to do instead, if the reason determines it.
+        fix: The alternative for users, if the reason determines it.
     """
 
     code: str

@@ -213,7 +213,7 @@ class Metrics(Collector):
 
 
 def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
-    """The series of all workers, including those that have exited."""
+    """The series of all workers, including exited workers."""
     # A worker creates its file empty and sets the size afterwards.
     files = [
         str(path) for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size

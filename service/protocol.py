@@ -219,7 +219,7 @@ class Protocol(HttpToolsProtocol):
         self._receiving = self.loop.call_later(seconds, self._refuse, TOO_SLOW)
 
     def _make_room(self) -> bool:
-        """Close the connection that waits longest for its client, if there is one.
+        """Close a connection that waits for its client; return whether there was one.
 
         The order is: connections without any request, connections between two requests, young
         connections of both kinds, connections with an incomplete request.

@@ -62,7 +62,7 @@ def _parsed(value: object) -> object:
 
 
 class Limits(BaseModel):
-    """Settings of one model that differ from those of the service."""
+    """Settings of one model, which override the settings of the service."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -317,7 +317,7 @@ class Settings(EnvironmentOptions):
 
     @property
     def shares_cores(self) -> bool:
-        """Whether the runs of all workers may need more threads than there are cores."""
+        """Whether the runs of all workers may need more threads than the machine has cores."""
         cores = available_cores()
         return self.workers * self.concurrency * (self.threads or cores) > cores
 

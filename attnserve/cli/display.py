@@ -220,7 +220,7 @@ def _common_length(rows: Sequence[Sequence[str]]) -> int:
 def progress_bars(show: Show) -> Generator[Progress]:
     """Set the log level, and show one bar per stage on stderr, with the time left.
 
-    There are no bars with ``--quiet``, or if stderr is not a terminal.
+    No bars are shown with ``--quiet``, or if stderr is not a terminal.
     """
     set_log_level(show)
     from rich.progress import (

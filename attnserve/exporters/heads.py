@@ -35,7 +35,7 @@ PAIR_TEMPLATES = {
     )
 }
 """Templates by ``model_type`` for rerankers without a template in their files. The template for
-Qwen3-Reranker is that of its authors (Zhang et al. 2025, Qwen3 Embedding)."""
+Qwen3-Reranker comes from its authors (Zhang et al. 2025, Qwen3 Embedding)."""
 
 
 def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
@@ -64,11 +64,11 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
     prompt of the model is a system message.
 
     Raises:
-        InvalidModel: There is no template.
+        InvalidModel: Neither the tokenizer nor ``PAIR_TEMPLATES`` has a template.
     """
     prompt = settings.prompt
     variables = dict(settings.transformer.processing_kwargs.chat_template)
-    variables.pop("restore_suffix", None)  # the end of a template is never truncated here
+    variables.pop("restore_suffix", None)  # no code truncates the end of a template
     texts = ([("system", prompt)] if prompt else []) + [
         ("query", "{query}"),
         ("document", "{document}"),

@@ -353,8 +353,8 @@ class FixedHeadAttention(AttentionLayer):
         ``layer`` is kept. The default head size is that of ``layer``.
 
         Raises:
-            InvalidArgument: ``head_size`` is below that of the layer, or ``bias`` is False and the
-                layer has biases.
+            InvalidArgument: ``head_size`` is below the head size of the layer, or ``bias`` is False
+                and the layer has biases.
         """
         require_trained(layer)
         biases = (layer.query_bias, layer.key_bias, layer.value_bias, layer.output_bias)
@@ -417,7 +417,7 @@ def _check_shape(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -
     """Check the shape of a tensor.
 
     Raises:
-        InvalidArgument: The shape is none of ``shapes``.
+        InvalidArgument: The shape is not one of ``shapes``.
     """
     if tuple(tensor.shape) not in shapes:
         raise InvalidArgument(

@@ -193,7 +193,7 @@ class CollaborativeAttention(AttentionLayer):
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E).
 
         Raises:
-            InvalidArgument: There are rotary positions.
+            InvalidArgument: ``rotation`` is given: heads under rotary positions share only keys.
         """
         if rotation is not None:
             raise rotary_error("CollaborativeAttention")

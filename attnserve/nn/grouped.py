@@ -31,7 +31,7 @@ class GroupedHeadAttention(FixedHeadAttention):
         "categorical" (4A)  L = - alpha mean_i log p_ig(i)   - beta mean_ij log(1 - p_ij)
 
     This follows the paper's description of equation 4, a homogenization and a diversification term.
-    Normalization (means) and the second term of (4A), which is bounded, are choices made here.
+    The normalization (means) and the bounded second term of (4A) are choices of this class.
 
     p is the softmax of a linear classifier of phi_i, because attention maps have no fixed size for
     a classifier. The first term makes the heads of a group similar, the second separates the
@@ -135,7 +135,7 @@ class GroupedHeadAttention(FixedHeadAttention):
         """Group the heads by the batches since the last call; return the number of moved heads.
 
         Groups are numbered by their first heads. 0 means that training has converged. Algorithm 1
-        tests how far centers move (rho); here moved heads are counted, because units are means of
+        tests how far centers move (rho); this method counts moved heads, because units are means of
         maps.
         """
         if self._seen is None:
@@ -236,7 +236,7 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
 
     Raises:
         InvalidArgument: ``model`` is a grouped layer itself, another layer reuses probabilities of
-            a grouped layer (it would read those of the removed layer), or a vote is for no layer.
+            a grouped layer, which is removed, or a vote is for no layer.
     """
     layers = _grouped(model)
     if unknown := sorted(votes.keys() - {name for name, _ in layers}):

@@ -130,7 +130,7 @@ class HuggingFaceAttention(nn.Module):
                 eager attention ignores it.
 
         Raises:
-            InvalidArgument: There is a cache.
+            InvalidArgument: A cache is passed.
         """
         if past_key_values is not None:
             raise InvalidArgument(

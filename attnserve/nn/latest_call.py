@@ -153,5 +153,5 @@ def _is_repeated() -> bool:
     """Whether a backward pass calls layers again, for gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False
-    # The same test as in torch.utils.checkpoint.
+    # torch.utils.checkpoint tests it in the same way.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The groups of options of the commands. Each option is defined once, here."""
+"""The groups of options of the commands. This module defines every option, once."""
 
 from __future__ import annotations
 
@@ -487,7 +487,7 @@ class Scoring(Options):
         """The task and its data.
 
         Raises:
-            InvalidArgument: One of them is not given.
+            InvalidArgument: The task or its data is not given.
         """
         if self.task is None or self.data is None:
             fail("expected `task` with `data`", "give both", "evaluate.usage")

@@ -83,7 +83,7 @@ def report(
         force: Replace existing pages.
 
     Raises:
-        InvalidModel: There is no model, or a model or its record cannot be read.
+        InvalidModel: The path has no model, or a model or its record cannot be read.
         InvalidArgument: ``seed`` is negative.
         InvalidOutput: A page exists, or cannot be written.
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
@@ -128,7 +128,7 @@ def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel
         output: The folder of the pages; None writes each page beside its model.
 
     Raises:
-        InvalidModel: There is no model.
+        InvalidModel: The path has no model.
         InvalidOutput: ``output`` is not a folder.
     """
     if output is not None:

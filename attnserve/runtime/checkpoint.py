@@ -41,7 +41,7 @@ class Checkpoint:
         self._is_lost = False
 
     def read(self) -> bytes | None:
-        """The stored state; None if there is none."""
+        """The stored state; None without a valid file."""
         remove_older(self._folder, "*", KEPT_DAYS)
         return read_private(self._path)
 

@@ -35,7 +35,7 @@ def external_files(model: ir.Model) -> tuple[Path, ...]:
 def external_folder(model: ir.Model) -> Path | None:
     """The folder of the external data, if only initializers of the main graph have external data.
 
-    ONNX Runtime then maps the files itself. None also if there is no external data.
+    ONNX Runtime then maps the files itself. The result is also None without external data.
     """
     own = model.graph.initializers.values()
     external = [v.const_value for v in own if isinstance(v.const_value, ir.ExternalTensor)]

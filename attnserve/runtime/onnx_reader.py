@@ -4,8 +4,8 @@ A protobuf library keeps the bytes and the parsed message in memory, twice the s
 This reader passes everything except ``raw_data`` of large initializers to the library. Large
 weights become external data that refers to a range of the model file.
 
-Only the outermost fields are parsed here (protobuf.dev/programming-guides/encoding): a key with a
-field number and a wire type, followed by a varint, 4 or 8 bytes, or a length and that many bytes.
+This reader parses only the outermost fields (protobuf.dev/programming-guides/encoding): a key with
+a field number and a wire type, followed by a varint, 4 or 8 bytes, or a length and that many bytes.
 """
 
 from __future__ import annotations

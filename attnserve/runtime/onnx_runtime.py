@@ -1,4 +1,4 @@
-"""The runtime ONNX Runtime; the only module that opens sessions of it.
+"""The runtime ONNX Runtime. Only this module opens its sessions.
 
 ONNX Runtime is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imported on first use.
 """
@@ -78,7 +78,7 @@ def require_runtime() -> Any:
 class OnnxRuntime:
     """ONNX Runtime on the CPU, or on CUDA with operators without a CUDA kernel on the CPU.
 
-    Without a usable CUDA device, "cuda" is an error; there is no fallback to the CPU.
+    Without a usable CUDA device, "cuda" is an error, without a fallback to the CPU.
     """
 
     name = "onnxruntime"
@@ -96,7 +96,7 @@ class OnnxRuntime:
         return require_runtime().__version__
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of it.
+        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of the arena.
 
         The peak is read from the profile of a separate session, because profiling takes time.
         """
@@ -328,7 +328,7 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
-        InvalidArgument: There is no CUDA device.
+        InvalidArgument: No CUDA device is usable.
     """
     try:
         with _without_plugin_warning(ort) if len(providers) > 1 else nullcontext():

@@ -65,7 +65,7 @@ def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
 
 
 def _with_fields(message: bytes, number: int, contents: list[list[Part]]) -> list[Part]:
-    """Insert fields with a length, bytes or messages, in front of those with larger numbers."""
+    """Insert fields with a length, bytes or messages, in front of fields with larger numbers."""
     starts = (field.start for field in fields(message) if field.number > number)
     at = next(starts, len(message))
     parts: list[Part] = [message[:at]]

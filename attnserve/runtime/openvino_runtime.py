@@ -1,4 +1,4 @@
-"""The runtime OpenVINO on the CPU; the only module that opens models in it.
+"""The runtime OpenVINO on the CPU. Only this module opens its models.
 
 OpenVINO is an optional dependency (extra ``[openvino]``) and is imported on first use. It reads
 ONNX, including the operators of com.microsoft that attnserve writes. OpenVINO differs from ONNX

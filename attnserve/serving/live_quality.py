@@ -219,7 +219,7 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
 class LiveComparison:
     """Compares served artifacts with their original.
 
-    Results are JSON values: it can be the object of an ``isolation.Worker``.
+    Results are JSON values, so that an ``isolation.Worker`` can call the methods.
     """
 
     def __init__(self, artifact: Artifact, device: Device) -> None:

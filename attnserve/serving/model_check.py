@@ -252,7 +252,7 @@ class LoadChecker:
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
 
-        There is no memory limit with CUDA, which reserves address space for the whole machine.
+        CUDA has no memory limit, because it reserves address space for the whole machine.
         """
         cores = os.cpu_count() or 1
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)

@@ -73,7 +73,7 @@ def read_axes(
     """Read the length of each dynamic axis from the shapes of input arrays.
 
     Returns:
-        None if there is no input of the name of an array, or if their numbers of axes differ.
+        None if an array has the name of no input, or another number of axes than its input.
     """
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():

@@ -56,8 +56,8 @@ def evaluate(
     """Run one node on the ONNX reference evaluator.
 
     Raises:
-        InvalidModel: The operator is not supported here, or an output has more than ``limit``
-            elements.
+        InvalidModel: The operator is not in ``EVALUATED_OPERATORS``, or an output has more than
+            ``limit`` elements.
     """
     _require_evaluated(node)
     proto = _renamed(node, [x is not None for x in inputs])

@@ -48,7 +48,7 @@ QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQ
                                  "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized",
                                  "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
                                  "QMoE", "DynamicQuantizeLSTM"})  # fmt: skip
-"""Operators that read or write quantized values, besides those whose names start with QLinear."""
+"""Operators on quantized values, in addition to operators whose names start with QLinear."""
 
 REWRITE_FIRST = "rewrite the float model, then quantize the result"
 

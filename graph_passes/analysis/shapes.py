@@ -1,9 +1,9 @@
 """Shape inference at given axis lengths.
 
 Exporters compute shapes with operators (Shape, Gather, Concat, Where, ...) that static inference
-cannot evaluate. Here each named axis has a length. The ONNX reference evaluator executes the
-integer shape computations, and ONNX's inference rules give all other shapes node by node. Weights
-are not loaded from disk.
+cannot evaluate. This module gives each named axis a length. The ONNX reference evaluator executes
+the integer shape computations, and ONNX's inference rules give all other shapes node by node.
+Weights are not loaded from disk.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBlock", "BlockForm", "Reused", "Softmax", "Unmatched"]
 
 BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
-"""How a block computes its probabilities; "skip" stands for a removed attention layer."""
+"""The kind of computation of a block's probabilities; "skip" is a removed attention layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ class AttentionBlock:
 
     @property
     def own_heads(self) -> Int[np.ndarray, " N"]:
-        """The heads that compute their own probabilities: those of q and k, in order."""
+        """The heads that compute their own probabilities, in the order of q and k."""
         taken = [reused.heads for reused in self.reused]
         return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
 
@@ -168,7 +168,7 @@ class AttentionBlock:
 
     @property
     def form(self) -> BlockForm:
-        """How the probabilities are computed: reused, from shared dimensions, or as usual."""
+        """The computation of the probabilities: reused, from shared dimensions, or standard."""
         if self.reused:
             return "reuse"
         if self.is_collaborative:

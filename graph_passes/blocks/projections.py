@@ -149,8 +149,8 @@ class QuantizedProduct(NamedTuple):
     Attributes:
         value: (B, T, N) in floating point; it may include a bias.
         width: N.
-        is_flat: Whether the axes of the tokens are not those of the projection's input, mostly
-            (B*T, N).
+        is_flat: Whether the axes of the tokens differ from the axes of the projection's input,
+            mostly (B*T, N).
     """
 
     value: ir.Value
@@ -180,7 +180,7 @@ class Projection:
             (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
             the weight is an integer tensor, from which no matrix is computed.
         width: D, the size of the tokens; 0 if all heads are inputs.
-        dtype: The element type in which the heads are computed: that of the weight, or of
+        dtype: The element type in which the heads are computed: the type of the weight, or of
             ``product``.
         product: input @ W if W is quantized, else None.
         columns: The column of each element of each head.
@@ -232,7 +232,7 @@ class Projection:
 
     @property
     def is_cached(self) -> bool:
-        """Whether there are heads of earlier tokens, which are inputs of the graph."""
+        """Whether the graph has inputs with the heads of earlier tokens."""
         return self.past is not None
 
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:

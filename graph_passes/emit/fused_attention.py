@@ -106,7 +106,7 @@ def _biases(
 ) -> dict[str, ir.Value]:
     """The bias of the scores of each block that has more than a causal mask, by name.
 
-    Blocks with equal masks and lengths share one bias, which is emitted before the first of them.
+    Blocks with equal masks and lengths share one bias, which is emitted before the first block.
     """
     distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
     bias_by_key: dict[Hashable, ir.Value] = {}

@@ -87,7 +87,7 @@ class RotaryFactors:
 def truncated_planes(
     heads: RotaryHeads, head_size: int, moments: TokenMoments | None = None
 ) -> RotaryFactors:
-    """Keep ``head_size`` / 2 planes of each key group, those with the largest energy.
+    """Keep the ``head_size`` / 2 planes with the largest energy of each key group.
 
     Raises:
         InvalidArgument: ``head_size`` is odd, or not from 2 to K.

@@ -1,7 +1,7 @@
 """Element maps: the column and token of a projection that each element of a value comes from.
 
-A ``LinearTrace`` represents a value by element maps. The functions here are arithmetic on traces;
-``LayoutReader`` applies them to the nodes of a graph.
+A ``LinearTrace`` represents a value by element maps. The functions of this module are arithmetic on
+traces; ``LayoutReader`` applies them to the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class TermByHead(NamedTuple):
 
 
 class CachedHeads(NamedTuple):
-    """The cached heads (B, H, P, K) that precede those of the tokens.
+    """The cached heads (B, H, P, K), which precede the heads of the tokens.
 
     Attributes:
         factor: The cache.

@@ -393,7 +393,7 @@ def _make_block(
     Args:
         product, idiom, content, softmax, probabilities, context_axes, reused: See
             ``AttentionBlock``.
-        nodes: The nodes besides those of the projections.
+        nodes: The nodes of the block outside of its projections.
     """
     q = match.q
     heads = q.num_heads + sum(len(part.heads) for part in reused)

@@ -116,7 +116,7 @@ class LayoutReader:
             heads: Number of heads in the last axis of an operand (B, T, H*K) (fused operators).
 
         Raises:
-            MatchFailure: There is an unsupported node in between.
+            MatchFailure: A node between the product and the operand is not supported.
         """
         return self.make_projection(
             self.trace(operand, role), operand, role, axes=axes, heads=heads
@@ -135,7 +135,7 @@ class LayoutReader:
         if axes is None:
             axes = range(len(trace.shape))
         terms, cached = split_heads(trace, axes, heads, role)
-        # Phi-3 joins the rotated elements with those without rotation, of which there are none.
+        # Phi-3 joins the rotated elements with an empty set of elements without rotation.
         terms = {factor: term for factor, term in terms.items() if term.is_used} or terms
         past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         if trace.source is None:
@@ -290,7 +290,7 @@ class LayoutReader:
         """Trace ``value`` to the product with a constant from which it is computed.
 
         Raises:
-            MatchFailure: There is an unsupported node, or more than one product.
+            MatchFailure: A node is not supported, or the value depends on several products.
         """
         node = value.producer()
         if node is None and not is_constant(value) and role in ("key", "value", "content"):

@@ -52,8 +52,8 @@ FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
 """Blocks to rewrite with their parameters, in order of execution."""
 
 MomentsOf = Callable[[Collection[str], bool], Mapping[str, TokenMoments]]
-"""Returns the token moments of the named blocks, as far as they are known. True refits blocks that
-earlier passes changed first."""
+"""A function from names of blocks to their token moments, as far as known. With True, it first
+refits the blocks that earlier passes changed."""
 
 PACKAGE = "graph_passes.passes"
 
@@ -150,7 +150,7 @@ class RewritePass(ir.passes.InPlacePass):
     # ---- the stages, overridden by passes -------------------------------------------------------
 
     def validate(self, analyses: Analyses) -> None:
-        """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
+        """Raise InvalidArgument if the parameters do not fit the model. The graph does not change.
 
         By default, any model fits.
         """
@@ -164,7 +164,7 @@ class RewritePass(ir.passes.InPlacePass):
         return False
 
     def check(self, analyses: Analyses) -> None:
-        """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
+        """Raise CannotRewrite if the pass does not apply. The graph does not change.
 
         By default, the pass applies to every model.
         """
@@ -286,7 +286,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """Return why a block cannot be rewritten; None if it can. The method raises no error.
 
         Args:
-            block: A block of the prepared graph, or of the model as it is if ``params`` is None.
+            block: A block of the prepared graph; of the unprepared graph if ``params`` is None.
             params: Parameters that are valid for the block; None checks only whether any
                 parameters could apply.
         """

@@ -57,7 +57,7 @@ WEAK_FILL = -1e3
 
 
 class Mixing(BaseModel, frozen=True, extra="forbid"):
-    """Which of the shared dimensions each head reads: all (dense), or some of them (sparse).
+    """The shared dimensions that each head reads: all (dense mixing) or some (sparse mixing).
 
     If R is large enough, each head of sparse mixing has its own dimensions. Under rotary positions,
     dense mixing shares the elements of one key head of all groups, from 2 to G*K (exact); in sparse

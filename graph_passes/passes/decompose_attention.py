@@ -111,7 +111,7 @@ def _decompose(block: AttentionBlock, info: ShapeInfo) -> None:
 def _heads(
     block: AttentionBlock, part: Projection, name: str, scale: float, info: ShapeInfo
 ) -> ir.Value:
-    """An operand as (B, H, T, K): as it is, or emitted with ``scale`` if the operator splits heads.
+    """An operand (B, H, T, K): unchanged, or emitted with ``scale`` if the operator splits heads.
 
     Each key/value head is repeated for the consecutive query heads of its group, if the graph has
     not done so before the operator.

@@ -64,7 +64,7 @@ class FuseAttention(AttentionPass[FusedOperator]):
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
     grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
     dimensions are refused: the operator would compute H*K' columns instead of R. Products with
-    quantized weights stay as they are, so that operators that contain the projections are refused.
+    quantized weights do not change, so that operators that contain the projections are refused.
     Blocks that are this operator already do not change. The model imports com.microsoft if needed;
     its operators support bfloat16 on a GPU only.
 

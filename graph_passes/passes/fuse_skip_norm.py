@@ -33,7 +33,7 @@ class FuseSkipNorm(RewritePass):
 
     Exact except for rounding; in half precision the operator sums in half precision. It reads and
     writes memory once instead of three times, which is faster on a GPU. ONNX Runtime's CPU kernel
-    is slower than the separate nodes: use ``FuseResiduals`` there. Norms do not change if the sum
+    is slower than the separate nodes: use ``FuseResiduals`` on CPUs. Norms do not change if the sum
     broadcasts, if its rank is not 2 or 3, or if they have several axes or a scale that is not
     constant. The model imports com.microsoft.
     """

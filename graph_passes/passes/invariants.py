@@ -87,7 +87,7 @@ def interface(model: ir.Model) -> Interface:
 
 
 def keeps_inputs_and_outputs(expected: Interface, model: ir.Model) -> list[str]:
-    """Names, types and axes of inputs and outputs are those of the expected interface."""
+    """Inputs and outputs have the names, types and axes of the expected interface."""
     actual = interface(model)
     changed = [
         f"{old.name!r} became {tuple(new)}"

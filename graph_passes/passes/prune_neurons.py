@@ -115,7 +115,7 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
         return neurons_refusal(block)
 
     def check(self, analyses: Analyses) -> None:
-        """Also check that blocks that share weights lose the same neurons.
+        """Check that no block is refused, and that blocks that share weights lose the same neurons.
 
         Raises:
             CannotRewrite: A block is refused, or another node reads its weights.

@@ -161,7 +161,7 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
 
 
 def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, ReusedHeads]:
-    """Convert head indices of the original model to those after pruning.
+    """Convert head indices of the original model to head indices after pruning.
 
     Args:
         edges: Edges with head indices of the original model.

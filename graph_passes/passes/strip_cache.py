@@ -171,7 +171,7 @@ class _BatchAxis(NamedTuple):
 
 
 def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
-    """The axis of a remaining input that is the batch of the caches; None if there is none."""
+    """The axis of a remaining input that is the batch of the caches; None without such an axis."""
     axes = {
         str(size)
         for cache in caches

@@ -112,7 +112,7 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
     Call the function after reading the body: a slow client must not keep an old version in memory.
 
     Args:
-        name: None if there is only one model.
+        name: The name of the model; None for the only model.
         version: None for the version in the path, else the highest.
 
     Raises:

@@ -165,7 +165,7 @@ class SimilarityInput(Body):
 
 
 class SimilarityParameters(Prompted, TruncationOptions):
-    """How the texts are embedded."""
+    """Options of the embedding of the texts."""
 
 
 class SimilarityRequest(TeiBody):
@@ -250,7 +250,7 @@ class Info(Body):
     """The served model and the limits of the server."""
 
     model_id: str
-    """What was exported, else the name of the model."""
+    """The id or folder of the exported model, else the name of the model."""
     model_sha: str | None = None
     model_dtype: str
     """The data types in which the model computes."""

@@ -155,7 +155,7 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Waiting rows, including those that are being prepared."""
+        """Number of waiting rows, including rows in preparation."""
         return len(self.queue) + self._preparing
 
     @property

@@ -364,7 +364,7 @@ class ModelLoader:
 
 
 def log_operators(engine: Engine) -> None:
-    """Log the operator fusion of a model, or why there was none."""
+    """Log the operator fusion of a model, or the reason for no fusion."""
     done = engine.model.operators
     if done.fused is not None:
         attention, gelu = done.fused.attention, done.fused.gelu

@@ -274,7 +274,7 @@ class Repository:
         self.shadow.close()
 
     def log_operators(self) -> None:
-        """Log the operator fusion of each loaded version, or why there was none."""
+        """Log the operator fusion of each loaded version, or the reason for no fusion."""
         for engine in self.engines():
             log_operators(engine)
 
