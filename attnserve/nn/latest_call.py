@@ -153,5 +153,5 @@ def _is_repeated() -> bool:
     """Whether a backward pass calls layers again, for gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False
-    # torch.utils.checkpoint tests it in the same way.
+    # torch.utils.checkpoint has the same test for a backward pass.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

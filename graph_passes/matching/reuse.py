@@ -211,7 +211,7 @@ def joining_node(context: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value]
 
 
 def whole_values(parts: Sequence[ir.Value], info: ShapeInfo) -> ir.Value | None:
-    """The value (B, H, T, V) that ``parts`` divide by heads, in order; None without such a value."""
+    """The value (B, H, T, V) that ``parts`` divide by heads, in order; None if there is none."""
     node = parts[0].producer()
     for _ in range(REACH):
         is_part = node is not None and node.op_type in (*CASTS, *SELECTIONS)
