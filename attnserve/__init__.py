@@ -1,10 +1,9 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions of this package are the commands of the same names (``verify_again`` is
-``verify --again``, and ``evaluate_mteb`` is ``evaluate --mteb``). The classes are groups of
-options, whose fields are also keywords of the functions: ``optimize(model, keep=0.99,
-calib="texts.txt")`` (``__init__.pyi`` lists them for type checkers). Functions and classes are
-imported on first use.
+The functions are the commands of the same names (``verify_again`` is ``verify --again``, and
+``evaluate_mteb`` is ``evaluate --mteb``). The classes are groups of options, whose fields are also
+keywords of the functions: ``optimize(model, keep=0.99, calib="texts.txt")`` (``__init__.pyi`` lists
+them for type checkers). Functions and classes are imported on first use.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@
 2
 
 A block is invalid once its graph has changed: find again after each rewrite. The module ``public``
-lists the names of the package. It is imported on first use, because its dependencies take long to
-import.
+lists the names. It is imported on first use, because its dependencies take long to import.
 """
 
 from __future__ import annotations

@@ -369,8 +369,7 @@ class ModelMetrics:
             delay_s: The age in seconds of the newest second.
 
         Returns:
-            The JSON of each second, and of the minute. Percentiles in milliseconds are exact, or
-            null.
+            The JSON of each second, and of the minute. Percentiles are exact milliseconds or null.
         """
         end = int(time()) - delay_s
         seconds = [recorded.get(number) or Second(number) for number in range(end - WINDOW_S, end)]

@@ -132,8 +132,7 @@ def leave_one_out(
     Raises:
         InvalidArgument: ``most_rows`` is not positive.
         InvalidModel: No output is of floats.
-        InvalidData: The model refuses a batch, the data has no real token, or outputs are not
-        finite.
+        InvalidData: The model refuses a batch, no token is real, or outputs are not finite.
     """
     gates = [list(1 - np.eye(block.num_heads)) for block in blocks]
     return _changes(model, blocks, batches, gates, most_rows=most_rows, context=context)
@@ -150,9 +149,8 @@ def leave_one_out_total(
     """An estimate of the sum of ``leave_one_out`` over the heads of each block, by block name.
 
     The context of each head is multiplied by 1 + s_h / sqrt(H) with random signs s_h, which changes
-    the outputs about as much as the removal of one head. In the mean over the signs, the squared
-    change times H is the sum over heads (Hutchinson's estimator), if the outputs are linear in the
-    gates.
+    the outputs about as much as one head does. In the mean over the signs, the squared change times
+    H is the sum over heads (Hutchinson's estimator), if the outputs are linear in the gates.
 
     Args:
         most_rows: As in ``leave_one_out``; the cost is ``SIGNS`` runs per block and batch.

@@ -74,8 +74,7 @@ class HeadSimilarity:
     def best(self) -> Float[np.ndarray, "L L"]:
         """[l, l'] = mean over the heads of l of the similarity to their best match in l' (eq. 3).
 
-        The matrix is not symmetric, because several heads may have the same match. The diagonal is
-        1.
+        The matrix is not symmetric: several heads may have the same match. The diagonal is 1.
         """
         rows = [
             [self.between(layer, other).max(1).mean() for other in self.layers]

@@ -4,9 +4,8 @@ Each model has its own process, so that its peak memory can be measured; one pro
 Rounds are interleaved (``interleaved_timer``). The speed-up is the median over rounds of first /
 model, so that drift cancels; its interval is a bootstrap of the median.
 
-Decoders with a cache are measured in three ways: on as many new tokens as cached tokens, on a
-prompt without a cache, and on one token after a prompt. The last two are the runs of text
-generation.
+Decoders with a cache are measured in three ways: on as many new tokens as cached tokens; and, as
+in text generation, on a prompt without a cache and on one token after a prompt.
 """
 
 from __future__ import annotations

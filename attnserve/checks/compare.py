@@ -59,8 +59,7 @@ def verify(
 ) -> Fidelity:
     """Compare the outputs of a new model with those of its original, on data or random inputs.
 
-    If the caches of the new model have other shapes, both models start from empty caches
-    (``compare``).
+    If the new model has caches of other shapes, both models start from empty caches (``compare``).
 
     Raises:
         InvalidArgument: ``measure`` is given without ``data``.

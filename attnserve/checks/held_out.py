@@ -17,8 +17,7 @@ class HeldOut(Enum):
 
     Attributes:
         CHOOSE: The part to choose.
-        VERIFY, VERIFY_AGAIN: The parts to verify; the second is used if the first verification
-            fails.
+        VERIFY, VERIFY_AGAIN: The parts to verify; the second is for a failed first verification.
         ALL: All three parts.
     """
 

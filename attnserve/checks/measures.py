@@ -288,8 +288,7 @@ class CosineMeter(Meter):
 class LogitsMeter(Meter):
     """KL divergence and agreement of the most probable class or token.
 
-    The sums of each text are the number of tokens, KL in nats, disagreements, and the negative
-    entropy in nats.
+    The sums of each text are its tokens, KL in nats, disagreements and negative entropy in nats.
     """
 
     def __init__(self, measure: Measure, window: int | None = None) -> None:

@@ -42,9 +42,8 @@ def add_command(
 ) -> Callable[[Function], Function]:
     """Return a decorator that makes a command of a function.
 
-    Each parameter whose type is a group of options adds the options of its fields;
-    ``Annotated[GROUP, NAME, ...]`` adds the named fields only. Parameters of other types are
-    options and arguments of Typer.
+    Each parameter that is a group adds its fields as options; ``Annotated[GROUP, NAME, ...]`` adds
+    the named fields only. Parameters of other types are options and arguments of Typer.
 
     Args:
         required: Fields whose option must be given.

@@ -269,8 +269,7 @@ class _Outputs:
 def _embeddings(
     torch: Any, settings: FolderSettings, network: Any, dimensions: int | None, source: Path
 ) -> _Outputs:
-    """The outputs of a model of embeddings: hidden states, or embeddings if their modules are more
-    than pooling and normalization.
+    """Hidden states, or embeddings if pooling and normalization cannot express the modules.
 
     Raises:
         InvalidModel: The weights of a module have other sizes.

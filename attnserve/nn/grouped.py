@@ -135,8 +135,7 @@ class GroupedHeadAttention(FixedHeadAttention):
         """Group the heads by the batches since the last call; return the number of moved heads.
 
         Groups are numbered by their first heads. 0 means that training has converged. Algorithm 1
-        tests how far centers move (rho); this method counts moved heads, because units are means of
-        maps.
+        tests how far centers move (rho); this method counts heads, because units are means of maps.
         """
         if self._seen is None:
             self._seen = _grams(self)

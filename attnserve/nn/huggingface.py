@@ -29,8 +29,7 @@ class _Names:
         heads: The number of heads.
         dropout: The dropout of the probabilities.
         normalizes: Whether the class adds the residual and normalizes the sum (ALBERT).
-        rotary: Whether the class has rotary positions, and the number of heads in its
-            configuration.
+        rotary: Whether the class has rotary positions, and its configuration the number of heads.
     """
 
     projections: tuple[str, ...]
@@ -173,9 +172,8 @@ def swap(
     Args:
         model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
             eager or sdpa attention.
-        convert: A function from the weights of old layers to new layers, in order. It is called
-            once for each stack of equal modules: encoder, decoder, and the cross-attention of the
-            decoder.
+        convert: Makes new layers from the weights of old layers, in order. It is called once for
+            each stack of equal modules: encoder, decoder, and the cross-attention of the decoder.
 
     Returns:
         The names of the replaced modules.

@@ -16,8 +16,7 @@ def check_mode(
     """Check that exactly one of a goal, a plan and rewrites by hand is given, with its data.
 
     Raises:
-        InvalidArgument: Options of two modes or of no mode are given, or calibration data is
-            missing.
+        InvalidArgument: Options of two modes or of none are given, or calibration data is missing.
     """
     if plan is not None and (goal.is_given or target.precision != "float32"):
         fail(

@@ -78,8 +78,7 @@ def _positions(model: ir.Model) -> set[str]:
     """Names of nodes that compute angles or buckets from positions.
 
     These nodes stay float32, because float16 represents integers exactly only up to 2048. They are
-    the float ancestors of Sin, Cos and casts to integers. Roots that depend on weights are
-    excluded.
+    the float ancestors of Sin, Cos and casts to integers, without roots that depend on weights.
     """
     names: set[str] = set()
     for root in model.graph.all_nodes():

@@ -93,8 +93,7 @@ class Distillation:
             on the rows to choose.
         student: A copy of the rewritten model, whose weights are trained.
         module: The rewritten model in PyTorch.
-        states: The hidden states of the original that the module learns, in addition to the
-        outputs.
+        states: The hidden states of the original that the module learns beside the outputs.
 
     Args:
         rewritten: The rewritten model in float32 or half precision; it is not changed.

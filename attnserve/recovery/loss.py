@@ -45,8 +45,7 @@ class _Term:
 
 
 class DistillationLoss:
-    """The distillation loss: 0 for equal outputs, about the sum of the weights for constant
-    outputs.
+    """The distillation loss: 0 for equal outputs, and about 1 per weight for constant ones.
 
         vectors  |a - b|^2 over real tokens
         pooled   |a - b|^2 of pooled vectors of length one

@@ -272,9 +272,8 @@ def trainable_weights(model: ir.Model) -> list[str]:
 
     A trained weight is a float constant that an operator such as MatMul, Add or LayerNormalization
     combines with an activation, directly or after operators on constants. An activation is computed
-    from float inputs, or from rows that are gathered from a table. The tables themselves
-    (embeddings) are not weights, unless they are also multiplied with activations (the tied table
-    of a decoder).
+    from float inputs, or from rows that are gathered from a table. The table itself (embeddings) is
+    no weight, unless it is also multiplied with activations (the tied table of a decoder).
     """
     sources: dict[ir.Value, frozenset[str]] = {
         value: frozenset([name]) if _may_be_weight(value) else frozenset()

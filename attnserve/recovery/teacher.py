@@ -75,8 +75,7 @@ def open_teacher(
 def remembered(
     teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]
 ) -> Callable[[int, Batch], list[np.ndarray]]:
-    """Return a function that caches the outputs for held-out batches, which are measured
-    repeatedly.
+    """Return a function that caches the outputs for the held-out batches of all measurements.
 
     The function takes the index of a batch and the batch, and returns one array for each name.
     Outputs are kept up to ``KEPT_BYTES``; outputs of other batches are computed again. Caches,

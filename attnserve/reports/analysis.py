@@ -108,8 +108,7 @@ class LayerSummary:
 
     Attributes:
         nearest: Index of the most similar earlier layer; None for the first.
-        similarity: Mean similarity of this layer's heads to their best matches in ``nearest`` (eq.
-            3).
+        similarity: Mean similarity of this layer's heads to their best matches there (eq. 3).
         uniform: Mean similarity of this layer's heads to uniform attention, which a layer that is
             worth reusing must exceed.
         rank, full_rank: Directions that hold 99 % of W_Q and of W_K (the larger), and the maximum;

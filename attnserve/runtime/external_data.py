@@ -68,8 +68,7 @@ def map_external_data(model: ir.Model) -> None:
     ``ir.external_data.load_to_model`` copies each array and closes its map, which raises
     BufferError while another array of the map exists, such as a constant in cached shape
     information. ``ir.save`` with ``external_data`` closes the maps of tensors of up to 256 bytes.
-    Both ignore tensors in attributes. This function keeps a map open as long as an array of it
-    exists.
+    Both ignore tensors in attributes. This function keeps a map open while an array of it exists.
     """
     for value, tensor in external_weights(model):
         value.const_value = in_memory(tensor)

@@ -361,8 +361,7 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 def _without_plugin_warning(ort: Any) -> Generator[None]:
     """Suppress the warning of each session on CUDA that the provider is not a plugin.
 
-    The warning goes to the default log of the process. The level of that log cannot be read, so the
-    default level is set afterwards.
+    The level of the process log cannot be read, so it is set to the default level afterwards.
     """
     ort.set_default_logger_severity(FATAL)
     try:

@@ -170,8 +170,7 @@ class ComparisonProcess:
         """Run the original on a row; see ``LiveComparison.compare``.
 
         Returns:
-            The result of ``LiveComparison.compare``; None also if the model is no longer served or
-            cannot be compared, or if there is no child.
+            None also without a child, or if the model is no longer served or cannot be compared.
 
         Raises:
             AttnserveError: The comparison or the start of the child failed.

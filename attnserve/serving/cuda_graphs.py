@@ -20,11 +20,10 @@ __all__ = ["GraphRunner"]
 class GraphRunner(SessionWrapper[OnnxSession]):
     """Run a session and capture frequent shapes as CUDA graphs.
 
-    The inputs of a run are padded to the bucket and copied into the input buffers of the graph; the
-    graph is replayed, and padding is removed from the outputs. Padding rows are copies of the first
-    row. Padding tokens are zeros, also in the attention mask. Capturing starts after
-    ``allow_padding``. If padding is not allowed, or an output has unknown dynamic axes, buckets
-    have the exact shape of their runs.
+    Inputs are padded to the bucket and copied into the input buffers of the graph; the graph is
+    replayed, and padding is removed from the outputs. Padding rows are copies of the first row.
+    Padding tokens are zeros, also in the attention mask. Capturing starts after ``allow_padding``.
+    Without padding, or with unknown dynamic axes of an output, buckets have the shape of the run.
 
     Args:
         session: A session with ``Cuda.graphs``.

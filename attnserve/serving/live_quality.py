@@ -129,8 +129,7 @@ class LiveReport:
         value: The quality; None before the first four rows.
         ci95: The two-sided interval; None for less than ``measures.MIN_ROWS`` rows.
         promise: The guaranteed quality; None without a guarantee.
-        broken: Whether a violation of the guarantee was detected, and the guarantee was not met
-            again since.
+        broken: Whether a violation of the guarantee was detected, and it was not met again since.
         rows: The number of measured rows, at most ``WINDOW``.
         also: Other measures of the same rows, by name.
     """

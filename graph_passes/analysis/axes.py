@@ -50,8 +50,7 @@ def bind_axes(
     cache covers past and new tokens: the length of the mask is the sum of both lengths.
 
     Args:
-        distinct_lengths: Give each token axis a different length, starting at the length of the
-            workload.
+        distinct_lengths: Give each token axis a different length, from that of the workload on.
     """
     axes = named_axes(graph)
     lengths = {

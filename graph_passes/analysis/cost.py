@@ -397,8 +397,7 @@ def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:
     """The polynomial through these counts; None if the last one, a check, does not lie on it.
 
     Args:
-        counts: MACs on the grid of ``POINTS`` in the order of ``itertools.product``, then at
-            ``CHECK``.
+        counts: MACs on the grid of ``POINTS`` (``itertools.product``), then at ``CHECK``.
     """
     polynomial = Polynomial(axes, _interpolate(counts[:-1], len(axes)))
     return polynomial if polynomial(dict.fromkeys(axes, CHECK)) == counts[-1] else None
@@ -419,8 +418,7 @@ def _interpolate(counts: Sequence[int], axes: int) -> dict[tuple[int, ...], Frac
 def _lagrange(point: int) -> list[int]:
     """The coefficients of twice the Lagrange basis polynomial of a point of ``POINTS``.
 
-    The constant comes first. Twice the coefficients are integers, because the points are
-    consecutive integers.
+    The constant comes first. All are integers, because the points are consecutive integers.
     """
     a, b = (other for other in POINTS if other != point)
     scale = 2 // ((point - a) * (point - b))

@@ -197,8 +197,7 @@ def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """Infer all shapes of a model at the given axis lengths, including bodies of nodes.
 
     Outputs of unknown operators, data-dependent shapes and loop states of changing shape stay
-    unknown; this is not an error. Axes with a single possible length have that length
-    (``convolved_lengths``).
+    unknown; this is not an error. Axes of images have their only possible length.
     """
     axes = {**convolved_lengths(model.graph), **axes}
     inference = _Inference({"": 1, **model.opset_imports})

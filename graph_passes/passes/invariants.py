@@ -206,8 +206,7 @@ def check_invariants(expected: Interface, model: ir.Model, *, after: str) -> Non
         after: The name of the pass, for the error.
 
     Raises:
-        InvariantBroken: An invariant is violated. The error names the invariant, the pass and the
-            first violation.
+        InvariantBroken: An invariant, which the error names with the pass, is violated.
     """
     for invariant in INVARIANTS:
         violations = invariant(expected, model)

@@ -110,8 +110,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         """Check the edges of all targets together: a source must not be reused itself.
 
         Raises:
-            InvalidArgument: An edge does not lead from a head to a head of an earlier layer that
-                computes its own probabilities.
+            InvalidArgument: An edge does not lead to a head that an earlier layer computes.
         """
         check_edges(self.targets, self.find(analyses))
         super().validate(analyses)

@@ -19,8 +19,7 @@ class RoundInFloat32(ir.passes.InPlacePass):
     After:  z = float32(bfloat16(f(x, W))) in float32
 
     The result equals that of a kernel that sums in float32 and rounds once, except for the order of
-    summation. The pass serves to measure the loss of bfloat16 on machines without such kernels. The
-    graph is slower than in float32.
+    summation. Use the pass to measure the loss of bfloat16 without such kernels; it is slow.
     Constants keep their values. Inputs and outputs of type bfloat16 become float32.
     """
 

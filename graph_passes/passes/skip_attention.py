@@ -69,8 +69,7 @@ class Replacement(BaseModel):
 
     Attributes:
         kind: An affine map of the input, or a constant.
-        map: The weights of the replacement; by default zeros, which are fitted later. Not part of
-            plan.json.
+        map: The weights, which are not in plan.json; by default zeros, which are fitted later.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

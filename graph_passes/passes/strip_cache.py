@@ -98,8 +98,7 @@ class _Cache:
     Attributes:
         past: The input of the graph.
         axis: The token axis of the input.
-        joins: The nodes that join the input with new keys or values; all other readers take its
-            shape.
+        joins: The nodes that join ``past`` with new keys or values; other readers take its shape.
     """
 
     past: ir.Value

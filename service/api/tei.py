@@ -2,9 +2,8 @@
 
 https://huggingface.github.io/text-embeddings-inference
 
-Routes answer for the only model, or for ``default_model``; routes below ``/models/NAME`` for the
-model NAME. As extensions, requests may name ``model`` and ``version``. Unknown fields are ignored,
-as in TEI.
+Routes answer for the only model or ``default_model``, and below ``/models/NAME`` for that model.
+As extensions, requests may name ``model`` and ``version``. Unknown fields are ignored, as in TEI.
 """
 
 from __future__ import annotations
@@ -320,8 +319,7 @@ MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
     ("classify", predict, PredictRequest),
     ("embed", embed, EmbedRequest),
 )
-"""(task, route, request). The main route of a model is the first one whose task it can do, or else
-the last one."""
+"""(task, route, request). The main route of a model is that of its first task, else the last."""
 
 
 @router.post("/", include_in_schema=False)

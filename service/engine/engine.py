@@ -176,8 +176,7 @@ class Engine:
             inputs: Every input of the model, by name.
             outputs: Names of the outputs to return, in this order; all if empty.
             deadline: On the clock of ``perf_counter``; None for none.
-            hold: Called with the size of the answer and the deadline; waits for that many free
-                bytes.
+            hold: Waits for free memory, given the bytes of the answer and the deadline.
 
         Raises:
             InvalidData: The inputs do not fit the model, or an output is unknown.
@@ -370,12 +369,7 @@ class Engine:
     def _record_success(
         self, result: RequestResult[Any, RowOutputs], started_ns: int, computed_ns: int
     ) -> None:
-        """Record an answered request.
-
-        Args:
-            started_ns: The start of the request.
-            computed_ns: The end of its last run.
-        """
+        """Record an answered request, which started and was computed at these times."""
         now_ns = perf_counter_ns()
         runs = [batch.result.stage_ns for batch, _ in result.batches]
         before, inside, after = map(sum, zip(*runs, strict=True))

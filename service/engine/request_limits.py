@@ -29,11 +29,7 @@ def check_size(
     row: Mapping[str, tuple[int, ...]],
     outputs: Sequence[str],
 ) -> int:
-    """Refuse a request that needs too much memory.
-
-    Args:
-        shapes: The shapes of the inputs of the request.
-        row: The shapes of the inputs of one row.
+    """Refuse a request that needs too much memory, by the shapes of its inputs and of one row.
 
     Returns:
         The size of the output tensors in bytes.
