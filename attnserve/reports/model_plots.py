@@ -15,13 +15,13 @@ __all__ = ["figures"]
 
 
 def figures(rewrite: LineageEntry) -> list[Figure]:
-    """The plots of one rewrite, as far as its values are recorded."""
+    """The plots that the recorded values of one rewrite allow."""
     plots = (_changes(rewrite), _latency(rewrite), _recovery(rewrite))
     return [figure for figure in plots if figure is not None]
 
 
 def _changes(rewrite: LineageEntry) -> Figure | None:
-    """Plot the error of each change, and the cost after the change."""
+    """Error of each change, and the cost after it."""
     changes = [change for change in rewrite.changes if change.relative_error is not None]
     if len(changes) < 2:
         return None
@@ -71,7 +71,7 @@ def _groups(names: list[str]) -> tuple[list[int], list[str]]:
 
 
 def _latency(rewrite: LineageEntry) -> Figure | None:
-    """Plot the latency of the original and of the new model at each measured shape."""
+    """Latency of the original and of the new model at each measured shape."""
     speeds = rewrite.search.speeds if rewrite.search else ()
     if not speeds:
         return None
@@ -109,7 +109,7 @@ def _latency(rewrite: LineageEntry) -> Figure | None:
 
 
 def _recovery(rewrite: LineageEntry) -> Figure | None:
-    """Plot the losses of the training against time."""
+    """Losses of the training against time."""
     history = rewrite.training.history if rewrite.training else ()
     rows = [(s, a, b) for s, a, b in history if a and b and a > 0 and b > 0]
     if len(rows) < 2:
