@@ -77,7 +77,7 @@ class ElementMap:
         columns: The column of the product.
         tokens: The token of the product, by number in the order of the product.
         gain: The factor of the product's element.
-        offset: The summand after the factor.
+        offset: The summand after the gain.
         factor_index: The flat index into the position factor of the term; unused if the factor
             is 1.
     """

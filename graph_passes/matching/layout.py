@@ -661,7 +661,7 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
 
 
 def _reads_elements(node: ir.Node) -> bool:
-    """Whether a node reads elements: no Shape, and no change of shape before one (onnxsim)."""
+    """Whether a node reads elements; a Shape does not, nor a reshape that only Shape nodes read."""
     if node.op_type in FLATTENS:
         output = node.outputs[0]
         return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())

@@ -206,7 +206,7 @@ def check_invariants(expected: Interface, model: ir.Model, *, after: str) -> Non
         after: The name of the pass, for the error.
 
     Raises:
-        InvariantBroken: An invariant, which the error names with the pass, is violated.
+        InvariantBroken: An invariant is violated; the error names it and the pass.
     """
     for invariant in INVARIANTS:
         violations = invariant(expected, model)
