@@ -1,9 +1,9 @@
 """Find, compress, verify, benchmark and serve multi-head attention in ONNX models.
 
-The functions here are the commands of the same names (``verify_again`` is ``verify --again``, and
-``evaluate_mteb`` is ``evaluate --mteb``), and the classes are groups of their options. The fields
-of the groups are keywords of the functions too: ``optimize(model, keep=0.99, calib="texts.txt")``
-(``__init__.pyi`` lists them for type checkers). Each is imported on first use.
+The functions are the commands of the same names (``verify_again`` is ``verify --again``, and
+``evaluate_mteb`` is ``evaluate --mteb``). The classes are groups of options, whose fields are also
+keywords of the functions: ``optimize(model, keep=0.99, calib="texts.txt")`` (``__init__.pyi`` lists
+them for type checkers). Functions and classes are imported on first use.
 """
 
 from __future__ import annotations

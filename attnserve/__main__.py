@@ -17,7 +17,7 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import and run the command line; returns the exit code."""
     try:
-        # Not by an exception, which could be lost, or end an import with a crash.
+        # An exception could be lost, or end an import with a crash.
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
         from attnserve.cli.app import main as run
 

@@ -23,7 +23,7 @@ Provider = Literal["cpu", "cuda"]
 """The kind of processor."""
 
 AUTO = "auto"
-"""The fastest runtime where serving measures it; elsewhere see ``runtime_of``."""
+"""The fastest runtime in serving, by measurements; in other commands see ``runtime_of``."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""
@@ -50,7 +50,7 @@ class Device:
 
     @property
     def runtime_name(self) -> str:
-        """Name of the runtime in ``RUNTIMES`` where nothing is measured."""
+        """Name of the runtime in ``RUNTIMES``, without a measurement."""
         return "onnxruntime" if self.runtime == AUTO else self.runtime
 
 

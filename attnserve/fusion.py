@@ -1,10 +1,10 @@
 """Lossless operator fusion: write a model in the operators that ONNX Runtime runs fastest.
 
-Attention and GELU become one operator each, residual sums and biases use the fewest nodes. Nothing
-is approximated, but sums are computed in another order. No fusion adds multiply-accumulates: heads
-that share query and key dimensions keep their form. Serving fuses the models that it loads
-(``planning.served_graph``). Every conversion of the precision fuses first. Products with
-quantized weights stay as they are.
+Attention and GELU become one operator each, and residual sums and biases take as few nodes as
+possible. Fusion is exact, except that sums are computed in another order. No fusion adds
+multiply-accumulates: heads that share query and key dimensions keep their form. Serving fuses the
+models that it loads (``planning.served_graph``). Every conversion of the precision fuses first.
+Products with quantized weights do not change.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PROJECTING: frozenset[FusedOperator] = frozenset({"attention", "merged"})
 """Operators that contain the projections; integer conversions cannot convert these."""
 
 COUNTED = tuple(Workload.of(*shape) for shape in ((1, 1), (2, 1), (1, 512), (1, 4096)))
-"""Workloads at which the MACs of the fused model are compared with those of the original."""
+"""Workloads at which the MACs of the fused model are compared with the MACs of the original."""
 
 RESIDUAL_PASSES: Mapping[Provider, Sequence[type[FuseResiduals | FuseSkipNorm]]] = {
     "cpu": (FuseResiduals,),
@@ -79,8 +79,8 @@ def fusion_passes(
     """The passes that fuse every possible block.
 
     Args:
-        operators: Attention operators, of which the first that applies is used (None:
-            ``ATTENTION_OPERATORS`` of the provider).
+        operators: Attention operators, of which the first that applies is used; None for the
+            ``ATTENTION_OPERATORS`` of the provider.
         is_timed_only: See ``fuse``.
 
     Raises:
@@ -138,7 +138,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         is_timed_only: Skip certification, because the model is only timed.
 
     Raises:
-        CannotRewrite: The opset of an operator is out of reach.
+        CannotRewrite: The model cannot be converted to the opset of an operator.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
     attention = [graph_pass for graph_pass in passes if isinstance(graph_pass, FuseAttention)]
@@ -188,7 +188,7 @@ def fuse_for(
 
     Args:
         precision: The precision in which the model will run.
-        provider: Where the model runs; half precision is for GPUs.
+        provider: The processor of the model; half precision is for GPUs.
         is_timed_only: See ``fuse``.
 
     Returns:
@@ -207,7 +207,7 @@ def fuse_for(
             fused, passes = _fused_copy(model, runs_on, operators)
     except CannotRewrite:
         return ()
-    except InvalidModel as error:  # a defect of the fusion: the model is converted as it is
+    except InvalidModel as error:  # a defect of the fusion: convert the model without it
         log.warning("operators are not fused: %s", error.what)
         return ()
     model.graph = fused.graph

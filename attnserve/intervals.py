@@ -4,9 +4,8 @@
                                       with Hall's correction. Qualities are such means over texts.
     bootstrap_interval                any other statistic of rows: scores of tasks, such as rank
                                       correlations, and medians of paired times.
-    ratio_lower_bound                 a ratio of two statistics of the same blocks of rows, whose
-                                      standard error is that of a bootstrap: the kept share of a
-                                      score.
+    ratio_lower_bound                 a ratio of two statistics of the same blocks of rows, with the
+                                      standard error of a bootstrap: the kept share of a score.
 
 Two-sided intervals have a confidence of 95 %. Sources: Hall 1992, "On the removal of skewness by
 transformation"; Efron 1979, "Bootstrap methods" (percentile intervals); Kuensch 1989 (blocks).
@@ -106,7 +105,7 @@ def bootstrap_interval(
 
 
 def _student(confidence: float, count: int) -> float:
-    """The quantile of Student's t for the mean of so many values."""
+    """The quantile of Student's t for the mean of ``count`` values."""
     from scipy.stats import t as student  # slow to import
 
     return float(student.ppf(confidence, count - 1))

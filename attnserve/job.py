@@ -42,14 +42,14 @@ DEFAULT_LENGTH = 128
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """The inputs of a command, which its steps share and do not change.
+    """The inputs of a command, which all steps share and none changes.
 
     Attributes:
         artifact: The original on disk.
         original: The graph of the original.
         data: Calibration data; without it, factors are computed from the weights alone.
         others: Data of ``also_prove``, by file name.
-        tokenizer: The tokenizer that was given in place of the artifact's.
+        tokenizer: The given tokenizer, which replaces the artifact's.
         measure: The measure of quality.
         target: The precision and the target workloads.
     """
@@ -111,7 +111,7 @@ class Job:
         """Read the data of a job that searches for a goal; see ``Job.read``.
 
         Raises:
-            InvalidData: There are too few rows for the parts to fit, to choose and to verify.
+            InvalidData: The rows are too few for the parts to fit, to choose and to verify.
         """
         # With `measure` score, the lengths are those of the task's data.
         joined = None if goal.measure == "score" else target.sequence
@@ -206,7 +206,7 @@ class Job:
 
         Args:
             batches: Held-out rows of ``data``.
-            split: Their part of the data; see ``Quality``.
+            split: The part of the data; see ``Quality``.
             open_new: Opens the model; without it, it runs on the device of the context.
 
         Raises:
@@ -251,8 +251,8 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:
     """The lengths of the target workloads in tokens.
 
-    They are the requested ones, else the medians of four equal parts of the data by length, else
-    ``DEFAULT_LENGTHS``.
+    The lengths are the requested ones, else the medians of four equal parts of the data by length,
+    else ``DEFAULT_LENGTHS``.
     """
     if sequence is not None:
         return spread_lengths(sequence)

@@ -1,4 +1,4 @@
-"""Values of options with a fixed set, as ``Literal``. Nothing heavy is imported, for ``--help``."""
+"""Values of options with a fixed set, as ``Literal``. Imports no large library, for ``--help``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Importance = Literal["energy", "loo", "voting"]
 LearnedTask = Literal["sts", "classification"]
 Measure = Literal["auto", "similarity", "index", "tau", "r2", "kl", "top1", "cosine"]
 MixingKind = Literal["dense", "sparse", "own"]
-"""Which of the shared dimensions a head reads: all, some, or its own, which no other head reads."""
+"""The dimensions that a head reads: all shared ones, some, or own ones that no other head reads."""
 MixingOption = Literal["auto", "dense", "sparse"]
 Role = Literal["query", "document"]
 Side = Literal["right", "left"]
@@ -44,7 +44,7 @@ Precision = str
 SearchMeasure = Literal[Measure, "score"]
 Similarity = Literal["cosine", "dot"]
 Split = Literal["choose", "verify", "held out", "data", "random"]
-"""The inputs that a quality is measured on: the rows to choose, those to verify, both, all rows, or
+"""The inputs of a measured quality: the rows to choose, the rows to verify, both, all rows, or
 random inputs."""
 TaskName = Literal[
     "sts",

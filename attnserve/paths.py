@@ -22,7 +22,7 @@ def as_path(path: StrPath | None) -> Path | None:
 
 
 def as_paths(paths: StrPath | Iterable[StrPath] | None) -> list[Path]:
-    """A list of no, one or several paths."""
+    """A list of paths, from None, one path or several paths."""
     if paths is None:
         return []
     return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(one) for one in paths]

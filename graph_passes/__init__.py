@@ -8,8 +8,8 @@
 >>> find_attention(result.model).blocks[0].num_heads
 2
 
-A block is invalid once its graph has changed: find again after each rewrite. ``public`` lists the
-names. It is imported on first use, because its dependencies take long to import.
+A block is invalid once its graph has changed: find again after each rewrite. The module ``public``
+lists the names. It is imported on first use, because its dependencies take long to import.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if find_spec(f"{__name__}.{name}") is None:  # `from graph_passes import errors` asks here first
+    if find_spec(f"{__name__}.{name}") is None:  # also called for `from graph_passes import errors`
         public = import_module(f"{__name__}.public")
         if name == "__all__" or name in public.__all__:
             return getattr(public, name)

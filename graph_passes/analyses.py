@@ -42,7 +42,7 @@ class Analyses:
     ) -> T:
         """Return ``analysis(model, *args, **kwargs)``, cached; arguments must be hashable.
 
-        An argument that equals its default is the same as one that is left out.
+        An argument that equals its default shares the cache entry of a call without that argument.
         """
         bound = _signature(analysis).bind(self.model, *args, **kwargs)
         bound.apply_defaults()
@@ -58,9 +58,9 @@ class Analyses:
     @classmethod
     @contextmanager
     def of(cls, model: ir.Model) -> Generator[Analyses]:
-        """The analyses that an outer block keeps for the model, or new ones for this block."""
+        """Yield the analyses of an outer ``with`` block for the model, or else new analyses."""
         active = model.meta.get(KEY)
-        if isinstance(active, cls) and active.model is model:  # clones copy the reference
+        if isinstance(active, cls) and active.model is model:  # a clone copies ``meta``
             yield active
             return
         context = cls(model)

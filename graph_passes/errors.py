@@ -30,14 +30,14 @@ MALFORMED_NODE = (ArithmeticError, IndexError, KeyError, TypeError, ValueError)
 
 
 class AttnserveError(Exception):
-    """Base class of all errors: a stable code, what is wrong, and how to fix it.
+    """Base class of all errors, with a stable code, the problem, and the fix.
 
     Texts name parameters of the Python API in backticks (```prune```). The command line replaces
     them with its options.
 
     Args:
-        what: What is wrong and where, with expected and actual values; one line.
-        fix: How to fix it; one line.
+        what: The problem and its place, with expected and actual values; one line.
+        fix: The fix; one line.
         code: Stable identifier of the cause for programs and tests: ``area.cause``.
     """
 
@@ -106,12 +106,12 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why something does not apply, such as a rewrite to a block, as a value.
+    """The reason why something does not apply, such as a rewrite to a block.
 
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
         reason: One clause for users; the subject of a refused rewrite is the block.
-        fix: What to do instead, if the reason determines it.
+        fix: The alternative for users, if the reason determines it.
     """
 
     code: str
@@ -122,5 +122,5 @@ class Refusal:
         return self.reason
 
     def error(self, name: str, fix: str) -> CannotRewrite:
-        """The error if the block of this name must be rewritten; its code is ``rewrite.CODE``."""
+        """Return the error for a requested rewrite of the block; its code is ``rewrite.CODE``."""
         return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")

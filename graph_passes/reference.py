@@ -128,7 +128,7 @@ def softmax(logits: Float[np.ndarray, "*batch T"]) -> Float[np.ndarray, "*batch 
 def _project(
     projection: Projection, values: Mapping[ir.Value, np.ndarray], batch: int
 ) -> Float[np.ndarray, "B H T K"]:
-    """The heads of all T tokens: cached ones, then those of the tokens."""
+    """The heads of all T tokens: the cached heads, then the heads of the new tokens."""
     if projection.past is None:
         return _present(projection, values, batch)
     cached = values[projection.past.value].astype(np.float64)

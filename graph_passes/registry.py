@@ -63,7 +63,7 @@ class Registry(Generic[Part]):
     Args:
         option: Name of the option that selects a part, for errors.
         parts: Parts of this package.
-        load: Adds further parts of this package, the first time that one is looked up.
+        load: Adds further parts of this package when a part is first looked up.
     """
 
     def __init__(self, option: str, *parts: Part, load: Callable[[], None] = lambda: None) -> None:
@@ -80,7 +80,7 @@ class Registry(Generic[Part]):
             replace: Replace the part of the same name.
 
         Raises:
-            InvalidArgument: There is a part of the same name.
+            InvalidArgument: Another part has the same name.
         """
         if part.name in self._parts and not replace:
             raise InvalidArgument(
@@ -95,7 +95,7 @@ class Registry(Generic[Part]):
         """The part of this name, of this package or of a plugin.
 
         Raises:
-            InvalidArgument: There is no such part, or a plugin cannot be imported.
+            InvalidArgument: No part has this name, or a plugin cannot be imported.
         """
         if name not in self:
             *others, last = self._parts

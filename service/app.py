@@ -28,7 +28,7 @@ from service.present_state import PresentState
 from service.settings import Settings
 
 LARGE_BYTES = 262_144
-"""Minimum size of compressed answers; smaller ones are transferred faster than compressed."""
+"""Minimum size of compressed answers; the transfer of smaller ones is faster than compression."""
 
 REFUSES_GZIP = re.compile(r"\bgzip\s*;\s*q=0(\.0*)?\s*(,|$)", re.IGNORECASE)
 
@@ -43,7 +43,7 @@ class CompressLarge(GZipMiddleware):
 
 
 def create_app(settings: Settings | None = None, repository: Repository | None = None) -> FastAPI:
-    """The application that serves ``settings.model``.
+    """Create the application that serves ``settings.model``.
 
     Args:
         settings: Model path and limits; None reads the environment.
@@ -86,7 +86,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
         **dict.fromkeys(tei.PREFIXES, tei.render_error),
     }
-    # The middleware added last runs first: it also counts refused requests and gives them an id.
+    # The middleware added last runs first: ``ObserveRequests`` also counts refused requests.
     app.add_middleware(
         CompressLarge,
         minimum_size=LARGE_BYTES,
@@ -110,13 +110,13 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
 
     @app.get("/", include_in_schema=False)
     async def root(request: Request) -> Response:
-        """The dashboard for browsers, else the same as /health."""
+        """The dashboard for browsers; for other clients, the answer of /health."""
         is_browser = "text/html" in request.headers.get("accept", "")
         answer = page() if is_browser else await tei.health(request)
         answer.headers["vary"] = "Accept"
         return answer
 
-    # In threads: both read the files of all workers.
+    # Plain functions run in threads: both routes read the files of all workers.
     @app.get("/metrics", tags=["Metrics"], response_class=Response)
     def prometheus() -> Response:
         """All series in the Prometheus text format."""

@@ -31,8 +31,8 @@ CONTROL = re.compile(r"/v2/repository/models/[^/]*/(un)?load\s*")
 """Paths that load or unload a model. Starlette's routes also match a trailing line break."""
 
 OPEN = (*HEALTH, "/")
-"""Paths that need no key, except to POST: health checks, and the dashboard page, whose data does
-need one."""
+"""Paths that need no key, except for POST: health checks, and the dashboard page. The data of the
+dashboard needs a key."""
 
 Keys = dict[bytes, str]
 """The name of each key, by the SHA-256 checksum of the key."""
@@ -41,7 +41,7 @@ Keys = dict[bytes, str]
 def read_keys(settings: Settings) -> Keys:
     """All keys of ``settings`` and of its key file with their names; empty if no key is required.
 
-    A line of the file may name its key: ``KEY NAME``. The name of another key is the beginning of
+    A line of the file may name its key: ``KEY NAME``. The name of any other key is the beginning of
     its SHA-256 checksum.
 
     Raises:
@@ -52,7 +52,7 @@ def read_keys(settings: Settings) -> Keys:
     if settings.api_keys_file is not None:
         keys += _read_file(settings.api_keys_file)
     for number, (key, _) in enumerate(keys, 1):
-        if not key:  # requests without a key would match it
+        if not key:  # requests without a key would match an empty key
             raise InvalidArgument(
                 f"key {number} of {len(keys)} is empty", "remove or set it", code="keys.empty"
             )
@@ -86,7 +86,7 @@ def _admin_keys(settings: Settings) -> Keys:
 
 
 def _named(keys: Iterable[tuple[str, str]]) -> Keys:
-    """Keys with their names; without a name, it is the beginning of the checksum."""
+    """Keys with their names; the default name is the beginning of the checksum."""
     checksums = ((hashlib.sha256(key.encode()).digest(), name) for key, name in keys)
     return {checksum: name or checksum.hex()[:8] for checksum, name in checksums}
 
@@ -94,13 +94,13 @@ def _named(keys: Iterable[tuple[str, str]]) -> Keys:
 class Authorize:
     """ASGI middleware: refuses requests without a known key, and loading of models.
 
-    A key is sent as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; without one the answer is
-    401, if the service has keys. A key file is reloaded when it has changed, in every worker. If
-    it cannot be read, or contains no key, the previous keys stay valid.
+    A key is sent as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``. A service with keys
+    answers 401 to other requests. Every worker reloads a changed key file. If the file cannot be
+    read, or contains no key, the previous keys stay valid.
 
-    Loading and unloading is answered with 403, unless the client may do it. A web page of another
-    site can send requests to a server on the same machine. Browsers send the site in ``Origin``,
-    even if its name was bound to another address (DNS rebinding).
+    Loading and unloading is answered with 403, unless the client has the permission. A web page of
+    another site can send requests to a server on the same machine. Browsers send the site in
+    ``Origin``, even if its name was bound to another address (DNS rebinding).
     """
 
     def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
@@ -146,7 +146,7 @@ class Authorize:
     def _is_own(self, origin: str) -> bool:
         if origin in self._settings.cors_origins:
             return True
-        with suppress(ValueError):  # it is not a URL
+        with suppress(ValueError):  # ``origin`` is not a URL
             return self._settings.is_local and is_loopback(urlsplit(origin).hostname or "")
         return False
 
@@ -174,7 +174,7 @@ class Authorize:
 
 
 def _is_known(scope: Scope, names: Keys) -> bool:
-    """Whether the key of a request has one of these checksums; its name goes to the log.
+    """Whether the key of a request has one of these checksums; the log gets the name of the key.
 
     All keys are compared in constant time, to prevent timing attacks.
     """

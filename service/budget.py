@@ -41,7 +41,7 @@ class Budget:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            DeadlineExceeded: The deadline passed before.
+            DeadlineExceeded: The deadline passed before the bytes were free.
         """
         timeout_s = None if deadline is None else deadline - perf_counter()
         try:
@@ -56,7 +56,7 @@ class Budget:
             ) from error
 
     def give_back(self, size: int) -> None:
-        """Release ``size`` reserved bytes, and admit those that wait for them."""
+        """Release ``size`` reserved bytes, and admit the requests that wait for them."""
         self._used -= size
         self._freed.set()
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCost:
-    """The cost of one inference answer; the names are those of its v2 parameters.
+    """The cost of one inference answer; the v2 parameters of the answer have the same names.
 
     Attributes:
-        tokens: Without padding.
-        out_of_calibration: Rows outside of the calibration data; None if there are none.
-        macs, flops: With padding; None if the graph cannot be counted.
+        tokens: Number of tokens without padding.
+        out_of_calibration: Number of rows outside of the calibration data; None without such rows.
+        macs, flops: Operations with padding; None if the graph cannot be counted.
         rss_bytes: Resident memory of this process.
         gpu_bytes: Memory in use on the whole device; None without a GPU.
     """

@@ -63,7 +63,7 @@ class InvalidField(InvalidData):
 
 
 class UnknownField(InvalidField):
-    """The body has a field that no request of this kind has."""
+    """The body has a field that this kind of request does not define."""
 
 
 class EmptyBatch(ServiceError):
@@ -97,7 +97,7 @@ class NotReady(ServiceError):
 
 
 class ClientGone(ServiceError):
-    """The client disconnected before its answer."""
+    """The client disconnected before the answer."""
 
     default_code = "request.client_gone"
 
@@ -134,7 +134,7 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 """Headers of error answers by status."""
 
 ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
-"""Makes (status, body) of an error answer from its status, its text and the error, if any."""
+"""A function from the status, text and exception (if any) of an error to (status, body)."""
 
 
 def error_response(
@@ -150,7 +150,7 @@ def error_response(
 
 
 def hide_folders(text: str, served: Path) -> str:
-    """``text`` with relative paths for files in ``served``, temporary and installation folders.
+    """Replace paths of files in ``served``, temporary and installation folders by relative paths.
 
     Paths of the server are hidden from clients. Only known folders are replaced, because tensor
     names look like paths ("/model/Add").

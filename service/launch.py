@@ -49,7 +49,7 @@ def serve(settings: Settings) -> None:
 
 
 def share_cores(settings: Settings) -> Settings:
-    """Set the threads of a run in ``settings``, if runs share the cores or a CPU quota applies.
+    """Set the number of threads of a run, if runs share the cores or a CPU quota applies.
 
     ONNX Runtime would otherwise use all cores of the machine. Tokenizers use half of them, so that
     long texts leave cores to other runs.
@@ -59,7 +59,7 @@ def share_cores(settings: Settings) -> Settings:
     if not threads and (settings.workers > 1 or cores < (os.cpu_count() or 1)):
         runs = settings.workers * max(1, settings.concurrency) if settings.workers > 1 else 1
         threads = max(1, cores // runs)
-    # Workers inherit it.
+    # Workers inherit this variable.
     os.environ.setdefault("RAYON_NUM_THREADS", str(threads or max(1, cores // 2)))
     return settings.model_copy(update={"threads": threads})
 

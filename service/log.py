@@ -20,7 +20,7 @@ from attnserve.control_characters import escape_control
 from service.settings import Settings
 
 REQUEST: ContextVar[dict[str, str] | None] = ContextVar("request", default=None)
-"""Client address, ids and key of the current request, which are part of each of its lines."""
+"""Client address, ids and key of the current request: a part of each log line of the request."""
 
 LOG_RECORDS = 10_000
 """Maximum number of log records that wait for stderr."""
@@ -85,7 +85,7 @@ class _LogWriter(QueueListener):
 
 
 def configure_log(settings: Settings) -> None:
-    """Log to stderr from a thread, also warnings of Python, and the stacks of a crash.
+    """Log to stderr from a thread, including Python warnings and the stacks of a crash.
 
     A stalled reader of stderr must not block the event loop.
     """

@@ -2,7 +2,7 @@
 
 One registry holds all series of a process. Several workers use the multiprocess mode of
 prometheus_client: the parent sets PROMETHEUS_MULTIPROC_DIR in their environment, every worker maps
-its series to files in that folder, and each one reads the files of all. The exact v2 statistics are
+its series to files in that folder and reads the files of all workers. The exact v2 statistics are
 counters of the same registry.
 """
 
@@ -39,7 +39,7 @@ Version = tuple[str, str]
 """(model, version)."""
 
 Series = dict[str, dict[tuple[str, ...], float]]
-"""Values of one version, by the name of the series, and by its labels except model and version."""
+"""Values of one version, by the name of the series, then by its labels except model and version."""
 
 
 class StageNanoseconds(NamedTuple):
@@ -58,11 +58,11 @@ class VersionState(NamedTuple):
     """State of one loaded version.
 
     Attributes:
-        model, version: Its name.
+        model, version: The names of the model and the version.
         waiting: Rows that wait for a batch.
         in_flight: Requests that wait or run.
-        ready: Whether it can run.
-        runtime, precision: Its runtimes and data types; see ``Model``.
+        ready: Whether the version can run.
+        runtime, precision: The runtimes and data types of the version; see ``Model``.
     """
 
     model: str
@@ -213,7 +213,7 @@ class Metrics(Collector):
 
 
 def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
-    """The series of all workers, including those that have exited."""
+    """The series of all workers, including exited workers."""
     # A worker creates its file empty and sets the size afterwards.
     files = [
         str(path) for pattern in patterns for path in folder.glob(pattern) if path.stat().st_size
@@ -225,7 +225,7 @@ def _merged(folder: Path, *patterns: str) -> Iterator[Metric]:
 
 
 def _is_readable(path: str) -> bool:
-    """Whether a file is complete: a full disk, or a killed worker, may have cut it."""
+    """Whether a file is complete; a full disk or a killed worker leaves incomplete files."""
     try:
         MultiProcessCollector.merge([path])
     except UNREADABLE:
@@ -339,7 +339,7 @@ class ModelMetrics:
             return {"count": int(count), "ns": int(ns)}
 
         sizes = {int(rows): int(count) for (rows,), count in series.get("batches", {}).items()}
-        # Another worker may have counted a batch, and its time not yet.
+        # Another worker may have counted a batch, but not yet its time.
         size_ns = Tally(series.get("batch_ns", {}))
         return {
             "name": self._of[0],
@@ -365,11 +365,11 @@ class ModelMetrics:
         """The last minute by second, oldest first, without the current second.
 
         Args:
-            recorded: The seconds of this version.
+            recorded: The totals of this version, by second.
             delay_s: The age in seconds of the newest second.
 
         Returns:
-            The JSON of each second, and of all. Percentiles in milliseconds are exact, or null.
+            The JSON of each second, and of the minute. Percentiles are exact milliseconds or null.
         """
         end = int(time()) - delay_s
         seconds = [recorded.get(number) or Second(number) for number in range(end - WINDOW_S, end)]

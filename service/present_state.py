@@ -16,13 +16,13 @@ __all__ = ["PresentState"]
 
 
 class PresentState(Collector):
-    """The series that are read at the time of a scrape, of all workers."""
+    """The series of all workers that a scrape reads from the repository."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
 
     def collect(self) -> Iterator[Metric]:
-        """The queues, memory and quality."""
+        """Yield the series of the queues, the memory and the quality."""
         gauges = [
             GaugeMetricFamily(f"attnserve_{name}", text, labels=OF_MODEL)
             for name, text in (

@@ -1,10 +1,10 @@
 """HTTP connections with limits that uvicorn lacks: size of the head, duration of transfers.
 
-``uvicorn --http h11`` limits heads too, and keeps the bodies of requests that offer an upgrade, but
-needs 100 us more processor time for each request.
+The alternative ``uvicorn --http h11`` limits heads too, and keeps the bodies of requests that offer
+an upgrade, but needs 100 us more processor time for each request.
 
 A head is the request line with the headers. The parser receives complete heads only, and the next
-head separately from a body: headers that offer an upgrade are removed before, and the network may
+head separately from a body: headers that offer an upgrade are removed first, and the network may
 split a head at any byte, also within such a header.
 """
 
@@ -25,14 +25,14 @@ MAX_HEAD_BYTES = 65_536
 """Maximum size of the request line and the headers."""
 
 RECEIVE_S = 60.0
-"""Time limit of a request from its first byte on; for the first one, from the connection on."""
+"""Seconds to receive a request from its first byte on; the first, from the connection on."""
 
 SURPLUS_S = 2.0
 """Time limit for a request on a connection above the limit."""
 
 YOUNG_S, OLD_S = 1.0, 5.0
-"""Order in which waiting connections are closed above their limit: those that are younger than
-``YOUNG_S`` last, and those with an incomplete request only after ``OLD_S``."""
+"""Ages in seconds of the waiting connections that may be closed above their limit: connections
+between requests preferably from ``YOUNG_S`` on, incomplete requests only from ``OLD_S`` on."""
 
 SEND_S = 30.0
 """Time after which a connection is closed if its client receives no byte of an answer."""
@@ -48,8 +48,8 @@ START = re.compile(rb"[\r\n]{0,4}(?:[A-Z]|$)")
 """Start of a head; TLS and other protocols are refused at their first byte."""
 
 UPGRADE = re.compile(rb"(?<=\n)upgrade[ \t]*:[^\n]*\n(?:[ \t][^\n]*\n)*", re.IGNORECASE)
-"""An offer of another protocol, which this server never accepts. The JDK's client offers HTTP/2
-with every request, and httptools would drop the body
+"""A header that offers another protocol, which this server never accepts. The JDK's client offers
+HTTP/2 with every request, and httptools would drop the body
 (github.com/MagicStack/httptools/issues/124)."""
 
 HEALTH = ("/v2/health/live", "/v2/health/ready", "/health", "/ping")
@@ -90,8 +90,8 @@ class Protocol(HttpToolsProtocol):
     """A connection that is closed if its client sends too much or too slowly, or does not read.
 
     A connection above uvicorn's ``limit_concurrency`` takes the place of one that waits for its
-    client. If there is none, it is answered with 503, except for health checks. uvicorn would then
-    refuse all requests of all connections, including probes.
+    client. If no connection waits, the new one is answered with 503, except for health checks.
+    uvicorn itself would refuse all requests of all connections, including probes.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -111,7 +111,7 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # All that is not sent at once is watched. With 0, TLS of asyncio would never resume.
+        # Any unsent byte starts the watch. With 0 in place of 1, TLS of asyncio would never resume.
         transport.set_write_buffer_limits(1)
         is_surplus = self._most is not None and len(self.connections) > self._most
         if is_surplus and not self._make_room():
@@ -219,10 +219,10 @@ class Protocol(HttpToolsProtocol):
         self._receiving = self.loop.call_later(seconds, self._refuse, TOO_SLOW)
 
     def _make_room(self) -> bool:
-        """Close the connection that waits longest for its client, if there is one.
+        """Close a connection that waits for its client; return whether there was one.
 
-        Order: connections without any request, connections between two requests, young connections
-        of both kinds, and incomplete requests.
+        The order is: connections without any request, connections between two requests, young
+        connections of both kinds, connections with an incomplete request.
         """
         now = self.loop.time()
         order: dict[Protocol, tuple[bool, bool, bool, float]] = {}
@@ -271,10 +271,10 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _unsent(self) -> int:
-        """Bytes that the client has not received yet.
+        """Number of bytes that the client has not received yet.
 
-        The kernel buffers megabytes and accepts no more while a slow client reads them, so the
-        bytes that wait in this process are not a measure of progress.
+        The kernel buffers megabytes, and accepts no more while a slow client reads them. The number
+        of bytes that wait in this process is therefore no measure of progress.
         """
         waiting = self.transport.get_write_buffer_size()
         if sys.platform == "linux":
@@ -288,7 +288,7 @@ class Protocol(HttpToolsProtocol):
         return waiting
 
     def _refuse(self, status: bytes) -> None:
-        """Answer with an error after the requests before, and close the connection."""
+        """Answer with an error after the answers to earlier requests, and close the connection."""
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
@@ -312,7 +312,7 @@ class Protocol(HttpToolsProtocol):
         self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _disconnect(self) -> None:
-        """End the request that runs; uvicorn does this only for the newest one."""
+        """End the running request; uvicorn does this only for the newest one."""
         current = self._answering
         if current is not None and not current.response_complete:
             current.disconnected = True

@@ -28,8 +28,8 @@ from service.settings import Settings
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 KEEP_ALIVE_S = 75
-"""An idle connection is closed after this time. uvicorn's default of 5 s is shorter than the pause
-of many clients, and a request that is sent while the connection closes gets no answer."""
+"""Seconds after which an idle connection is closed. uvicorn's default of 5 s is shorter than the
+pauses of many clients, and a request that is sent while the connection closes gets no answer."""
 
 CLOSE = (b"connection", b"close")
 
@@ -37,7 +37,7 @@ RESERVED_FILES = 128
 """Number of open files that are not connections: models, the log, connections being refused."""
 
 CUT_S = 2.0
-"""Time to send the refusals after the drain timeout."""
+"""Seconds to send the refusals after the drain timeout."""
 
 log = logging.getLogger("attnserve")
 
@@ -45,9 +45,9 @@ log = logging.getLogger("attnserve")
 class Server(uvicorn.Server):
     """A uvicorn server that answers accepted requests before it stops.
 
-    The first SIGTERM or SIGINT reports not ready, stops accepting connections and drains. A SIGINT
-    during the drain, or its timeout, refuses the requests that are not answered yet. A process that
-    still does not end, because of a run that does not return, is terminated.
+    After the first SIGTERM or SIGINT, the server reports not ready, stops accepting connections and
+    drains. After a SIGINT during the drain, or the drain timeout, it refuses unanswered requests.
+    If the process still does not end, because a run does not return, the process is terminated.
 
     The port opens before the models are loaded, so that a probe can distinguish a loading server
     from a dead one. Until then the server is not ready, and inference is answered with 503.
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=KEEP_ALIVE_S,
                 limit_concurrency=_most_connections(repository.settings),
                 http=Protocol,
-                # Else every local client could name another address in the log.
+                # Otherwise every local client could write a false address to the log.
                 proxy_headers="FORWARDED_ALLOW_IPS" in os.environ,
                 **_tls(repository.settings),
             )
@@ -152,11 +152,11 @@ class Server(uvicorn.Server):
         if not self._repository.draining:
             self._connections.cut_answers = 0
         self._repository.draining = True
-        # uvicorn closes idle connections. This header keeps clients from sending a next request on
-        # a connection that is closing.
+        # uvicorn closes idle connections. This header keeps clients from sending another request
+        # on a closing connection.
         self.server_state.default_headers.append(CLOSE)
         self.config.encoded_headers.append(CLOSE)  # uvicorn makes the default anew each second
-        # Replaces uvicorn's handler, which raises the signals again after the drain.
+        # In place of uvicorn's handler, which raises the signals again after the drain.
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True
 
@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
         if self._loading is not None:
             self._loading.cancel()
             self._repository.loader.stop()
-        while delay > 0 and not self._interrupted:  # not ready, but still accepting
+        while delay > 0 and not self._interrupted:  # not ready, but still accepting connections
             await asyncio.sleep(min(delay, 0.1))
             delay -= 0.1
         timer = asyncio.get_running_loop().call_later(settings.drain_timeout_s, self._cut)
@@ -254,7 +254,7 @@ def log_ready(settings: Settings, address: tuple[Any, ...], names: Iterable[str]
 
 
 def bind_socket(settings: Settings) -> socket.socket:
-    """A socket bound to the address of ``settings``, not listening yet.
+    """Return a socket that is bound to the address of ``settings``, but does not listen yet.
 
     Raises:
         InvalidArgument: The address is in use, or no address of this machine.

@@ -32,14 +32,14 @@ if TYPE_CHECKING:  # `attnserve --help` needs these types
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 ServedBy = Literal["auto", "cpu", "cuda"]
-"""Execution providers; ``on_device`` replaces "auto" by one of the others before loading models."""
+"""Execution providers; ``on_device`` replaces "auto" before models are loaded."""
 
 BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
-"""Default of ``max_batch_tokens`` by provider. On a CPU, a larger batch has the throughput of two
-smaller ones and a higher latency."""
+"""Default of ``max_batch_tokens`` by provider. On a CPU, larger batches raise the latency but not
+the throughput."""
 
 RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
-"""Default of ``run_overhead_tokens`` by provider, where the cost of a run is not measured."""
+"""Default of ``run_overhead_tokens`` by provider, if the overhead of a run was not measured."""
 
 
 def _listed(value: object) -> object:
@@ -62,7 +62,7 @@ def _parsed(value: object) -> object:
 
 
 class Limits(BaseModel):
-    """Settings of one model that differ from those of the service."""
+    """Settings of one model, which override the settings of the service."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
@@ -136,7 +136,7 @@ class EnvironmentOptions(Options):
             what = f"{subject}{value_text}: {message}"
         else:
             what = f"{subject}{value_text}: expected {expected_values(field, message)}"
-        # Not every value comes from a parameter: name it only if it was given.
+        # A value may come from a parameter: name the parameter only if it was given.
         is_given = values.get(name) not in (None, cls.environment().get(name))
         raise InvalidArgument(
             what,
@@ -302,7 +302,7 @@ class Settings(EnvironmentOptions):
         return super().environment()
 
     def logged_at(self, level: str | None) -> Settings:
-        """Copy of the settings with another log level; None keeps it."""
+        """Copy of the settings with another log level; None keeps the level."""
         return self if level is None else self.model_copy(update={"log_level": level})
 
     def for_model(self, model: str) -> Settings:
@@ -314,7 +314,7 @@ class Settings(EnvironmentOptions):
 
     @property
     def device(self) -> Device:
-        """Device of the models; provider "auto" means CPU (``on_device`` replaces it before)."""
+        """Device of the models; the provider "auto", which ``on_device`` replaces, means CPU."""
         return Device("cuda" if self.provider == "cuda" else "cpu", self.threads, self.runtime)
 
     @property
@@ -340,7 +340,7 @@ class Settings(EnvironmentOptions):
         return self.max_batch_tokens or BATCH_TOKENS[self.provider]
 
     def overhead_tokens(self, measured: int | None) -> int:
-        """``run_overhead_tokens``, or what was measured, or the default of the provider."""
+        """``run_overhead_tokens``, or the measured overhead, or the default of the provider."""
         for tokens in (self.run_overhead_tokens, measured):
             if tokens is not None:
                 return tokens

@@ -1,8 +1,8 @@
-"""Trace context of requests (W3C), and their OpenTelemetry spans.
+"""The trace context (W3C) and the OpenTelemetry spans of requests.
 
 A trace of the client (traceparent) is continued: answer and log contain the id of a child span.
-With a tracer provider of OpenTelemetry in the process, that span is recorded with the cost of the
-answer and no request content; the provider decides where it is exported.
+With a tracer provider of OpenTelemetry in the process, the span is recorded with the cost of the
+answer, without request content; the provider decides where the span is exported.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -42,7 +42,7 @@ GETTER = _HeaderGetter()
 
 @contextmanager
 def request_span(scope: Scope) -> Generator[Span]:
-    """Open the span of a request; its context is invalid if there is no trace."""
+    """Open the span of a request; without a trace, the context of the span is invalid."""
     headers = Headers(scope=scope)
     provider = trace.get_tracer_provider()
     if "traceparent" not in headers and isinstance(provider, trace.ProxyTracerProvider):
@@ -51,7 +51,7 @@ def request_span(scope: Scope) -> Generator[Span]:
     parent = propagate.extract(headers, getter=GETTER)
     span = trace.get_tracer("attnserve").start_span(scope["method"], parent, SpanKind.SERVER)
     context = span.get_span_context()
-    if context.is_remote:  # the client's span, because there is no provider
+    if context.is_remote:  # without a provider, the span is the client's
         flags = TraceFlags(context.trace_flags & 3)  # sampled, and random since level 2
         span_id = getrandbits(64) or 1
         state = context.trace_state

@@ -1,4 +1,4 @@
-"""Read activations inside a model: which batches, which values, in which layout."""
+"""Read activations inside a model: the batches, the values and their layout."""
 
 from __future__ import annotations
 

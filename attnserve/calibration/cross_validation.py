@@ -1,10 +1,10 @@
 """The ridge of a refit, chosen by cross-validation over texts.
 
 Each text belongs to one of ``FOLDS`` folds. For each ridge, a map is fitted to all other folds, and
-its error measured on the fold (from ``MANY_TOKENS`` on, for one fold only). Only the sums of each
-fold are stored (``ridge.FitMoments``). The search begins with ``FIRST_RIDGE`` and goes to the
-better neighbor until none is better. The result must be better on held-out folds than the current
-weights.
+its error is measured on the fold (from ``MANY_TOKENS`` on, for one fold only). Only the sums of
+each fold are stored (``ridge.FitMoments``). The search begins with ``FIRST_RIDGE`` and goes to the
+better neighbor until no neighbor is better. The result must be better on held-out folds than the
+current weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RIDGES = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, np.inf)
 """Candidate ridges, relative to the mean variance of the input; infinity keeps the old weights."""
 
 COLUMNS = 128
-"""Number of random projections of the output that a ridge is chosen on. Ridges are a factor of ten
-apart, and all of them are compared on the same projections."""
+"""Number of random projections of the output on which a ridge is chosen. Ridges are a factor of ten
+apart, and all ridges are compared on the same projections."""
 
 MANY_TOKENS = 5000
 """Number of tokens from which ridges are compared on one fold only: ridges are a factor of ten
@@ -54,7 +54,7 @@ class Folds:
         self.sites = sites
         self.sequence_first = sequence_first
         self.sums: dict[int, MomentSum] = {}
-        self.texts = self.tokens = 0  # of earlier batches
+        self.texts = self.tokens = 0  # numbers in earlier batches
 
     def add(
         self,
@@ -66,7 +66,7 @@ class Folds:
 
         Args:
             activations: The inputs and residuals of the sites.
-            targets: One for each site.
+            targets: The target of each site.
         """
         for site, target in zip(self.sites, targets, strict=True):
             tokens = real_tokens(site, activations, target, batch, self.sequence_first[site.name])
@@ -88,7 +88,7 @@ class Folds:
         """The moments of each fold.
 
         Raises:
-            InvalidData: There is no real token.
+            InvalidData: The data has no real token.
         """
         if not self.sums:
             raise no_token(self.sites[0].name)
@@ -99,7 +99,7 @@ def choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     """The ridge with the least cross-validation error; None if the current weights have less.
 
     The search descends from ``FIRST_RIDGE``, and errors are measured on ``COLUMNS`` random
-    projections of the output. With a single text there is no held-out text: then only removed
+    projections of the output. A single text leaves no held-out text: then only removed
     attention layers, which have no weights yet, are fitted.
     """
     if len(folds) < 2:

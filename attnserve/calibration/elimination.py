@@ -76,7 +76,7 @@ def elimination_order(
 def eliminate(
     covariance: Float[np.ndarray, "N N"], weight: Float[np.ndarray, "N D"], heads: int
 ) -> Elimination:
-    """Remove heads one by one, each time the one with the least loss.
+    """Remove heads one by one, each time the head with the least loss.
 
     Args:
         covariance: Covariance of the attention context; N = heads x V, ordered by head.
@@ -87,7 +87,7 @@ def eliminate(
     unit = float(np.trace(covariance)) / len(covariance) or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(len(covariance)))
     heads_left = list(range(heads))
-    weight_left = weight.copy()  # X of the heads that are left
+    weight_left = weight.copy()  # X of the remaining heads
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]
@@ -109,7 +109,7 @@ def eliminate(
 def eliminate_neurons(
     covariance: Float[np.ndarray, "F F"], weight: Float[np.ndarray, "F D"], step: int
 ) -> Elimination:
-    """Remove neurons of a feed-forward layer, each time those with the least loss.
+    """Remove neurons of a feed-forward layer, each time the neurons with the least loss.
 
     Args:
         covariance: Covariance of the neurons.
@@ -120,7 +120,7 @@ def eliminate_neurons(
     unit = float(np.trace(covariance)) / count or 1.0
     inverse = np.linalg.inv(covariance + RIDGE * unit * np.eye(count))
     neurons_left = np.arange(count)
-    weight_left = weight.astype(np.float64)  # X of the neurons that are left
+    weight_left = weight.astype(np.float64)  # X of the remaining neurons
     total = float(np.sum(weight * (covariance @ weight))) or 1.0
     order: list[int] = []
     losses = [0.0]

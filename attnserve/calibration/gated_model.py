@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["GatedModel", "GatedOutputs", "Output"]
 
 Output = tuple["Float[np.ndarray, 'B S D']", "Bool[np.ndarray, 'B S']"]
-"""An output and the mask of its real tokens; without a token axis there is one per text."""
+"""An output and the mask of its real tokens; an output without a token axis has one per text."""
 
 
 class GatedOutputs(NamedTuple):
-    """The outputs of one batch with other gates of one block.
+    """The outputs of one batch with changed gates of one block.
 
     Attributes:
         block: The index of the block.
@@ -45,7 +45,7 @@ class GatedOutputs(NamedTuple):
 class GatedModel:
     """A copy of a model with a gate on the attention context of each head.
 
-    The gates are graph inputs. Varying one runs only the layers behind it.
+    The gates are graph inputs. After a change of a gate, only the later layers run again.
 
     Attributes:
         gates: By name of the input, a gate of ones for each block.
@@ -211,7 +211,7 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
     """The float outputs, without keys, values and probabilities of the blocks.
 
     Raises:
-        InvalidModel: There is none.
+        InvalidModel: The model has no such output.
     """
     inner: set[ir.Value] = set()
     for block in blocks:

@@ -39,7 +39,7 @@ SIGNS = 2
 
 STEP = 1 / 64
 """Step of a gate in each direction. The truncation error of a central difference is proportional to
-its square, the rounding error of float32 to its inverse; both are near 1e-4 here."""
+the square of the step, the rounding error of float32 to its inverse; both are near 1e-4."""
 
 
 # Energy
@@ -54,9 +54,9 @@ def head_energy(
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """The energy of each head about its mean over real tokens, by block name.
 
-    With c_h the attention context of head h, it is E |(c_h - E c_h) W_O^h|^2. The mean output of a
-    head can move into a bias, so that only the deviation is lost. Without an output projection, it
-    is the energy of the attention context itself.
+    With c_h the attention context of head h, the energy is E |(c_h - E c_h) W_O^h|^2. The mean
+    output of a head can move into a bias, so that only the deviation is lost. Without an output
+    projection, the result is the energy of the attention context itself.
 
     Raises:
         InvalidData: The model refuses a batch, a block sees no real token, or its contexts are not
@@ -92,7 +92,7 @@ class _Energy:
         """The energy of each head.
 
         Raises:
-            InvalidData: There is no real token, or the contexts are not finite.
+            InvalidData: The data has no real token, or the contexts are not finite.
         """
         if not self.tokens:
             raise no_token(self.block.name)
@@ -121,8 +121,8 @@ def leave_one_out(
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """The relative squared change of the outputs without each head, by block name.
 
-    It is E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over the
-    float outputs except caches and probabilities. The bias of the output projection stays.
+    The change is E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over
+    the float outputs except caches and probabilities. The bias of the output projection stays.
 
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
@@ -132,7 +132,7 @@ def leave_one_out(
     Raises:
         InvalidArgument: ``most_rows`` is not positive.
         InvalidModel: No output is of floats.
-        InvalidData: The model refuses a batch, there is no real token, or outputs are not finite.
+        InvalidData: The model refuses a batch, no token is real, or outputs are not finite.
     """
     gates = [list(1 - np.eye(block.num_heads)) for block in blocks]
     return _changes(model, blocks, batches, gates, most_rows=most_rows, context=context)
@@ -148,7 +148,7 @@ def leave_one_out_total(
 ) -> dict[str, float]:
     """An estimate of the sum of ``leave_one_out`` over the heads of each block, by block name.
 
-    The context of each head is multiplied by 1 + s_h / sqrt(H) with random signs s_h. That changes
+    The context of each head is multiplied by 1 + s_h / sqrt(H) with random signs s_h, which changes
     the outputs about as much as one head does. In the mean over the signs, the squared change times
     H is the sum over heads (Hutchinson's estimator), if the outputs are linear in the gates.
 
@@ -201,10 +201,10 @@ def sensitivity(
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """E_x |d out(x) / d xi_h| at xi_h = 1, by block name; xi_h multiplies the context of head h.
 
-    This is I_h of Michel et al. (2019) with the norm of the outputs in place of the loss, because
-    the texts have no labels. The derivative is a central difference of ``STEP``, accurate to about
-    1e-3 in float32. The norm of a text is the root mean square over its unmasked tokens, divided by
-    the root of E |out - E out|^2, and averaged over outputs as in ``leave_one_out``.
+    The result is I_h of Michel et al. (2019) with the norm of the outputs in place of the loss,
+    because the texts have no labels. The derivative is a central difference of ``STEP``, accurate
+    to about 1e-3 in float32. The norm of a text is the root mean square over its unmasked tokens,
+    divided by the root of E |out - E out|^2, and averaged over outputs as in ``leave_one_out``.
 
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
@@ -229,7 +229,7 @@ def sensitivity(
 
 
 def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
-    """Batches with about ``most_rows`` texts, spread evenly; at least one.
+    """Batches with about ``most_rows`` texts, spread evenly; at least one batch.
 
     Batches are not cut: a model may have a fixed batch size.
 
@@ -272,7 +272,7 @@ class _FullRun:
 
 
 def _variance(outputs: Sequence[Output], name: str | None) -> float:
-    """E |out - E out|^2 over tokens; infinite for a constant output, which removes it.
+    """E |out - E out|^2 over tokens; infinite for a constant output, whose changes then count 0.
 
     Each width of vectors has its own mean.
 

@@ -15,16 +15,16 @@ __all__ = ["LayerwiseRunner", "SegmentedModel", "depending_on"]
 
 
 class LayerwiseRunner:
-    """Compute values of a model on batches, starting from the values that were cached last.
+    """Compute values of a model on batches, starting from the latest cached values.
 
     Each call reads the graph again, so nodes that have not run yet may be edited between calls;
     nodes that have run are not run again. The cache of a batch holds the values at the cut between
-    the requested values and those that are requested later: in a chain of layers the hidden state,
-    the inputs of the next node, and a mask. Values that do not depend on the cache alone are
-    computed from the model's inputs, which are kept.
+    the requested values and later requested values: in a chain of layers the hidden state, the
+    inputs of the next node, and a mask. Values that do not depend on the cache alone are computed
+    from the model's inputs, which are kept.
 
     Args:
-        model: It is cloned before it runs and never changed.
+        model: The model; it is cloned before it runs and never changed.
         batches: Inputs of the model.
         feed: Converts a batch to the inputs that the model takes.
         known: By batch, values of the graph that are known, by name; other names are ignored.
@@ -55,7 +55,7 @@ class LayerwiseRunner:
     def run_to(
         self, values: Sequence[ir.Value], later_values: Collection[ir.Value] = ()
     ) -> Iterator[list[np.ndarray]]:
-        """Run up to ``values`` and cache what ``later_values`` depend on.
+        """Run up to ``values`` and cache the values on which ``later_values`` depend.
 
         Yields the values of each batch, in order. Consume all batches before the next call.
 
@@ -99,13 +99,13 @@ class LayerwiseRunner:
 
 
 class SegmentedModel:
-    """A model that is cut in front of some of its inputs, to vary them one at a time.
+    """A model that is divided in front of some of its inputs, to vary one input at a time.
 
-    Segment i reads input i and the results of the segments before; a run with another value of
+    Segment i reads input i and the results of the earlier segments; a run with another value of
     input i skips the segments before i. One session per segment serves all runs.
 
     Args:
-        model: It is not changed.
+        model: The model, which is not changed.
         inputs: The inputs to vary, in the order of execution of the nodes that read them.
     """
 
@@ -125,7 +125,7 @@ class SegmentedModel:
         """The state after a segment.
 
         Args:
-            state: The state before it, which includes all inputs of the model.
+            state: The state before the segment, which includes all inputs of the model.
         """
         return self._advance(segment + 1, state)
 
@@ -138,7 +138,7 @@ class SegmentedModel:
     def _advance(
         self, index: int, state: Mapping[ir.Value, np.ndarray]
     ) -> dict[ir.Value, np.ndarray]:
-        """The state at a cut, from that at the cut before; the first is at the inputs."""
+        """The state at a cut, from the state at the previous cut; the first cut is the inputs."""
         part = self._parts[index]
         if part is None:
             cut_values = [v for v in _values(self.model.graph) if v in self._cuts[index]]

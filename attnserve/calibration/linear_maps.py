@@ -1,7 +1,7 @@
-"""The linear maps of a graph that can be fitted: their places and weights, and how to write them.
+"""The linear maps of a graph that can be fitted: find, read and write them.
 
-These are the output projection of attention, the second product of a feed-forward layer, and the
-map in place of a removed attention layer.
+Such maps are the output projection of attention, the second product of a feed-forward layer, and
+the map in place of a removed attention layer.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Site:
 
     Attributes:
         name: The name of the block.
-        tokens: Its input; None for a constant map.
-        output: The value after its bias.
-        owner: The block or the removed attention that the map belongs to.
-        residual: The residual that its output is added to; None if the target is the output itself.
+        tokens: The input of the map; None for a constant map.
+        output: The value after the bias of the map.
+        owner: The block or the removed attention of the map.
+        residual: The residual to which the output is added; None if only the output is a target.
     """
 
     name: str

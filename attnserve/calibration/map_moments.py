@@ -34,9 +34,9 @@ def last_map_moments(
 ) -> Iterator[tuple[str, FitMoments]]:
     """Yield each block's name, and the moments of the input and output of its last linear map.
 
-    That is the output projection of attention, and the second product of a feed-forward layer.
-    Blocks are in execution order. Moments of one block are in memory at a time: all feed-forwards
-    of an 8-billion-parameter model would take 67 GB.
+    The last linear map is the output projection of attention, or the second product of a
+    feed-forward layer. Blocks are in execution order. Moments of one block are in memory at a time:
+    all feed-forwards of an 8-billion-parameter model would take 67 GB.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -64,9 +64,9 @@ def enough(
 ) -> list[Batch]:
     """Batches with enough tokens to fit the last linear maps of these blocks.
 
-    That is 32 tokens for each input, and at least 8192 tokens. With fewer tokens the quality falls:
-    in a prototype, MiniLM lost an eighth of its neurons, and 13 instead of 27 tokens per input
-    raised its loss by 23 %.
+    Enough are 32 tokens for each input, and at least 8192 tokens. With fewer tokens the quality
+    falls: in a prototype, MiniLM lost an eighth of its neurons, and 13 instead of 27 tokens per
+    input raised its loss by 23 %.
     """
     widths: list[int] = []
     for block in blocks:
@@ -133,7 +133,7 @@ def real_tokens(
 
     Args:
         activations: The input and the residual of the site.
-        target: Its output in the original, with the residual if the site has one.
+        target: The output of the site in the original, with the residual if the site has one.
         is_sequence_first: Whether the target is (S, B, D).
 
     Raises:

@@ -77,7 +77,7 @@ class _BlockSums:
         Args:
             x: The input of the queries, (B, S, D).
             y: The input of the keys and values, (B, T, E).
-            probabilities: Those of the own heads, (B, H, S, T) or (B*H, S, T).
+            probabilities: Probabilities of the own heads, (B, H, S, T) or (B*H, S, T).
             v: The values, (B, H, T, V) or (B*H, T, V).
             batch: The inputs of the model, which hold the mask.
         """
@@ -100,8 +100,8 @@ class _BlockSums:
         """Add the variances of keys and of written values under p, for one sequence.
 
         The variance of the keys, sum_t p y y^T - ybar ybar^T, summed over heads and queries, is
-        y^T (diag(sum p) - sum p p^T) y. That needs one T x T matrix, where ybar ybar^T would be
-        multiplied out for every head and query.
+        y^T (diag(sum p) - sum p p^T) y. This form needs one T x T matrix, where ybar ybar^T would
+        be multiplied out for every head and query.
 
         Args:
             p: Probabilities, (H, S, T).
@@ -120,7 +120,7 @@ class _BlockSums:
         """The moments of all batches.
 
         Raises:
-            InvalidData: There is no real token, or a moment is not finite.
+            InvalidData: The data has no real token, or a moment is not finite.
         """
         name = self.block.name
         if not self.queries:

@@ -1,7 +1,7 @@
 """Refit output projections after a lossy rewrite, by ridge regression on the original's output.
 
-With tokens c (input of the projection in the rewritten model) and targets t (the output that it
-should have for them), the projection, or the second matrix of a feed-forward layer, becomes
+With tokens c (the input of the projection in the rewritten model) and targets t (the desired
+output), the projection, or the second matrix of a feed-forward layer, becomes
 
     W, b = argmin sum |c W + b - t|^2 + ridge |W - W_O|^2          (b is free)
 
@@ -73,18 +73,18 @@ def refit(
     """Fit the output projections of rewritten blocks in place, and return the errors by name.
 
     Blocks that share an output projection are fitted together and still share it afterwards. A
-    projection that is shared with an unchanged block stays as it is. Blocks in the body of another
-    node (If, Loop) are ignored, and those of which a later block has removed outputs.
+    projection that is shared with an unchanged block does not change. Blocks in the body of another
+    node (If, Loop) are ignored, and blocks of which a later block has removed outputs.
 
     Args:
         model: The rewritten model.
-        original: The model it was made from.
+        original: The original of the rewritten model.
         names: The rewritten blocks, including removed attention and feed-forward layers.
         batches: Inputs of both models.
         fit: False only measures the error; ``relative_error`` is then the error before.
         feed: Converts a batch to the rewritten model's inputs (caches may have other shapes).
-        targets: Outputs of the original on these batches, for fitting several models to it; names
-            without targets are ignored. None computes them layer by layer (``LayerwiseRunner``).
+        targets: Outputs of the original on these batches, for fitting several models; names without
+            targets are ignored. None computes targets layer by layer (``LayerwiseRunner``).
         known: Values of the rewritten model in front of its changes, see ``LayerwiseRunner``.
 
     Raises:
@@ -185,7 +185,7 @@ def _fit(
     """Choose a ridge, fit, and write the new weights into the graph.
 
     Args:
-        sites: Those that share one weight.
+        sites: The sites of one shared weight.
         fit: False only measures the error.
 
     Returns:

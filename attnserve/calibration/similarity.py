@@ -48,7 +48,7 @@ class HeadSimilarity:
         queries: Number of compared queries, of the layer with the most.
         uniform: The similarity of each head to uniform attention over the keys that its query can
             see; None if it was not measured. Heads of an untrained model are nearly uniform, and so
-            similar to each other: a similarity below this is no reason for reuse.
+                similar to each other: a similarity below ``uniform`` is no reason for reuse.
     """
 
     layers: tuple[str, ...]
@@ -74,7 +74,7 @@ class HeadSimilarity:
     def best(self) -> Float[np.ndarray, "L L"]:
         """[l, l'] = mean over the heads of l of the similarity to their best match in l' (eq. 3).
 
-        Not symmetric: several heads may have the same match. 1 on the diagonal.
+        The matrix is not symmetric: several heads may have the same match. The diagonal is 1.
         """
         rows = [
             [self.between(layer, other).max(1).mean() for other in self.layers]
@@ -86,8 +86,8 @@ class HeadSimilarity:
         """Similarity of each layer's heads to the previous layer (figure 3 of the paper).
 
         For each layer, the similarity of each head with its closest match in the previous layer,
-        ranked from the lowest (rank 1) to the highest. The previous layer is the last before it
-        that can be compared; a layer without one is left out.
+        ranked from the lowest (rank 1) to the highest. The previous layer is the last earlier layer
+        that can be compared; a layer without a previous one is left out.
         """
         ranks: dict[str, np.ndarray] = {}
         for index, layer in enumerate(self.layers):
@@ -198,7 +198,7 @@ class _PairSums:
         layers = len(blocks)
         self.layer_of = np.repeat(np.arange(layers), [block.num_heads for block in blocks])
         self.common = np.zeros((heads, heads))  # sum over texts of mean over queries of |min|_1
-        self.uniform = np.zeros(heads)  # the same with uniform attention
+        self.uniform = np.zeros(heads)  # the sum with uniform attention
         self.texts = np.zeros(layers, dtype=np.int64)
         self.queries = np.zeros(layers, dtype=np.int64)
         self.comparable = np.ones((layers, layers), dtype=bool)

@@ -60,15 +60,15 @@ def voting_to_stay(
     queries). Heads are grouped by k-means on E of the paper, here from all three maps: the cosines
     between the heads' maps over all data, averaged over the three. Then each batch votes three
     times in each group, for the head whose map has the largest cosine with the mean map of its
-    group, eta of the paper. The model is used as it is trained: the paper's group-constrained
-    training, which makes the groups pronounced, is not part of this.
+    group, eta of the paper. The model is not trained: the group-constrained training of the paper,
+    which makes the groups pronounced, is in ``attnserve.nn.grouped``.
 
     Only the inner products of heads are stored per batch, H x H for each kind of map.
 
     Args:
         blocks: Their values and probabilities must be values of the graph.
         groups: C, the number of groups: for all layers, or by block name. No group is empty.
-        context: Its seed selects the starts of k-means.
+        context: The settings of the run; the seed selects the starts of k-means.
 
     Raises:
         InvalidArgument: ``groups`` is not between 1 and H, or lacks a block.
@@ -81,7 +81,7 @@ def voting_to_stay(
     for batch, feature_maps in observe(model, values, batches, context, "vote on heads"):
         for block, maps in zip(blocks, feature_maps, strict=True):
             products = _products(block, maps, batch)
-            if products.any():  # otherwise the batch is all padding
+            if products.any():  # otherwise the batch is only padding
                 grams[block.name].append(products)
     return {
         block.name: _elect(block, grams[block.name], num_groups[block.name], context.seed)
@@ -93,7 +93,7 @@ def _groups(block: AttentionBlock, groups: int | Mapping[str, int]) -> int:
     """The number of groups of a block.
 
     Raises:
-        InvalidArgument: It is missing, or not between 1 and H.
+        InvalidArgument: The number is missing, or not between 1 and H.
     """
     count = groups.get(block.name) if isinstance(groups, Mapping) else groups
     if count is None:
@@ -156,7 +156,7 @@ def _elect(
     """The groups and votes of one layer.
 
     Raises:
-        InvalidData: There is no real token, or activations are not finite.
+        InvalidData: The data has no real token, or activations are not finite.
     """
     if not grams:
         raise no_token(block.name)
@@ -198,7 +198,7 @@ def elect_heads(
 
 
 def cosines(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
-    """Cosines of vectors from their inner products; those of a zero vector are 0."""
+    """Cosines of vectors from their inner products; cosines with a zero vector are 0."""
     norms = np.sqrt(np.diag(gram))
     norms = np.where(norms > 0, norms, 1.0)
     return gram / norms[:, None] / norms

@@ -4,8 +4,8 @@ Each model has its own process, so that its peak memory can be measured; one pro
 Rounds are interleaved (``interleaved_timer``). The speed-up is the median over rounds of first /
 model, so that drift cancels; its interval is a bootstrap of the median.
 
-Decoders with a cache are measured in three ways: on as many new tokens as cached ones; and, as they
-generate text, on a prompt without a cache and on one token after a prompt.
+Decoders with a cache are measured in three ways: on as many new tokens as cached tokens; and, as
+in text generation, on a prompt without a cache and on one token after a prompt.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SHAPE_SECONDS = 8.0
 """Approximate time to measure one shape if the number of rounds is not given."""
 
 DECODING: tuple[Phase, ...] = ("prompt", "token")
-"""Also measured for decoders with a cache."""
+"""Further phases that are measured for decoders with a cache."""
 
 Inputs = Mapping[str, np.ndarray]
 
@@ -66,7 +66,7 @@ class Decoding:
 
     Attributes:
         first_token_ms: Median time of a prompt of ``sequence`` tokens without a cache.
-        per_token_ms: Median time of one token after ``sequence`` cached ones.
+        per_token_ms: Median time of one token after ``sequence`` cached tokens.
         cache_bytes_per_token: Bytes that a token adds to the cache of its row.
     """
 
@@ -77,7 +77,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Samples of one model at one shape, and statistics of them.
+    """Samples of one model at one shape, and their statistics.
 
     Attributes:
         model: The path as given.
@@ -94,7 +94,7 @@ class Measurement:
             not report it.
         decoding: None for a model without a cache.
         runtime: The name of the runtime.
-        precision: The data types that it computes with.
+        precision: The data types in which the model computes.
     """
 
     model: str
@@ -169,7 +169,7 @@ class Measurement:
 class Machine:
     """The machine and versions of a measurement.
 
-    ``cores`` are those this process may use; ``threads`` is 0 if the runtime chose.
+    ``cores`` is the number that this process may use; ``threads`` is 0 if the runtime chose.
     """
 
     cpu: str
@@ -313,7 +313,7 @@ def _measure_decoding(
         step = Workload.of(workload.batch, workload.length, phase)
         samplers: dict[int, Sampler] = {}
         for index, child in enumerate(children):
-            # Some graphs need a cache, or one of a fixed length.
+            # Some graphs need a cache, or a cache of fixed length.
             with suppress(InvalidArgument):
                 if step in child.subject.inputs:
                     sample = child.feed(step)
@@ -341,8 +341,8 @@ class _Subject:
     """A model, and its inputs and MACs at each workload.
 
     ``cache_bytes`` is the cache size per token; 0 without a cache. ``counted`` maps the requested
-    workloads to those that run: fixed sizes of the model replace theirs. ``device`` has the runtime
-    of the model, and ``precision`` the data types that it computes with.
+    workloads to the workloads that run, with the fixed sizes of the model. ``device`` has the
+    runtime of the model, and ``precision`` the data types in which it computes.
     """
 
     model: str
@@ -398,7 +398,7 @@ def _cache_bytes(graph: ir.Model, workload: Workload) -> int:
 
 
 class _Runner:
-    """A model and its session, in a process of its own."""
+    """A model and its session, in a separate process."""
 
     def __init__(self, model: Path, device: Device) -> None:
         self.session = open_session(model, device, spinning=True)
@@ -419,7 +419,7 @@ class _Runner:
 
 @contextmanager
 def _readable() -> Generator[None]:
-    """Raise errors of the runtime with its message only; the caller adds model and shape."""
+    """Raise errors of the runtime with only its message; the caller adds model and shape."""
     try:
         yield
     except RunFailed as error:

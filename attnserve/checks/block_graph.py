@@ -25,7 +25,7 @@ def block_graph(
     info: ShapeInfo,
     opset_imports: Mapping[str, int],
 ) -> tuple[ir.Graph, dict[str, np.ndarray]]:
-    """A graph that computes the targets from the cut values and inferred shape constants.
+    """Build a graph that computes the targets from the cut values and inferred shape constants.
 
     Nodes of a subgraph (If) and values of outer graphs are extracted into one graph.
 
@@ -99,7 +99,7 @@ def _between(
 
 
 def single(dtype: ir.DataType) -> ir.DataType:
-    """float32 for half precision: blocks are certified without its rounding."""
+    """float32 for half precision: blocks are certified without the rounding of half precision."""
     half = dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
     return ir.DataType.FLOAT if half else dtype
 

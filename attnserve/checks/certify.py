@@ -70,7 +70,7 @@ IR_VERSION = 10
 """Maximum IR version of extracted graphs, which all supported versions of ONNX Runtime read."""
 
 MASKED = 1e9
-"""Value that is subtracted from the logits of masked keys."""
+"""The value subtracted from the logits of masked keys."""
 
 
 Evaluate = Callable[[ir.Model, Mapping[str, np.ndarray]], list[np.ndarray]]
@@ -97,7 +97,7 @@ class MatchReport:
         return tuple(certified.block for certified in self.certified)
 
     def failure(self, block: AttentionBlock) -> str | None:
-        """Why a block that was found is not certified; None if it is."""
+        """Return why a matched block is not certified; None if it is."""
         return next((each.reason for each in self.unmatched if each.node is block.product), None)
 
 
@@ -105,7 +105,7 @@ def require_attention(matches: MatchReport) -> None:
     """Refuse a model without certified attention blocks.
 
     Raises:
-        InvalidModel: There is no block; the message says why up to two were not matched.
+        InvalidModel: No block is certified; the message has the reasons of up to two blocks.
     """
     if matches.blocks:
         return
@@ -167,7 +167,7 @@ def certify(
 ) -> Certified | Unmatched:
     """Run one block of ``model`` and compare it with the reference.
 
-    A difference gives ``Unmatched``.
+    A block that differs from the reference gives ``Unmatched``.
 
     Args:
         runs: Shapes and evaluators; the first pair that can run the block decides.

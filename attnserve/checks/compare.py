@@ -45,8 +45,8 @@ __all__ = [
 
 KEPT_BYTES = 2**26
 KEPT_SHARE = 0.25
-"""Limits of the outputs of one model that are stored while the other one runs: bytes, and a share
-of the model's size; the larger limit applies."""
+"""Limits of the stored outputs of one model while the other model runs: bytes, and a share of the
+model's size; the larger limit applies."""
 
 
 def verify(
@@ -59,16 +59,16 @@ def verify(
 ) -> Fidelity:
     """Compare the outputs of a new model with those of its original, on data or random inputs.
 
-    If the caches of the new model have other shapes, both start from empty caches (``compare``).
+    If the new model has caches of other shapes, both models start from empty caches (``compare``).
 
     Raises:
         InvalidArgument: ``measure`` is given without ``data``.
-        InvalidModel: The two do not have the same inputs and outputs.
-        InvalidData: The data does not fit, or no random input does.
+        InvalidModel: The models do not have the same inputs and outputs.
+        InvalidData: The data does not fit the models, or no random input does.
     """
     artifact = open_artifact(original)
     before, after = load_model(artifact), load_model(open_artifact(new))
-    # Inputs of a fixed shape fit a model that takes any.
+    # Inputs of a fixed shape also fit a model that takes any shape.
     axes = fixed_axes(value.shape for value in after.graph.inputs if value.shape)
     narrower = before if axes == (None, None) else after
     meter = None
@@ -164,10 +164,10 @@ def compare(
 
 
 def _require_same_signature(before: ir.Model, after: ir.Model) -> None:
-    """Check that two models have the same inputs and outputs, except for caches that were removed.
+    """Check that two models have the same inputs and outputs, except for removed caches.
 
     Raises:
-        InvalidModel: Their names differ, or the type of an integer input.
+        InvalidModel: The names differ, or the type of an integer input.
     """
     stripped = stripped_caches(before, after)
     for side, values_before, values_after in (
@@ -224,7 +224,7 @@ def _require_tokens(tallies: Collection[Tally]) -> None:
 
 
 class _Ran(NamedTuple):
-    """A batch, and the outputs of the original and of the new model, in the order of each graph."""
+    """A batch, and the outputs of both models, in the order of each graph."""
 
     batch: Batch
     before: list[np.ndarray]
@@ -241,7 +241,7 @@ def _run_both(
     """Run each batch through both models.
 
     The models take turns, because a session needs as much memory as its model. The outputs of the
-    first one are kept until they reach ``KEPT_SHARE`` of its size.
+    first model are kept until they reach ``KEPT_SHARE`` of its size.
     """
     progress = context.stage("verify")
     runs = 0

@@ -76,10 +76,10 @@ def score_session(
     context: RunContext = DEFAULT_CONTEXT,
     index: Session | None = None,
 ) -> Score:
-    """``evaluate`` for an open session; tokenizer and labels are those of ``artifact``.
+    """Compute the score of an open session, with the tokenizer and labels of ``artifact``.
 
     Args:
-        index: Embeds the documents of a retrieval; None for the session itself.
+        index: The session that embeds the documents of a retrieval; None for ``session``.
     """
     if max_length is not None:
         artifact = replace(

@@ -14,8 +14,8 @@ __all__ = ["require_finite_weights"]
 def require_finite_weights(model: ir.Model) -> None:
     """Refuse weights with NaN, and infinite weights that multiply activations.
 
-    Infinity that is added, selected or compared is legal: masks hold it, and so does the whole row
-    of padding in a table of biases.
+    Infinity that is added, selected or compared is legal: masks hold it, and the row of padding in
+    a table of biases.
 
     Raises:
         InvalidModel: A weight is not finite.

@@ -13,12 +13,12 @@ __all__ = ["TASK_PARTS", "HeldOut"]
 
 
 class HeldOut(Enum):
-    """Data that nothing was fitted to, on which a search measures a model.
+    """Parts of the data that no fit has used, on which a search measures a model.
 
     Attributes:
         CHOOSE: The part to choose.
-        VERIFY, VERIFY_AGAIN: The parts to verify; the second one if the first verification fails.
-        ALL: The three of them.
+        VERIFY, VERIFY_AGAIN: The parts to verify; the second is for a failed first verification.
+        ALL: All three parts.
     """
 
     CHOOSE = auto()
@@ -28,18 +28,18 @@ class HeldOut(Enum):
 
     @property
     def split(self) -> Split:
-        """The value of ``Quality.split`` for a measurement on it."""
+        """The value of ``Quality.split`` for a measurement on this part."""
         if self is HeldOut.ALL:
             return "held out"
         return "choose" if self is HeldOut.CHOOSE else "verify"
 
     @property
     def is_unused(self) -> bool:
-        """Whether no choice was made by it: losses are then measured values, else bounds."""
+        """Whether no choice has used this part: losses are then measured values, else bounds."""
         return self in (HeldOut.VERIFY, HeldOut.VERIFY_AGAIN)
 
     def batches(self, data: Dataset) -> Sequence[Batch]:
-        """The batches of a data set that was split."""
+        """The batches of this part of a split data set."""
         first, second = data.verify
         match self:
             case HeldOut.CHOOSE:

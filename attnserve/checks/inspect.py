@@ -123,7 +123,7 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
 
 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
-    """``inspect`` for a model in memory."""
+    """Find and certify the attention blocks of a model in memory; see ``inspect``."""
     workload = with_fixed_sizes(model, Workload.of(batch, sequence))
     with Analyses.of(model) as analyses:
         matches = analyses.get(read_attention, seed=seed)

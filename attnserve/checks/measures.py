@@ -1,7 +1,7 @@
 """Compute the measures of quality, which ``quality`` lists.
 
-A meter accumulates sums over the batches. They give the value of the measure, and the influence of
-each text on it, from which its confidence interval follows.
+A meter accumulates sums over the batches. The sums give the value of the measure, and the influence
+of each text on the value, from which the confidence interval follows.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MIN_ROWS = 30
 """Minimum number of texts for a confidence interval."""
 
 LEAST_PROBABILITY = 1e-30
-"""Lower bound of probabilities, whose logarithm is finite in float32."""
+"""Lower bound of probabilities; its logarithm is finite in float32."""
 
 MOST_NATS = 50.0
 """Upper bound of the KL divergence of a token, so that a single token has a finite effect."""
@@ -56,7 +56,7 @@ class Scores:
     """The result of one measure for one output.
 
     Attributes:
-        value: 1 if both models give the same.
+        value: The value of the measure, 1 for equal outputs.
         influence: The influence of each text on the value; their mean is the value.
         single: The measure of each single text.
         constant: The value of a constant predictor.
@@ -123,7 +123,7 @@ class Meter(ABC):
     def _tokens(
         self, a: np.ndarray, b: np.ndarray, batch: Batch
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Real vectors of both outputs, (tokens, D), and the text of each of them.
+        """Real vectors of both outputs, (tokens, D), and the text of each vector.
 
         Outputs are (B, D), (B, T, ..., D), or (B*T, D) if the exporter flattens tokens.
         """
@@ -150,8 +150,8 @@ def not_finite_rows(
 ) -> tuple[Int[np.ndarray, " N"], Int[np.ndarray, " M"]]:
     """Row indices with NaN in the original a, and row indices that are not finite in b alone.
 
-    The latter have NaN where a has none, or an infinity that differs from that of a. Equal
-    infinities are legal, because masks produce them. Padding is ignored.
+    Rows of the second kind have NaN where a has none, or another infinity than a. Equal infinities
+    are legal, because masks produce them. Padding is ignored.
     """
     if a.dtype.kind != "f" or a.shape != b.shape or not a.size:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -170,7 +170,7 @@ class _Ratio(NamedTuple):
 
     Attributes:
         influence: The influence of each text on the value (Cochran 1977, 6.4).
-        unit: The loss of a token that gives 0, for example that of a constant predictor.
+        unit: The loss of a token that gives 0, for example the loss of a constant predictor.
     """
 
     value: float
@@ -204,7 +204,7 @@ def finite(array: np.ndarray) -> Float[np.ndarray, ...]:
 
 
 class TextSums:
-    """Sums per text that grow batch by batch; with a window, those of the last batches."""
+    """Sums per text that grow batch by batch; with a window, sums of the last batches."""
 
     def __init__(self, window: int | None = None) -> None:
         self.columns: deque[tuple[np.ndarray, ...]] = deque(maxlen=window)
@@ -219,7 +219,7 @@ class TextSums:
 class FeaturesMeter(Meter):
     """R^2 about the mean vector of the original.
 
-    Sums are the tokens, the errors, |a|^2 and a of each text.
+    The sums of each text are the number of tokens, the errors, |a|^2 and a.
     """
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
@@ -252,7 +252,7 @@ class FeaturesMeter(Meter):
 
 
 class CosineMeter(Meter):
-    """The mean cosine of vectors. Sums are the tokens and 1 - cosine of each text."""
+    """The mean cosine of vectors. The sums of each text are its tokens and 1 - cosine."""
 
     def __init__(self, window: int | None = None) -> None:
         super().__init__(window)
@@ -288,7 +288,7 @@ class CosineMeter(Meter):
 class LogitsMeter(Meter):
     """KL divergence and agreement of the most probable class or token.
 
-    Sums are the tokens, KL in nats, disagreements and the negative entropy in nats of each text.
+    The sums of each text are its tokens, KL in nats, disagreements and negative entropy in nats.
     """
 
     def __init__(self, measure: Measure, window: int | None = None) -> None:
@@ -297,7 +297,7 @@ class LogitsMeter(Meter):
         # Not limited by a window: one row of each text would need much memory.
         self.probabilities: Any = 0.0
         self.winners: Any = 0
-        self.next = np.zeros(3)  # tokens with a known successor, and both losses of it in nats
+        self.next = np.zeros(3)  # tokens with a known successor, and its two losses in nats
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
         if a.ndim == 3:

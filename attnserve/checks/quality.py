@@ -1,16 +1,16 @@
 """Quality of a rewritten model: one measure for each kind of output, with its uncertainty.
 
     similarity  embeddings: Spearman correlation of the pairwise cosines of texts, new to original
-    index       embeddings: share of the 10 nearest documents of the original that its queries and
-                those of the new model find
-    tau         scores of a reranker: Kendall's tau within the documents of a query, the mean
+    index       embeddings: share of the 10 nearest documents of the original that the queries of
+                both models find
+    tau         scores of a reranker: mean of Kendall's tau over the documents of each query
     r2          hidden states, features, numbers: 1 - sum |a - b|^2 / sum |a - mean a|^2
     kl          class logits: 1 - KL(original, new) / KL(original, constant)
     top1        vocabulary logits: share of tokens with the same most probable next token
     cosine      any output: mean cosine of vectors; values of different models are not comparable
 
-1 means equal. A constant predictor, which returns the same for every input, scores 0 in similarity,
-r2 and kl; ``Quality.constant`` holds its score. Intervals are over texts
+1 means equal outputs. A constant predictor, which returns the same output for every input, scores 0
+in similarity, r2 and kl; ``Quality.constant`` holds its score. Intervals are over texts
 (``intervals.mean_interval``).
 """
 
@@ -77,18 +77,18 @@ def largest_loss(qualities: Iterable[Quality], *, bounded: bool) -> float:
 
 
 def limited_losses(scores: Scores) -> Losses:
-    """The loss that a goal limits, measured and bounded. It is the largest of up to three losses.
+    """The loss that a goal limits, measured and bounded: the largest of up to three losses.
 
     1. The loss of the measure itself.
-    2. The loss of a second measure, which only these measures have:
+    2. The loss of a second measure, for these measures:
        - "similarity": 1 - R^2 of the vectors, because neighborhoods change before ranks of all
          pairs do.
        - "index": 1 - R^2 of the vectors of queries.
        - "tau": the share of queries with another best document.
        - "top1": 1 - kl, because one frequent token is easily predicted.
     3. The loss at the 5th percentile of the texts, divided by ``TAIL``. "top1" and "index" use the
-       second measure here, because the agreement of a short text or of ten neighbors is coarse.
-       All others use the measure itself.
+       second measure, because the agreement of a short text or of ten neighbors is coarse; all
+       others use the measure itself.
     """
     second = scores.second
     conditions = [scores] if second is None else [scores, second]
@@ -110,7 +110,7 @@ def allowed_loss(keep: float) -> float:
 
 
 def check_measure(measure: SearchMeasure, data: Dataset | None) -> None:
-    """Check that the data of a comparison has what a measure needs.
+    """Check that the data of a comparison fits a measure.
 
     Raises:
         InvalidData: The measure is "tau", and a file has no lists of documents of a query.
@@ -137,14 +137,14 @@ MEASURES: Mapping[OutputKind, Measure] = {
     "embeddings": "similarity",
     "features": "r2",
 }
-"""The measure of each kind of output, unless another one is chosen."""
+"""The default measure of each kind of output."""
 
 REQUIRED_KIND: Mapping[Measure, OutputKind] = {"tau": "scores", "index": "embeddings"}
 """Measures that apply to one kind of output; others have their own measure."""
 
 
 class _Texts(NamedTuple):
-    """Rows of a batch whose texts are of one file and of one class of lengths."""
+    """Rows of a batch with texts of one file and one class of lengths."""
 
     file: str
     lengths: str
@@ -193,7 +193,7 @@ class QualityMeter:
         self._meters: dict[Subject, Meter] = {}
         self._same = same_outputs(model)
         self._rows = 0
-        # Rows with NaN in the original, and those that are not finite in the new model alone.
+        # Rows with NaN in the original, and rows that are not finite in the new model alone.
         self._not_finite: dict[Subject, tuple[list[int], list[int]]] = {}
 
     def add(self, before: Sequence[np.ndarray], after: Sequence[np.ndarray], batch: Batch) -> None:
@@ -219,7 +219,7 @@ class QualityMeter:
         self._rows += texts
 
     def _is_measured(self, index: int, array: np.ndarray) -> bool:
-        """Whether an output is measured: floats, no cache, and not the same as another output."""
+        """Whether an output is measured: floats, no cache, and no repetition of another output."""
         if is_cache_name(self.outputs[index]) or index in self._same:
             return False
         return array.ndim > 0 and array.size > 0 and array.dtype.kind == "f"
@@ -250,17 +250,17 @@ class QualityMeter:
     def additive_loss(self) -> float:
         """The additive loss: the losses of changes of different blocks nearly add up.
 
-        It is 1 - R^2 of features and embeddings, the share of the KL divergence of logits, and the
-        mean over outputs; ``Losses`` has maxima, which do not add up.
+        The loss is 1 - R^2 of features and embeddings, the share of the KL divergence of logits,
+        and the mean over outputs; ``Losses`` has maxima, which do not add up.
         """
         return float(np.mean([meter.additive_loss() for meter in self._meters.values()] or [0.0]))
 
     def results(self) -> list[Quality]:
-        """The quality of each output, by file and by length; the one with most loss first.
+        """The quality of each output, by file and by length; the lowest quality comes first.
 
         Raises:
-            InvalidData: The original gives NaN in every row, or the measure is "index" and there
-                are less than two documents.
+            InvalidData: The original gives NaN in every row, or the measure is "index" and the data
+                has less than two documents.
             InvalidArgument: The measure is "index", and no output is an embedding.
         """
         is_index = any(isinstance(meter, IndexMeter) for meter in self._meters.values())
@@ -335,7 +335,7 @@ class QualityMeter:
 
 
 def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -> Quality:
-    """The quality that a meter measured.
+    """Make the quality from the result of a meter.
 
     Args:
         details: Fields that are recorded only with a value.

@@ -32,7 +32,7 @@ def ndcg_at_10(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> f
 def kendall_tau(a: Float[np.ndarray, " N"], b: Float[np.ndarray, " N"]) -> float:
     """Kendall's tau-b of two lists of scores (Kendall 1945), -1 to 1.
 
-    It is 1 if each list has equal scores only, and 0 if one list has.
+    The value is 1 if all scores within each list are equal, and 0 if that holds for one list.
     """
     from scipy.stats import kendalltau
 

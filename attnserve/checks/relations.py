@@ -1,6 +1,6 @@
 """Measures of the relations between texts: similarities, neighbors, orders of documents.
 
-``quality`` lists them; see ``measures`` for the others.
+``quality`` lists the measures; ``measures`` has the other ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEIGHBORS = 10
 """Number of nearest neighbors that ``index`` and ``overlap`` compare."""
 
 MIN_DOCUMENTS = 5 * NEIGHBORS
-"""Minimum number of documents to compare ``NEIGHBORS`` of them; with fewer, a fifth is compared."""
+"""Minimum number of documents to compare ``NEIGHBORS``; of fewer documents, a fifth is compared."""
 
 MOST_PAIRED = 3000
 """Maximum number of texts whose pairs are compared; the cost is quadratic (3,000 take 1 GB)."""
@@ -38,13 +38,13 @@ MOST_PAIRED = 3000
 class SimilarityMeter(Meter):
     """Rank correlation of pairwise similarities, overlap of neighbors, and R^2 of embeddings.
 
-    The first two use at most ``MOST_PAIRED`` texts.
+    Correlation and overlap use at most ``MOST_PAIRED`` texts.
     """
 
     def __init__(
         self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
     ) -> None:
-        super().__init__(window)  # the pooled vectors of both
+        super().__init__(window)  # the sums are the pooled vectors of both models
         self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
         self.dimensions = dimensions
         self.features = FeaturesMeter(window)
@@ -58,7 +58,7 @@ class SimilarityMeter(Meter):
         self, a: np.ndarray, b: np.ndarray, batch: Batch
     ) -> tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B D"]]:
         """The embeddings of both models, of length one."""
-        if a.shape == b.shape:  # not if one of them is pooled
+        if a.shape == b.shape:  # otherwise one of them is pooled
             self._tokens(a, b, batch)  # sets is_finite
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
             a, b = a[flat.reshape(-1)], b[flat.reshape(-1)]
@@ -91,8 +91,8 @@ class SimilarityMeter(Meter):
 class OrderMeter(Meter):
     """Kendall's tau between the scores of a query's documents, averaged over the queries.
 
-    Rows must be lists. Sums are the query, the relevance, and both scores of each row. Queries with
-    one document are left out.
+    Rows must be lists. The sums are the query, the relevance, and both scores of each row. Queries
+    with one document are left out.
     """
 
     def __init__(self, window: int | None = None) -> None:
@@ -155,8 +155,8 @@ class IndexMeter(SimilarityMeter):
 
     Queries are embedded by both models, documents by the original. The value is the mean share of a
     query's nearest documents that the new model finds too. Without roles, every text is a query,
-    and the other texts are its documents. The further measures are symmetric: for them the new
-    model embeds the documents too.
+    and the other texts are its documents. The further measures are symmetric: the new model embeds
+    the documents too.
     """
 
     def __init__(
@@ -178,7 +178,7 @@ class IndexMeter(SimilarityMeter):
         """See ``Meter.scores``.
 
         Raises:
-            InvalidData: There is no query, or a query has less than two documents.
+            InvalidData: The data has no query, or a query has less than two documents.
         """
         has_roles = self.has_roles
         queries = self._vectors(self.sums)
@@ -242,7 +242,7 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
     """Spearman's correlation of two matrices of similarities over pairs of texts.
 
     A pair belongs to two texts, so that pairs are not independent: texts are left out one by one
-    (Efron and Stein 1981). Ranks are those of all pairs.
+    (Efron and Stein 1981). Ranks are over all pairs.
     """
     from scipy.stats import rankdata
 
@@ -268,7 +268,7 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
 def _correlation(count: int, sums: Sequence[Any]) -> Any:
     """Pearson's correlation from the sums of a, b, a^2, b^2 and ab.
 
-    It is 1 if both are constant, 0 if only one is.
+    The correlation is 1 if both are constant, and 0 if only one is.
     """
     a, b, aa, bb, ab = sums
     spread_a, spread_b = aa - a * a / count, bb - b * b / count
@@ -286,7 +286,7 @@ def _overlap(
 
     Args:
         x, y: The similarities of texts to their possible neighbors, by two models.
-        itself: Whether text i may have the neighbor i; False if that is the text itself.
+        itself: Whether text i may have the neighbor i; False if neighbor i is the text itself.
     """
     neighbors, kept = (_neighbors(matrix, itself=itself) for matrix in (x, y))
     return (neighbors & kept).sum(1) / neighbors.sum(1)

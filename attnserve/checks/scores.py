@@ -1,4 +1,4 @@
-"""Scores of a task with bootstrap confidence intervals, and the share of a score that is kept.
+"""Scores of a task with bootstrap confidence intervals, and the kept share of a score.
 
 A larger ``value`` is better.
 """
@@ -196,9 +196,9 @@ class RatioScore:
 
 @dataclass(frozen=True, eq=False)
 class PerplexityScore:
-    """The perplexity of the next token: the exponential of its mean negative log-likelihood.
+    """The perplexity of the next token: the exponential of the mean negative log-likelihood.
 
-    ``nats`` is the sum over a row, of ``tokens`` predicted tokens. ``value`` is 1 / perplexity.
+    ``nats`` is the sum over the ``tokens`` predicted tokens of a row. ``value`` is 1 / perplexity.
     """
 
     nats: Float[np.ndarray, " N"] = field(repr=False)

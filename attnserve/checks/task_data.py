@@ -26,11 +26,11 @@ def read_label(path: Path, line: int, text: str, names: Mapping[str, int]) -> in
     """The number of the class that a field of a table contains, by its name or as an integer.
 
     Args:
-        path, line: Where the field is, for messages.
+        path, line: The place of the field, for messages.
         names: The numbers of the classes by name.
 
     Raises:
-        InvalidData: It is neither a name nor an integer from 0.
+        InvalidData: The text is neither a name nor an integer from 0.
     """
     if text in names:
         return names[text]
@@ -59,7 +59,7 @@ def read_texts(folder: Path, *names: str) -> dict[str, str]:
     text and optionally title, which is put before the text.
 
     Raises:
-        InvalidData: There is no such file, a line of it is malformed, or an id is repeated.
+        InvalidData: None of the files exists, a line is malformed, or an id is repeated.
     """
     path = next((file for name in names if (file := folder / name).is_file()), None)
     if path is None:

@@ -74,7 +74,7 @@ class OpenModel:
 
     @cached_property
     def output(self) -> str:
-        """Name of the output with scores."""
+        """The name of the output with scores."""
         names = [value.name for value in self.session.get_outputs()]
         return output_name(names, self.artifact.output, scores=True)
 

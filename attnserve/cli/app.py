@@ -107,7 +107,7 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _show(error: AttnserveError, arguments: Sequence[str]) -> None:
-    """Print what is wrong and how to fix it, with the options of the command in ``arguments``."""
+    """Print an error and its fix, with the options of the command in ``arguments``."""
     command = get_command(app)
     for argument in arguments:
         command = getattr(command, "commands", {}).get(argument, command)

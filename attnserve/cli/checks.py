@@ -284,7 +284,7 @@ def _check_evaluate(scoring: Scoring, mteb: opt.Mteb) -> None:
     """Check that the options belong to a task with data, or to tasks of MTEB.
 
     Raises:
-        InvalidArgument: They do not.
+        InvalidArgument: Options of both or of neither are given, or data is missing.
     """
     from graph_passes.errors import InvalidArgument
 

@@ -25,7 +25,7 @@ class _Option(NamedTuple):
     """An option or argument that sets a field of a group.
 
     Attributes:
-        value: The value that it sets if it is a switch; None for the value that is given.
+        value: The value that a switch sets; None for an option that takes a value.
     """
 
     field: str
@@ -40,15 +40,15 @@ def add_command(
     panels: Sequence[str] = (),
     **options: Any,
 ) -> Callable[[Function], Function]:
-    """Decorator: a command with the options of the groups among the parameters of a function.
+    """Return a decorator that makes a command of a function.
 
-    ``Annotated[GROUP, NAME, ...]`` has the options of these fields only. Parameters of other types
-    are options and arguments of Typer.
+    Each parameter that is a group adds its fields as options; ``Annotated[GROUP, NAME, ...]`` adds
+    the named fields only. Parameters of other types are options and arguments of Typer.
 
     Args:
         required: Fields whose option must be given.
-        panels: The order of the panels in the help; those of the groups by default.
-        options: Options of ``typer.Typer.command``.
+        panels: The order of the panels in the help; by default the order of the groups.
+        options: Arguments of ``typer.Typer.command``.
     """
 
     def add(function: Function) -> Function:
@@ -101,12 +101,12 @@ def add_command(
 
 
 def _about(parameter: Parameter) -> Any:
-    """What Typer knows of an option or argument."""
+    """The description of an option or argument for Typer."""
     return get_args(parameter.annotation)[-1]
 
 
 def _place(parameter: Parameter, panels: Sequence[str]) -> int:
-    """The place of a parameter's panel; 0 if it is in none of them."""
+    """The place of a parameter's panel among ``panels``; 0 if it is not one of them."""
     panel = _about(parameter).rich_help_panel
     return panels.index(panel) + 1 if panel in panels else 0
 
@@ -131,7 +131,7 @@ def _options(
         option = typer.Option(switch.flag, metavar="", help=switch.help, rich_help_panel=panel)
         own_name = switch.flag.removeprefix("--").replace("-", "_")
         yield _Option(name, _parameter(own_name, bool, option, False), switch.value)
-    # Without a value, switches may set the field.
+    # A field with switches has no default here: a switch may set it.
     default = None if cli.switches else getattr(defaults, name, field.get_default())
     if cli.is_text and default is not None:  # the text that the field reads
         default = ",".join(map(str, default)) or None
@@ -183,7 +183,7 @@ def _shown_type(about: OptionType) -> Any:
 
 
 def _bounds(about: OptionType) -> dict[str, Any]:
-    """The bounds of an integer, if Typer can check all of them; the type checks the others."""
+    """The bounds of an integer, if Typer can check all of them; else the type checks them."""
     limits = {
         name: getattr(bound, name)
         for bound in about.bounds
@@ -197,7 +197,7 @@ def _bounds(about: OptionType) -> dict[str, Any]:
 
 
 def _group(kind: type[Options], options: Sequence[_Option], values: Mapping[str, Any]) -> Options:
-    """Build the group from option values; missing options have the defaults."""
+    """Build a group from option values, with defaults for missing options."""
     arguments: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
     for option in options:

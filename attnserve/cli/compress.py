@@ -282,9 +282,9 @@ def recover(
 ) -> None:
     """Train a rewritten model to give the outputs of its original again (distillation).
 
-    The graph stays as it is; only its weights change. With --int8 they are trained for the
-    rounding of int8 kernels, and the result is quantized. An interrupted training continues
-    when the command is repeated. Needs PyTorch (extra torch).
+    Only the weights of the graph change. With --int8, weights are trained for the rounding of
+    int8 kernels, and the result is quantized. An interrupted training continues when the
+    command is repeated. The command needs PyTorch (extra torch).
     """
     with progress_bars(show) as progress:
         report = attnserve.recover(

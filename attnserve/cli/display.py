@@ -54,7 +54,7 @@ err = _Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def option_names(command: Any) -> dict[str, str]:
-    """The option (or argument) of a Typer command for each parameter of its Python function."""
+    """Map each parameter of a command's Python function to its option or argument."""
     names: dict[str, str] = {}
     for param in command.params:
         if param.param_type_name == "argument":
@@ -66,7 +66,7 @@ def option_names(command: Any) -> dict[str, str]:
 
 
 def with_options(text: str, options: Mapping[str, str]) -> str:
-    """Replace parameters that are named in backticks by their options; keep other words."""
+    """Replace the parameter names in backticks by their options; keep other words."""
     return re.sub(r"`(\w+)`", lambda match: options.get(match[1], match[0]), text)
 
 
@@ -76,13 +76,13 @@ def log_level(show: Show) -> str | None:
 
 
 def set_log_level(show: Show) -> None:
-    """Log at the level of ``--quiet`` or ``--verbose``, by default warnings."""
+    """Set the log level that ``--quiet`` and ``--verbose`` request; the default is warnings."""
     level = log_level(show) or "warning"
     logging.getLogger("attnserve").setLevel(level.upper())
 
 
 def print_qualities(title: str, fidelity: Fidelity) -> None:
-    """One line for each quality, with the name of the output if there are several."""
+    """Print one line for each quality, with the name of the output if there are several."""
     outputs = {quality.outputs for quality in fidelity.qualities}
     several = len(outputs) > 1 or any(quality.same_outputs for quality in fidelity.qualities)
     for quality in fidelity.qualities:
@@ -96,7 +96,7 @@ def print_message(text: str) -> None:
 
 
 def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
-    """Print warnings, unless quiet; returns them with the names of options."""
+    """Print warnings, unless quiet; return the warnings with the names of options."""
     options = {
         name: option_name(name, field)
         for group in GROUPS
@@ -120,7 +120,7 @@ def print_json(value: dict[str, Any]) -> None:
 
     try:
         text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
-    except TypeError:  # an integer of more than 64 bits, such as the cost of a damaged model
+    except TypeError:  # an integer of more than 64 bits, for example the cost of a damaged model
         text = json.dumps(value, indent=2)
     sys.stdout.write(text + "\n")
 
@@ -182,10 +182,10 @@ def shorten_names(names: Sequence[str], width: int) -> tuple[list[str], str]:
     """Remove the common prefix and suffix of names that are longer than ``width``.
 
     ``model.layer.0.attention`` and ``model.layer.1.attention`` become ``..layer.0``, ``..layer.1``.
-    If names have nothing in common, the most of them that have the same first part are shortened.
+    If names have nothing in common, the largest set with the same first part is shortened.
 
     Returns:
-        The names, and a line that explains them ("" if they are unchanged).
+        The names, and a line that explains the shortened names ("" if names are unchanged).
     """
     parts = {name: re.split(r"(?<=[./])", name) for name in names}  # a separator ends each part
     firsts = Counter(parts[name][0] for name in names)
@@ -220,7 +220,7 @@ def _common_length(rows: Sequence[Sequence[str]]) -> int:
 def progress_bars(show: Show) -> Generator[Progress]:
     """Set the log level, and show one bar per stage on stderr, with the time left.
 
-    There are no bars with ``--quiet``, or if stderr is not a terminal.
+    No bars are shown with ``--quiet``, or if stderr is not a terminal.
     """
     set_log_level(show)
     from rich.progress import (

@@ -35,7 +35,7 @@ INPUTS = "text with one sentence per line, an .npz of input arrays, or a folder 
 DataTokenizer = Annotated[
     Path | None, typer.Option(metavar="FILE", help=Data.model_fields["tokenizer"].description)
 ]
-# The fields of these groups that have an option (``add_command``)
+# Groups with some of their fields as options (``add_command``)
 Force = Annotated[Write, "force"]
 Seed = Annotated[Run, "seed"]
 
@@ -54,7 +54,7 @@ class Show(Options):
 
 
 class Requirements(Options):
-    """What ``verify`` requires of the new model."""
+    """Requirements of ``verify`` on the new model."""
 
     area = "verify"
 
@@ -74,7 +74,7 @@ class Requirements(Options):
 
 
 class Mteb(Options):
-    """Tasks of MTEB, and where their results are written."""
+    """Tasks of MTEB, and the folder of their results."""
 
     panel = "Tasks of MTEB"
     area = "mteb"
@@ -94,10 +94,10 @@ class Mteb(Options):
 
 
 def limit_threads(threads: int) -> int:
-    """Limit the threads of the other libraries, unless the environment does.
+    """Limit the threads of numpy, scipy and PyTorch, unless environment variables do.
 
-    They read their variables when they are loaded, so this works before numpy is imported. Threads
-    of OpenBLAS that wait for a core make a factorization several times slower than one thread.
+    The libraries read the variables on import: call the function before numpy is imported. OpenBLAS
+    threads that wait for a core make a factorization several times slower than a single thread.
     """
     if LIBRARY_THREADS.isdisjoint(os.environ):
         cores = str(threads or available_cores())

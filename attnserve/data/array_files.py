@@ -25,7 +25,7 @@ def read_arrays(
 
     Args:
         wanted: The names and types of the arrays.
-        optional: Those of arrays that may be missing.
+        optional: The names and types of arrays that may be missing.
 
     Raises:
         InvalidData: A file is not an .npz, or has not exactly the expected arrays.
@@ -83,7 +83,7 @@ def read_arrays(
 
 
 def with_unequal_lengths(row: Batch, longest: int | None) -> Batch:
-    """The row with one more padded token of the source if the target has the same length.
+    """Return a row with one more padded token in the source if the lengths were equal.
 
     ``token_mask`` selects a mask by its shape. With equal lengths, the mask of the source would
     hide tokens of the target.

@@ -54,7 +54,7 @@ class Dataset:
     Attributes:
         fit: Batches to fit: for statistics and weights.
         choose: Batches to choose, which a search may measure repeatedly.
-        verify: Parts to verify, which are measured once; the second one only if the first
+        verify: Parts to verify, which are measured once; the second part only if the first
             verification fails.
         length: Median of the lengths in tokens at which the model runs; rows of arrays keep their
             padding.
@@ -86,11 +86,11 @@ class Dataset:
 
     @property
     def held_out(self) -> list[Batch]:
-        """All batches that are not used to fit: those to choose and those to verify."""
+        """All batches that are not used to fit: the batches to choose and to verify."""
         return [*self.choose, *self.to_verify]
 
     def file_of(self, batch: Batch) -> Dataset:
-        """The data of the file that a batch comes from."""
+        """The data of the file of a batch."""
         name = row_info(batch).file
         return next((file for file in self.files if file.source.file == name), self)
 
@@ -105,7 +105,7 @@ class Dataset:
         """The length that separates short and long texts; None if lengths are similar.
 
         Quality is measured for both separately, because similarities within one kind of text are
-        harder to keep than those between kinds. Lists of documents are not separated.
+        harder to keep than similarities between kinds. Lists of documents are not separated.
         """
         if not len(self.lengths) or self.has_lists:
             return None
@@ -134,8 +134,8 @@ def load_inputs(
     splits the rows of other models into queries and documents: each part has rows of both.
 
     Args:
-        path: The file or folder, or several of them. Each is split and measured separately.
-            A row that one file holds out is not used by another one to fit or to choose.
+        path: The file or folder, or several. Each is split and measured separately. A row that one
+            file holds out is not used by another file to fit or to choose.
         model: The model whose inputs are filled.
         artifact: Its artifact, for the tokenizer and the maximum length of a text.
         weights: The share of the rows to fit that each file contributes, up to a common factor.
@@ -186,7 +186,7 @@ def _file_data(split: FileParts, name: str) -> Dataset:
     roles: Sequence[Role | None] = get_args(Role) if file.roles else (None,)
     query_lengths = [file.lengths[i] for i in file.of_role(range(len(file.rows)), "query")]
     parts: list[list[Batch]] = []
-    joined_lengths: list[list[int]] = []  # of the joined rows of each part
+    joined_lengths: list[list[int]] = []  # lengths of the joined rows of each part
     for part in split.parts:
         parts.append([])
         joined_lengths.append([])

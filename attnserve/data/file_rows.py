@@ -121,7 +121,7 @@ def read_file(
 
 
 def _read_array_file(path: Path, model: ir.Model, artifact: Artifact) -> FileRows:
-    """Read an .npz, or a folder of them."""
+    """Read an .npz file, or a folder of .npz files."""
     fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
     dtypes = {name: value.dtype for name, value in wanted_inputs(model).items()}
     rows = read_arrays(path, dtypes, {} if ROLE in dtypes else {ROLE: np.dtype(str)})

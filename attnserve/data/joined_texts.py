@@ -52,7 +52,7 @@ class TextJoiner:
         """
         random = np.random.default_rng(len(indices))
         shortest, longest = self.bounds
-        special = self.encoder.special_tokens  # each row has them once
+        special = self.encoder.special_tokens  # each row has special tokens once
         groups: list[list[str]] = []
         remaining_tokens = 0.0
         for index in map(int, random.permutation(np.asarray(indices, int))):

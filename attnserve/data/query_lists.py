@@ -49,7 +49,7 @@ def read_listed(path: Path, read: Callable[[Path], list[str]]) -> list[QueryDocu
     """The rows of a file for a reranker: queries with documents, and single texts.
 
     A table has columns with names (``read_pairs``). Other files are read by ``read``: a line has a
-    query, a tab and a document; one without a tab is a single text.
+    query, a tab and a document; a line without a tab is a single text.
     """
     if has_pairs(path):
         return [*read_pairs(path, labeled=False)]
@@ -60,9 +60,9 @@ def read_listed(path: Path, read: Callable[[Path], list[str]]) -> list[QueryDocu
 def encode_listed(
     encoder: TextEncoder, rows: Sequence[QueryDocument | str], least: int
 ) -> Sequence[Encoding]:
-    """The tokens of rows, as ``ListedRow`` if there are lists.
+    """The tokens of rows, as ``ListedRow`` if the rows are lists.
 
-    There are lists if there are ``least`` queries, with ``MIN_DOCUMENTS`` in the mean.
+    Rows are lists if they have ``least`` queries, with ``MIN_DOCUMENTS`` documents in the mean.
     """
     pairs = [row if isinstance(row, QueryDocument) else None for row in rows]
     texts: list[Text] = [row if isinstance(row, str) else row[:2] for row in rows]
@@ -72,7 +72,7 @@ def encode_listed(
         return encodings
     numbers = {query: number for number, query in enumerate(queries)}
     return [
-        ListedRow(encoding.ids, encoding.type_ids, len(rows) + index)  # a list of its own
+        ListedRow(encoding.ids, encoding.type_ids, len(rows) + index)  # a separate list
         if pair is None
         else ListedRow(encoding.ids, encoding.type_ids, numbers[pair.query], pair.relevance)
         for index, (encoding, pair) in enumerate(zip(encodings, pairs, strict=True))
@@ -80,7 +80,7 @@ def encode_listed(
 
 
 def lists_of_rows(rows: Sequence[Encoding]) -> Lists | None:
-    """The lists of the rows of a batch; None if they have none."""
+    """The lists of the rows of a batch; None for rows without lists."""
     listed = [row for row in rows if isinstance(row, ListedRow)]
     if len(listed) < len(rows):
         return None
@@ -90,7 +90,7 @@ def lists_of_rows(rows: Sequence[Encoding]) -> Lists | None:
 
 
 def together(rows: Sequence[Any], indices: Sequence[int]) -> list[list[int]]:
-    """Indices in groups that no split divides: the rows of a list, or single rows."""
+    """Group indices so that no split divides a group: the rows of a list, or single rows."""
     groups: dict[Hashable, list[int]] = {}
     for index in indices:
         row = rows[index]

@@ -1,4 +1,4 @@
-"""Batches of rows, with what is known of the rows beside the inputs of the model."""
+"""Batches of rows, with the file, the role and the lists of the rows."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ PATCHES = 64
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RowInfo:
-    """What is known of the B rows of a batch.
+    """The file, the role and the lists of the B rows of a batch.
 
     Attributes:
-        file: The name of their file; empty if it is unknown.
+        file: The name of the file of the rows; empty if unknown.
         role: The role of all rows; None without roles.
         lists: The lists of documents that the rows belong to; None if they are not lists.
     """
@@ -37,14 +37,14 @@ class RowInfo:
     lists: Lists | None = None
 
     def of_rows(self, rows: Int[np.ndarray, " N"]) -> RowInfo:
-        """What is known of some rows, by their indices."""
+        """The information of some rows, by their indices."""
         if self.lists is None:
             return self
         return replace(self, lists=Lists(*(column[rows] for column in self.lists)))
 
 
 class RowBatch(dict[str, np.ndarray]):
-    """Model inputs by name, with what is known of their rows."""
+    """Model inputs by name, with the ``RowInfo`` of their rows."""
 
     def __init__(self, inputs: Mapping[str, np.ndarray], info: RowInfo) -> None:
         super().__init__(inputs)
@@ -52,12 +52,12 @@ class RowBatch(dict[str, np.ndarray]):
 
 
 def row_info(batch: Batch) -> RowInfo:
-    """What is known of the rows of a batch; nothing if it is not a ``RowBatch``."""
+    """The information of the rows of a batch; empty if it is not a ``RowBatch``."""
     return batch.info if isinstance(batch, RowBatch) else RowInfo()
 
 
 def thinned(batches: Sequence[Batch], tokens: int) -> list[Batch]:
-    """Evenly spaced batches with about this many tokens, at least one; all if they have fewer."""
+    """Evenly spaced batches with about ``tokens`` tokens, at least one; all if they have fewer."""
     counts = [_token_count(batch) for batch in batches]
     wanted = max(round(len(batches) * tokens / max(sum(counts), 1)), 1)
     if wanted >= len(batches):

@@ -140,16 +140,16 @@ def _content(row: Encoding | Batch) -> bytes:
 
 
 def _split_groups(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """The rows of each part; those of a group are in one part (``_split``)."""
+    """The rows of each part; the rows of a group are in one part (``_split``)."""
     mean_lengths = [sum(lengths[i] for i in group) // len(group) for group in groups]
     return [[i for number in part for i in groups[number]] for part in _split(mean_lengths)]
 
 
 def _split(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the rows, or lists, to fit, and of those of each held-out part, by length.
+    """Indices of the rows, or lists, of the part to fit and of each held-out part, by length.
 
     Rows are sorted by length and cut into strata; each held-out part has one random row of each
-    stratum, so that all parts have like lengths and come from the whole file.
+    stratum, so that all parts have similar lengths and come from the whole file.
     """
     rows = len(lengths)
     if rows < HELD_OUT_PARTS + 1:
@@ -168,6 +168,6 @@ def _split(lengths: Sequence[int]) -> list[list[int]]:
 def _strata(
     lengths: Sequence[int], count: int, random: np.random.Generator
 ) -> list[np.ndarray[Any, Any]]:
-    """Indices in groups of like length; those of equal length are in random order."""
+    """Indices in groups of similar length; indices of equal length are in random order."""
     order = np.lexsort((random.permutation(len(lengths)), np.asarray(lengths)))
     return np.array_split(order, count)

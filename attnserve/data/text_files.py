@@ -105,7 +105,7 @@ def check_roles(path: Path, roles: Sequence[str], places: Sequence[str]) -> list
     """Check the roles of the rows of a file.
 
     Args:
-        places: Where each row is, for messages.
+        places: The place of each row, for messages.
 
     Raises:
         InvalidData: A role is unknown, no row is a query, or less than two are documents.
@@ -190,10 +190,10 @@ def read_pairs(path: Path, *, labeled: bool = True) -> list[QueryDocument]:
     """Read the queries and documents of a table.
 
     Args:
-        labeled: Require their relevance.
+        labeled: Require the relevance of the documents.
 
     Raises:
-        InvalidData: See ``read_table``; or a relevance is not a finite number.
+        InvalidData: A relevance is not a finite number; otherwise see ``read_table``.
     """
     columns = (QUERY, DOCUMENT)
     if labeled or any(name in RELEVANCE for name in _header(read_text(path).split("\n"))):
@@ -212,7 +212,7 @@ def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
         path, line, name: Place and name of the field, for messages.
 
     Raises:
-        InvalidData: It is not a finite number.
+        InvalidData: The text is not a finite number.
     """
     try:
         value = float(text)

@@ -13,24 +13,24 @@ from pathlib import Path
 __all__ = ["MAX_BYTES", "TextSample"]
 
 MAX_BYTES = 10_000_000
-"""File size above which nothing is appended: about 100,000 sentences."""
+"""Maximum size of the file in bytes: about 100,000 sentences."""
 
 PRIVATE = re.compile(r"(?P<mail>(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++)|\d+")
 """Numbers and mail addresses, which are masked. Matching takes linear time: a name starts at a name
-boundary, and nothing is retried."""
+boundary, without backtracking."""
 
 
 class TextSample:
     """Appends random texts to a file, one per line. Several processes may share the file.
 
-    The file is opened for each write, so that it can be moved away, and a full disk that has space
-    again is used again. Only its owner can read it (mode 0600).
+    The file is opened for each write, so that it can be moved away, and writing continues when a
+    full disk has space again. Only the owner of the file can read it (mode 0600).
 
     Args:
         path: The file; it is created if missing.
         rate: The share of texts to keep.
-        mask: Replace numbers by others of the same length, and mail addresses. Equal ones stay
-            equal in one process; the key of the hash is random and never stored.
+        mask: Replace numbers by numbers of the same length, and mail addresses. Equal numbers and
+            addresses stay equal in one process; the key of the hash is random and never stored.
     """
 
     def __init__(self, path: Path, rate: float, *, mask: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Token ids of calibration data, to detect traffic that differs from it."""
+"""Token ids of calibration data, to detect traffic that differs from the calibration data."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ __all__ = [
 INPUT = "input_ids"
 
 MOST_IDS = 1 << 24
-"""Maximum number of ids, above any vocabulary size: it bounds the memory a file can request."""
+"""Maximum number of ids, above any vocabulary size, to bound the memory that a file can request."""
 
 MOST_UNSEEN = 0.25
-"""A row is outside of the calibration data if its share of unseen tokens is larger than this, and
-larger than twice the share of the held-out calibration rows."""
+"""A row is outside of the calibration data if its share of unseen tokens is larger than this value
+and than twice the share of the held-out calibration rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class CalibrationRange:
-    """The inputs that an artifact was calibrated on.
+    """The range of the calibration data of an artifact.
 
     Attributes:
         longest: The number of tokens of the longest row; None if unknown.
@@ -68,7 +68,7 @@ class CalibrationRange:
     def reasons(self, ids: Sequence[int] | Int[np.ndarray, " T"]) -> tuple[str, ...]:
         """Reasons why a row is outside of the calibration data: "length", "tokens", both or none.
 
-        It takes about 10 us for 16 ids, because the service calls it for every row.
+        The service calls this method for every row, so it must be fast: about 10 us for 16 ids.
         """
         is_long = self.longest is not None and len(ids) > self.longest
         is_new = False
@@ -108,7 +108,7 @@ def token_statistics(data: Dataset) -> TokenIds | None:
 
 
 def calibration_of(data: Dataset) -> Calibration:
-    """The record of the data that a model was calibrated on."""
+    """The record of the calibration data of a model."""
     tokens = token_statistics(data)
     return data.source if tokens is None else data.source.model_copy(update={"token_ids": tokens})
 
@@ -117,7 +117,7 @@ def seen_ids(statistics: TokenIds) -> Bool[np.ndarray, " V"]:
     """Whether each id up to the largest one occurs in the rows to fit, from their statistics.
 
     Raises:
-        ValueError, zlib.error: They are damaged, or name ids above ``MOST_IDS``.
+        ValueError, zlib.error: The statistics are damaged, or name ids above ``MOST_IDS``.
     """
     unpacker = zlib.decompressobj()
     packed = unpacker.decompress(base64.b64decode(statistics.seen), MOST_IDS // 8)

@@ -93,8 +93,8 @@ def write_genai_folder(
         force: Replace files of an existing folder.
 
     Raises:
-        InvalidModel: It cannot be read, has no logits or no cache of every layer, has keys and
-            values of different shapes, or config.json lacks the end token or the number of
+        InvalidModel: The model cannot be read, has no logits or no cache of every layer, has keys
+            and values of different shapes, or config.json lacks the end token or the number of
             positions.
         InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
     """
@@ -106,7 +106,7 @@ def write_genai_folder(
     described = _describe(artifact, graph, provider)
 
     def finish(stage: Path) -> None:
-        for name in (RECORD, data_file(folder / "model.onnx").name):  # of the replaced model
+        for name in (RECORD, data_file(folder / "model.onnx").name):  # files of the replaced model
             if not (stage / name).exists():
                 (folder / name).unlink(missing_ok=True)
 
@@ -123,7 +123,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
     """The content of genai_config.json.
 
     Raises:
-        InvalidModel: In the cases of ``write_genai_folder``.
+        InvalidModel: See ``write_genai_folder``.
     """
     inputs = wanted_inputs(graph)
     caches = [name for name, one in inputs.items() if one.cache is not None]
@@ -200,7 +200,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
 
 
 def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
-    """The caches among inputs or outputs: one of keys and one of values in each layer from 0.
+    """Find the caches among inputs or outputs: keys and values of each layer, from layer 0.
 
     Raises:
         InvalidModel: Other caches exist.
@@ -257,10 +257,10 @@ class _Tokens:
         path = artifact.companion("generation_config.json")
         generation: Any = read_json(path) if path else {}
         generation = generation if isinstance(generation, dict) else {}
-        text: Any = artifact.config.get("text_config")  # of models for text and images
+        text: Any = artifact.config.get("text_config")  # models for text and images
         sources = (text if isinstance(text, dict) else {}, artifact.config, generation)
         values: dict[str, Any] = {}
-        for source in sources:  # null and lists of nothing state nothing
+        for source in sources:  # null and lists of null count as missing
             values |= {key: value for key, value in source.items() if _states(value)}
         lengths = [values[key] for key in POSITIONS if values.get(key) is not None]
         length = lengths[0] if lengths else artifact.max_length

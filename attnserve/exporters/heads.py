@@ -1,7 +1,7 @@
 """Heads of exported models: the modules of an embedding, and the score of a reranker.
 
-They are PyTorch modules after the hidden states. torch is passed in, because it is an optional
-dependency; its objects are typed ``Any``.
+Heads are PyTorch modules after the hidden states. The package torch is an argument, because it is
+an optional dependency; its objects are typed ``Any``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ PAIR_TEMPLATES = {
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
 }
-"""Templates of rerankers that have none, by ``model_type``: the one of Qwen3-Reranker's authors
-(Zhang et al. 2025, Qwen3 Embedding)."""
+"""Templates by ``model_type`` for rerankers without a template in their files. The template for
+Qwen3-Reranker comes from its authors (Zhang et al. 2025, Qwen3 Embedding)."""
 
 
 def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
-    """The token ids of a reranker's score: those in its files, else "yes" and "no".
+    """The token ids of a reranker's score: the ids in its files, else the ids of "yes" and "no".
 
     Raises:
-        InvalidModel: The vocabulary has neither of these pairs.
+        InvalidModel: The vocabulary lacks the ids of the files, or "yes" and "no".
     """
     vocabulary = tokenizer.get_vocab()
     score = settings.token_score
@@ -64,11 +64,11 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
     prompt of the model is a system message.
 
     Raises:
-        InvalidModel: Neither defines a template.
+        InvalidModel: Neither the tokenizer nor ``PAIR_TEMPLATES`` has a template.
     """
     prompt = settings.prompt
     variables = dict(settings.transformer.processing_kwargs.chat_template)
-    variables.pop("restore_suffix", None)  # the end of a template is never truncated here
+    variables.pop("restore_suffix", None)  # no code truncates the end of a template
     texts = ([("system", prompt)] if prompt else []) + [
         ("query", "{query}"),
         ("document", "{document}"),
@@ -80,7 +80,7 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
         ]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **variables)
-        except Exception:  # no chat template, or one of another form, which raises any error
+        except Exception:  # no chat template, or a template of another form, which raises any error
             continue
         if text.count("{query}") == text.count("{document}") == 1:
             return text
@@ -94,9 +94,9 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
 
 
 def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
-    """The network without its language head, and a module from its hidden states to the score.
+    """Split a network into its part before the language head, and a module for the score.
 
-    The head is linear, so that two of its rows suffice: the vocabulary is not multiplied.
+    The language head is linear, so two of its rows suffice in place of the whole vocabulary.
 
     Raises:
         InvalidModel: The logits are not linear in the hidden states.
@@ -131,7 +131,7 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
 
 
 def embedding_head(torch: Any, modules: Sequence[Module]) -> Any:
-    """A module from (hidden states B S D, mask B S) through modules of sentence-transformers.
+    """A module that applies sentence-transformers modules to (hidden states B S D, mask B S).
 
     Raises:
         InvalidModel: The weights of a module cannot be read.
@@ -143,8 +143,8 @@ class _Step(NamedTuple):
     """A step of a head.
 
     Attributes:
-        source: The name of the value that it reads.
-        target: The name of the value that it writes.
+        source: The name of the value that the step reads.
+        target: The name of the value that the step writes.
         layer: A module of (value, mask).
     """
 
@@ -174,7 +174,7 @@ def _step(torch: Any, module: Module) -> _Step:
     """The step of a module of sentence-transformers.
 
     Raises:
-        InvalidModel: Its weights cannot be read.
+        InvalidModel: The weights of the module cannot be read.
     """
     settings = module.settings
     if isinstance(settings, Pooling):
@@ -202,7 +202,7 @@ def _pooling(torch: Any, modes: Sequence[str]) -> Any:
         weights = real
         if mode == "weightedmean":  # by the position after padding
             weights = real * torch.cumsum(real, 1)
-        elif mode in ("cls", "lasttoken"):  # the first or the last token that is real
+        elif mode in ("cls", "lasttoken"):  # the first or the last real token
             places = torch.arange(mask.shape[1]) + 1
             order = places if mode == "lasttoken" else -places + mask.shape[1] + 1
             positions = mask * order  # B S
@@ -220,7 +220,7 @@ def _pooling(torch: Any, modes: Sequence[str]) -> Any:
 
 
 def _layer(torch: Any, apply: Callable[[Any], Any]) -> Any:
-    """A module of sentence-transformers that needs no mask."""
+    """A module of (values, mask) that applies a function to the values and ignores the mask."""
 
     class Maskless(torch.nn.Module):
         def __init__(self) -> None:
@@ -280,10 +280,10 @@ def _weights(module: Module) -> Mapping[str, Any]:
 
 
 def _loaded(module: Module, name: str, layer: Any, weights: Mapping[str, Any]) -> Any:
-    """``layer`` with the weights of this name, in float32.
+    """Load the weights named ``name`` into ``layer``, in float32, and return the layer.
 
     Raises:
-        InvalidModel: They have other shapes.
+        InvalidModel: The weights are missing or have other shapes.
     """
     own = {k.removeprefix(f"{name}."): w.float() for k, w in weights.items() if k.startswith(name)}
     try:

@@ -85,12 +85,12 @@ class ExportReport:
         path: The written model.onnx.
         inputs: The names of the inputs.
         outputs: The names of the outputs.
-        embedding: How the outputs become embeddings.
+        embedding: The settings that turn the outputs into embeddings.
         activation: The function from logits to scores; None without a classifier.
         template: The text of a pair, with {query} and {document}; None if the tokenizer joins them.
         max_length: Maximum tokens of a text; None for no limit.
         max_abs_error: The largest difference between ONNX Runtime and PyTorch, without padding.
-        relative_error: The same, relative to the largest output.
+        relative_error: ``max_abs_error`` relative to the largest output.
         seconds: The duration of the export.
     """
 
@@ -117,7 +117,7 @@ class ExportReport:
 
     @property
     def pooling(self) -> Pooling:
-        """How hidden states are pooled after the graph."""
+        """The pooling of hidden states after the graph."""
         return self.embedding.pooling
 
     @property
@@ -253,7 +253,7 @@ class _Outputs:
         kind: The fields of the network's output, and whether they have an axis of tokens.
         network: The module of transformers.
         head: A module that computes the output from the hidden states; None for the network's own.
-        embedding: How the outputs become embeddings.
+        embedding: The settings that turn the outputs into embeddings.
         activation: The function from logits to scores, if any.
         template: The text of a pair, if the tokenizer does not join its texts.
     """
@@ -341,7 +341,7 @@ def _check_options(
     """Check the arguments of ``export``.
 
     Raises:
-        InvalidArgument: One is invalid.
+        InvalidArgument: An argument is invalid.
     """
     for option, value, values in (
         ("task", task, TASKS),
@@ -388,7 +388,7 @@ def _check_openvino(task: str, *, is_scoring: bool) -> None:
 
 
 def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
-    """The size of the embeddings that a head makes of hidden states of this size.
+    """The size of the embeddings of a head, given the size of the hidden states.
 
     Raises:
         InvalidModel: The weights of a module have other sizes.
@@ -406,10 +406,10 @@ def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:
 
 
 def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> int | None:
-    """Maximum tokens of a text: from the model's files, else the tokenizer, within the positions.
+    """Maximum tokens of a text, by the model's files, else the tokenizer, and the positions.
 
-    Rotary and relative positions limit only texts of models that state no length, as in
-    sentence-transformers.
+    As in sentence-transformers, the number of rotary and relative positions is a limit only for
+    models that state no length.
     """
     if (stated := settings.transformer.max_length) is not None:
         return stated if settings.model.relative else min(stated, limit or stated)

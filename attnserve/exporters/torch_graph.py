@@ -1,4 +1,4 @@
-"""Trace a network of PyTorch to an ONNX graph, and compare the graph with it."""
+"""Trace a PyTorch network to an ONNX graph, and compare the outputs of both."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 ]
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-"""The inputs of a graph, if the model takes them and its tokenizer writes them."""
+"""The possible inputs of a graph; an input is used if the model and its tokenizer have it."""
 
 TOLERANCE = 1e-3
-"""Maximum difference from PyTorch, relative to the largest output; usual values are 1e-6."""
+"""Maximum difference from PyTorch, relative to the largest output; usually it is 1e-6."""
 
 EXAMPLE = (2, 7)
 """Batch and sequence of the inputs that trace the model."""
@@ -49,14 +49,14 @@ def input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
 def positional_module(
     torch: Any, names: tuple[str, ...], network: Any, head: Any, fields: Sequence[str]
 ) -> Any:
-    """A module with positional tensors as inputs and a tuple as output, in evaluation mode.
+    """Wrap a network as a module of positional tensors that returns a tuple, in evaluation mode.
 
     Args:
         torch: The package.
         names: The inputs of the network, in the order of the tensors.
         network: The module of transformers.
         head: A module that computes the output from the hidden states; None for the network's own.
-        fields: The fields of the network's output that are returned, without a head.
+        fields: The returned fields of the network's output, if there is no head.
     """
 
     class Wrapper(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Load a model of transformers, its tokenizer, and what its files say.
+"""Load a transformers model, its tokenizer and its settings.
 
 Code of the model repository is never run.
 """
@@ -38,7 +38,7 @@ class Task:
 
     Attributes:
         auto_class: The class of transformers that loads the model.
-        outputs: The exported fields of its output.
+        outputs: The exported fields of the model's output.
         per_token: Whether outputs have the axis "sequence" after "batch".
     """
 
@@ -76,7 +76,7 @@ def require_torch() -> tuple[Any, Any]:
     """Import torch and transformers.
 
     Raises:
-        MissingExtra: One is not installed.
+        MissingExtra: One of them is not installed.
     """
     try:
         with quiet():
@@ -92,7 +92,7 @@ def require_torch() -> tuple[Any, Any]:
 
 
 def find_folder(model: str) -> Path:
-    """The model's folder: ``model`` itself, or a snapshot from the hub without unused weights.
+    """Find the model's folder: ``model``, or a snapshot from the hub without unused weights.
 
     Raises:
         InvalidModel: The model does not exist, or the hub cannot be reached.
@@ -130,7 +130,7 @@ def find_folder(model: str) -> Path:
 def load_network(
     transformers: Any, source: Path, task: Task, attention: Attention
 ) -> tuple[Any, Any]:
-    """The network in evaluation mode and float32, and its tokenizer.
+    """Load the network, in evaluation mode and float32, and its tokenizer.
 
     Raises:
         InvalidModel: A file of the folder is missing or invalid.
@@ -195,7 +195,7 @@ def load_network(
 
 
 def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
-    """The error of a model that transformers does not load."""
+    """The error for a model that transformers cannot load."""
     text = str(error)
     if "trust_remote_code" in text:
         return InvalidModel(
@@ -223,7 +223,7 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
 
 
 def weights_sha256(source: Path) -> str | None:
-    """The checksum of the file of weights, or of all files that hold them; None without one."""
+    """The checksum of the file of weights, or of all files of weights; None without weights."""
     patterns = ("*.safetensors", "pytorch_model*.bin")
     pattern = next((one for one in patterns if any(source.glob(one))), "")
     files = [*source.glob(pattern)] if pattern else []

@@ -180,8 +180,8 @@ class _Examined:
     Attributes:
         inputs: The inputs with all their axes.
         outputs: The outputs with all their axes.
-        not_batched: Why the model cannot be batched; None if it can.
-        warm_up: One row that runs, of ``WARM_UP_TOKENS`` tokens if the model takes them.
+        not_batched: The reason why the model cannot be batched; None if it can.
+        warm_up: The inputs of one row, of ``WARM_UP_TOKENS`` tokens if the model takes so many.
     """
 
     inputs: tuple[Value, ...]
@@ -194,7 +194,7 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
     """Run a model at two shapes.
 
     Raises:
-        InvalidModel: It cannot be run, or has a type that Triton does not support.
+        InvalidModel: The model cannot be run, or has a type that Triton does not support.
     """
     converts = provider == "cuda" and is_bfloat16(graph)  # CPUs cannot run bfloat16
     session = open_session(on_cpu(graph) if converts else artifact.model)
@@ -237,7 +237,7 @@ def _why_not_batched(
     outputs: Sequence[Any],
     runs: Sequence[tuple[int, Sequence[np.ndarray]]],
 ) -> str | None:
-    """Why requests cannot be rows of one run; None if they can.
+    """Return why requests cannot be rows of one run; None if they can.
 
     Args:
         runs: The numbers of rows and the outputs of two runs.
@@ -259,10 +259,10 @@ def _value(value: Any, rank: int) -> Value:
     """An input or output of a session with all its axes.
 
     Args:
-        rank: The number of axes of an array for it.
+        rank: The number of axes of its arrays.
 
     Raises:
-        InvalidModel: Triton does not support its type.
+        InvalidModel: Triton does not support the type.
     """
     if value.type not in DATATYPES:
         raise InvalidModel(
@@ -270,14 +270,14 @@ def _value(value: Any, rank: int) -> Value:
             "export the model without it",
             code="triton.type",
         )
-    # ONNX Runtime reports no axes for scalars and for tensors of unknown rank: a run shows which.
+    # ONNX Runtime reports no axes for scalars and unknown ranks: a run shows the rank.
     axes = value.shape if len(value.shape) == rank else [None] * rank
     dims = tuple(axis if isinstance(axis, int) else -1 for axis in axes)
     return Value(value.name, DATATYPES[value.type], dims)
 
 
 def _without_batch(value: Value, rows: int) -> Value:
-    """The value without its batch axis, if batches have up to ``rows`` rows; 0 for no batching."""
+    """Remove the batch axis of a value, unless ``rows``, the maximum batch size, is 0."""
     return Value(value.name, value.datatype, value.dims[1:]) if rows else value
 
 
@@ -314,10 +314,10 @@ def _check_place(folder: Path, artifact: Artifact, *, force: bool) -> None:
     """Check that a model can be written to a folder.
 
     Args:
-        force: Whether a model that is there may be replaced.
+        force: Whether an existing model may be replaced.
 
     Raises:
-        InvalidOutput: It cannot.
+        InvalidOutput: The folder exists, or cannot be written.
     """
     source = artifact.folder.resolve()
     if source == folder.resolve() or folder.resolve() in source.parents:
@@ -360,7 +360,7 @@ def _write(
     """Write the folder of a model, completely or not at all.
 
     Raises:
-        InvalidOutput: It cannot be written.
+        InvalidOutput: The folder cannot be written.
     """
     folder = entry.folder
     repository = folder.parent
@@ -400,7 +400,7 @@ def _copy_model(artifact: Artifact, folder: Path) -> None:
     """Copy the model as model.onnx, with its external data, its tokenizer and its record.
 
     Raises:
-        InvalidModel: Its external data is in a file called model.onnx.
+        InvalidModel: The external data is in a file called model.onnx.
     """
     shutil.copyfile(artifact.model, folder / "model.onnx")
     for location in external_data_locations(artifact.model):
@@ -461,7 +461,7 @@ def _config(entry: TritonModel, feeds: Mapping[str, np.ndarray]) -> str:
 
 def _describe(value: Value) -> str:
     """The fields of an input or output in config.pbtxt."""
-    # Triton has no scalars: one number, which the runtime reads without an axis.
+    # Triton has no scalars: a scalar is one number that is reshaped to no axes.
     dims = f"{list(value.dims)}" if value.dims else "[1] reshape { shape: [] }"
     return f"name: {_quote(value.name)} data_type: {value.datatype} dims: {dims}"
 

@@ -27,7 +27,7 @@ from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, Mi
 __all__ = ["MtebReport", "evaluate_mteb"]
 
 FOLDER = "mteb"
-"""The folder of results in a model folder. Like MTEB's own, it has one for each revision."""
+"""The folder of results in a model folder, with a folder for each revision, as in MTEB."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MtebReport:
     """The scores of the tasks.
 
     Attributes:
-        scores: One for each task, in the requested order.
-        files: The results as MTEB writes them, in the same order.
-        card: The model card with the scores; None if the folder has none that may be changed.
+        scores: The score of each task, in the requested order.
+        files: The result files in MTEB's format, in the same order.
+        card: The model card with the scores; None if the folder has no card that may be changed.
     """
 
     scores: Sequence[TaskScore]
@@ -67,7 +67,7 @@ def evaluate_mteb(
 ) -> MtebReport:
     """Score a model on tasks of MTEB, and write the results of each task as JSON.
 
-    The model runs as ``integrations.sentence_transformers.load`` loads it.
+    ``integrations.sentence_transformers.load`` loads the model.
 
     Args:
         model: An artifact folder or .onnx file that sentence-transformers can load.
@@ -75,8 +75,8 @@ def evaluate_mteb(
         data: A folder with the data sets of the tasks, each in a folder with the name that it has
             on the Hugging Face hub, with or without the owner. By default, MTEB takes them from the
             cache or downloads them.
-        output: The folder of the results. By default, it is ``mteb/REVISION`` in the model's folder
-            (the revision is a checksum of the model), and its model card gets a table.
+        output: The folder of the results. The default is ``mteb/REVISION`` in the model's folder
+            (the revision is a checksum of the model); the model card then gets a table.
         run: Provider, threads and runtime.
         batch_size: Texts per batch.
         force: Replace existing results.
@@ -127,7 +127,7 @@ def _import_library() -> Any:
     """The package mteb.
 
     Raises:
-        MissingExtra: It is not installed.
+        MissingExtra: The package is not installed.
     """
     try:
         return import_module("mteb")
@@ -143,8 +143,8 @@ def _task(library: Any, name: str, data: Path | None) -> Any:
     """A task with its data.
 
     Raises:
-        InvalidArgument: There is no such task, or it combines others.
-        InvalidData: Its data is not found, or cannot be read.
+        InvalidArgument: The task does not exist, or combines others.
+        InvalidData: The data of the task is not found, or cannot be read.
     """
     try:
         task = library.get_task(name)
@@ -172,7 +172,7 @@ def _task(library: Any, name: str, data: Path | None) -> Any:
                 _how_to_download(repository),
                 code="mteb.no_folder",
             )
-        # Whether the files are those of the revision on the hub is unknown.
+        # The files may differ from the revision on the hub.
         dataset = {"path": str(folder), "revision": f"sha256:{path_sha256(folder)}"}
         task.metadata = metadata.model_copy(update={"dataset": {**metadata.dataset, **dataset}})
     try:
@@ -207,7 +207,7 @@ def _evaluate(library: Any, encoder: Any, task: Any, batch_size: int) -> Any:
     """The result of a task.
 
     Raises:
-        InvalidData: The task cannot be evaluated, for example because it is none for rerankers.
+        InvalidData: The task cannot be evaluated, for example because it is not for rerankers.
     """
     options = {"batch_size": batch_size, "show_progress_bar": False}
     try:

@@ -44,10 +44,10 @@ def load(
 ) -> SentenceTransformer | CrossEncoder:
     """Load a model as sentence-transformers would load its original.
 
-    Prompts, similarity, dimensions and the activation of scores are those of the record; the files
-    of sentence-transformers in the folder are read only as far as commands of this package read
-    them. The operators are fused, without a comparison of speeds. The model works in one process:
-    it cannot be copied to others (``start_multi_process_pool``).
+    Prompts, similarity, dimensions and the activation of scores come from the record. Of the files
+    of sentence-transformers in the folder, only the settings that all commands read are used. The
+    operators are fused, without a comparison of speeds. The model works in one process: it cannot
+    be copied to others (``start_multi_process_pool``).
 
     Args:
         folder: An artifact folder, a folder with onnx/model.onnx, or an .onnx file.
@@ -107,7 +107,7 @@ def _import_library() -> Any:
     """The package sentence_transformers.
 
     Raises:
-        MissingExtra: It is not installed, or older than version 6.
+        MissingExtra: The package is not installed, or older than version 6.
     """
     try:
         import_module("sentence_transformers.base.modules")
@@ -171,7 +171,7 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
         return torch.from_numpy(np.asarray(output, np.float32))
 
     class SessionNetwork(torch.nn.Module):
-        """The network in the place of the one of transformers."""
+        """The network in place of the transformers network."""
 
         def __init__(self) -> None:
             super().__init__()

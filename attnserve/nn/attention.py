@@ -1,4 +1,4 @@
-"""Multi-head attention with the call signature of PyTorch, and a head size of its own."""
+"""Multi-head attention with PyTorch's call signature and an independent head size."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = [
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and sines of rotary positions, each (1 or B, T, P): dimensions i and i + P/2 of a head
-are rotated as a pair, and those from P on are unchanged (arXiv 2104.09864, in the layout of
+are rotated as a pair; dimensions from P on are unchanged (arXiv 2104.09864, in the layout of
 transformers)."""
 
 
 MASK_THRESHOLD = -5000.0
-"""Additive masks hide tokens with values below this; some masks contain -10000."""
+"""An additive mask hides a token if its value is lower; some masks contain -10000."""
 
 
 class _NotFused:
@@ -40,7 +40,7 @@ class _NotFused:
 
 
 class AttentionLayer(nn.Module):
-    """Base class: values, output projection, masks and PyTorch's call signature.
+    """Base class of attention: values, output projection, masks and PyTorch's call signature.
 
     Subclasses define ``logits``.
 
@@ -62,8 +62,8 @@ class AttentionLayer(nn.Module):
         passed_on: The probabilities of the latest call, if another layer reuses them.
     """
 
-    # Read by torch.nn.TransformerEncoder and its layers: these values turn fused kernels and nested
-    # tensors off.
+    # torch.nn.TransformerEncoder and its layers read these values, which turn fused kernels and
+    # nested tensors off.
     in_proj_weight = _NotFused()
     in_proj_bias = None
     _qkv_same_embed_dim = False
@@ -153,8 +153,8 @@ class AttentionLayer(nn.Module):
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The output (B, S, D) and the ``probability_parts``, batch first.
 
-        Each part is multiplied with its values. Joined probabilities would be a copy of S x T
-        elements for each head, which training keeps.
+        Each part is multiplied with its values. Joining the probabilities would copy S x T elements
+        for each head, and training would keep the copy.
 
         Args:
             query: Tokens x, (B, S, D).
@@ -187,11 +187,11 @@ class AttentionLayer(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Same as ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
+        """Compute ``torch.nn.MultiheadAttention.forward``, with the same shapes and masks.
 
-        Differences: a query without any allowed key attends to all instead of returning NaN,
-        ``is_causal`` without ``attn_mask`` masks later keys, and the returned probabilities are
-        those before dropout.
+        There are three differences: a query without any allowed key attends to all keys instead of
+        returning NaN, ``is_causal`` without ``attn_mask`` masks later keys, and the probabilities
+        are returned without dropout.
 
         Args:
             query: x, (S, B, D), (B, S, D) if ``batch_first``, or (S, D).
@@ -199,7 +199,8 @@ class AttentionLayer(nn.Module):
             value: (T, B, F), (B, T, F) or (T, F).
             key_padding_mask: (B, T) or (T,). Boolean: True for padding. Else added to the logits.
             need_weights: Return the probabilities.
-            attn_mask: (S, T) or (B*H, S, T), in the same two kinds.
+            attn_mask: (S, T) or (B*H, S, T). Boolean: True where attention is not allowed. Else
+                added to the logits.
             average_attn_weights: Return the mean of the probabilities over heads.
             is_causal: Query s attends to keys t <= s.
 
@@ -223,7 +224,7 @@ class AttentionLayer(nn.Module):
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         elif not self.batch_first:
             tokens = [part.transpose(0, 1) for part in tokens]
-        if key is query:  # still one object: feature maps recognize self-attention by its identity
+        if key is query:  # keep one object: feature maps recognize self-attention by the identity
             tokens[1] = tokens[0]
         if not torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
             self._check(tokens[0], tokens[1], tokens[2], key_padding_mask, attn_mask)
@@ -248,7 +249,7 @@ class AttentionLayer(nn.Module):
         """Check that tokens (batch first) and masks fit each other.
 
         Raises:
-            InvalidArgument: Their shapes differ, or are not (B, S, D).
+            InvalidArgument: The shapes do not fit each other, or tokens are not (B, S, D).
         """
         if query.ndim != 3 or query.shape[2] != self.embed_dim or key.ndim != 3:
             raise InvalidArgument(
@@ -284,7 +285,7 @@ class AttentionLayer(nn.Module):
         attn_mask: Tensor | None,
         is_causal: bool,
     ) -> Tensor | None:
-        """All masks of a call as one for ``attend``; None without a mask."""
+        """Join all masks of a call to one mask for ``attend``; None without a mask."""
         masks: list[Tensor] = []
         if is_causal and attn_mask is None:
             ones = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device)
@@ -317,7 +318,7 @@ class FixedHeadAttention(AttentionLayer):
         others: See ``AttentionLayer``.
 
     Attributes:
-        rotary: Whether it was made from a layer with rotary positions.
+        rotary: Whether the layer was made from a layer with rotary positions.
     """
 
     def __init__(
@@ -345,15 +346,15 @@ class FixedHeadAttention(AttentionLayer):
     def from_trained(
         cls, layer: TrainedAttention, *, head_size: int | None = None, **options: Any
     ) -> Self:
-        """The same function as ``layer``, with heads of a larger size (default: the same).
+        """Make a layer that computes the same as ``layer``, with heads of this size or larger.
 
         New columns of W_Q and rows of W_O are zero, so outputs do not change. New columns of W_K
-        and W_V are random: were they zero too, no gradient would reach either side. The scale is
-        that of ``layer``.
+        and W_V are random: if they were zero too, no gradient would reach either side. The scale of
+        ``layer`` is kept. The default head size is that of ``layer``.
 
         Raises:
-            InvalidArgument: ``head_size`` is below that of the layer, or ``bias`` is False and the
-                layer has biases.
+            InvalidArgument: ``head_size`` is below the head size of the layer, or ``bias`` is False
+                and the layer has biases.
         """
         require_trained(layer)
         biases = (layer.query_bias, layer.key_bias, layer.value_bias, layer.output_bias)
@@ -395,7 +396,7 @@ class FixedHeadAttention(AttentionLayer):
         return wide_layer
 
     def trained(self) -> TrainedAttention:
-        """The weights, as a copy."""
+        """A copy of the weights."""
         return TrainedAttention.of_linears(
             self.q_proj, self.k_proj, self.v_proj, self.out_proj, num_heads=self.num_heads,
             scale=self.scale, dropout=self.dropout, batch_first=self.batch_first,
@@ -416,7 +417,7 @@ def _check_shape(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -
     """Check the shape of a tensor.
 
     Raises:
-        InvalidArgument: It is none of ``shapes``.
+        InvalidArgument: The shape is not one of ``shapes``.
     """
     if tuple(tensor.shape) not in shapes:
         raise InvalidArgument(
@@ -439,7 +440,7 @@ def check_size(name: str, size: int) -> None:
 
 
 def value_size(embed_dim: int, num_heads: int, given: int | None) -> int:
-    """V: the size that was given, or else D/H.
+    """V: the given size, or else D/H.
 
     Raises:
         InvalidArgument: D/H is not an integer.
@@ -465,9 +466,9 @@ def projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
 def input_projection(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
     """A linear map for queries, keys or values, initialized as in torch.nn.MultiheadAttention.
 
-    There one Xavier-uniform matrix (3 D, D) makes all three: the variance is 1/(2 D). If this
-    variance does not depend on the number and size of heads, neither does the variance of the first
-    logits.
+    PyTorch initializes all three as one Xavier-uniform matrix (3 D, D), of variance 1/(2 D). This
+    variance does not depend on the number and size of heads, so neither does the variance of the
+    first logits.
     """
     linear = nn.Linear(inputs, outputs, bias=bias)
     nn.init.uniform_(linear.weight, -(limit := (1.5 / inputs) ** 0.5), limit)
@@ -482,12 +483,12 @@ def by_head(tokens: Tensor, heads: int) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Parts (B, h, ...) of consecutive heads as one tensor (B, H, ...)."""
+    """Join parts (B, h, ...) of consecutive heads to one tensor (B, H, ...)."""
     return parts[0] if len(parts) == 1 else torch.cat([*parts], 1)
 
 
 def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    """Heads (B, H, T, K) with rotary positions in their first dimensions."""
+    """Apply rotary positions to the first dimensions of heads (B, H, T, K)."""
     cos, sin = (part.unsqueeze(1) for part in rotation)
     size = cos.shape[-1]
     if size < heads.shape[-1]:
@@ -497,7 +498,7 @@ def rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def rotary_error(kind: str) -> InvalidArgument:
-    """The error of a layer that cannot have rotary positions."""
+    """The error for a layer that cannot have rotary positions."""
     return InvalidArgument(
         f"{kind} cannot have rotary positions",
         "use SharedKeyAttention, or another layer of attnserve.nn, for this model",
@@ -506,7 +507,7 @@ def rotary_error(kind: str) -> InvalidArgument:
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask that is added to the logits."""
+    """Convert a mask to a mask that is added to the logits."""
     # A quarter of the least value: the sum of two masks and of logits stays finite.
     least = torch.finfo(dtype).min / 4
     if mask.dtype != torch.bool:
@@ -519,8 +520,8 @@ def _real_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Masks of real queries (B, S) and keys (B, T).
 
-    A key is padding if no query attends to it. In self-attention, so is its query; the mask of
-    cross-attention does not tell which queries are padding.
+    A key is padding if no query attends to it. In self-attention, the query of such a token is
+    padding too; the mask of cross-attention does not tell which queries are padding.
     """
     B, _, S, T = probabilities.shape
     if mask is None:

@@ -31,8 +31,8 @@ class CollaborativeAttention(AttentionLayer):
 
         logits_h = scale [ (x W~Q) diag(m_h) (y W~K)^T + v_h^T y^T ]
 
-    With a support, head h reads only the dimensions of its support, at the cost of ordinary heads
-    of that size; elsewhere m_h stays 0.
+    With a support, head h reads only the dimensions of its support, and costs as much as an
+    ordinary head of that size; elsewhere m_h stays 0.
 
     Args:
         embed_dim: D.
@@ -40,8 +40,8 @@ class CollaborativeAttention(AttentionLayer):
         rank: R, the number of shared dimensions.
         mixing: The initial M. "concatenation" is the block-of-ones structure of equation 8, which
             equals standard attention with heads of R/H (blocks differ by one if H does not divide
-            R). "random" is normal with mean 1/sqrt(H) and half of that as standard deviation, so
-            that logits have nearly the same variance: all heads start from similar logits of all
+            R). "random" is normal with mean 1/sqrt(H) and standard deviation 1/(2 sqrt(H)), so that
+            logits have nearly the same variance: all heads start from similar logits of all
             dimensions. Training from scratch is slower from mean 0, and from a concatenation.
         support: The entries of M that are learned, (H, R), boolean; None for all (dense mixing).
         value_head_size: V; default: D/H.
@@ -55,9 +55,9 @@ class CollaborativeAttention(AttentionLayer):
         q_proj: W~Q, a linear map from D to R.
         k_proj: W~K, a linear map from E to R.
         mixing: M, (H, R).
-        content: v, a linear map from E to H; None without.
+        content: v, a linear map from E to H; None without content vectors.
         columns: The dimensions that each head reads, (H, W), padded with 0; None for all.
-        reads: Which of ``columns`` are not padding, (H, W); None for all.
+        reads: The mask of ``columns`` without padding, (H, W); None for all.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class CollaborativeAttention(AttentionLayer):
     ) -> CollaborativeAttention | SharedKeyAttention:
         """Factorize the queries and keys of a trained layer, keeping its scale.
 
-        Under rotary positions only keys are shared, see ``SharedKeyAttention``.
+        Under rotary positions, heads share only keys, see ``SharedKeyAttention``.
 
         Args:
             rank: R, from 1 to H*K, where the result is exact. Under rotary positions an even number
@@ -150,10 +150,10 @@ class CollaborativeAttention(AttentionLayer):
     def from_factors(
         cls, layer: TrainedAttention, factors: CollaborativeFactors, *, sparse: bool = False
     ) -> CollaborativeAttention:
-        """A layer with these factors, and the values, output projection and scale of ``layer``.
+        """Make a layer of these factors, and the values, output projection and scale of ``layer``.
 
         Args:
-            sparse: Learn the entries of M that are not zero only.
+            sparse: Learn only the entries of M that are not zero.
         """
         support = torch.from_numpy(factors.mixing != 0) if sparse else None
         collaborative_layer = cls(
@@ -169,9 +169,9 @@ class CollaborativeAttention(AttentionLayer):
         return collaborative_layer
 
     def _take_sizes(self, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Take R and the support of weights that are about to be loaded.
+        """Take R and the support from a state dict that is about to be loaded.
 
-        ``from_trained`` finds them from weights, so a new model that is swapped may have others.
+        ``from_trained`` computes both from weights, so a new swapped model may have other ones.
         Incomplete weights change nothing.
         """
         names = ("mixing", "q_proj.weight", "k_proj.weight", "columns")
@@ -193,7 +193,7 @@ class CollaborativeAttention(AttentionLayer):
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E).
 
         Raises:
-            InvalidArgument: There are rotary positions.
+            InvalidArgument: ``rotation`` is given: heads under rotary positions share only keys.
         """
         if rotation is not None:
             raise rotary_error("CollaborativeAttention")
@@ -202,7 +202,7 @@ class CollaborativeAttention(AttentionLayer):
         if self.columns is None or self.reads is None:
             q = q.unsqueeze(1) * self.mixing.unsqueeze(1)
             k = k.unsqueeze(1)
-        else:  # heads of the size of their support: B H S W and B H T W
+        else:  # each head has the size of its support: B H S W and B H T W
             heads = self.columns.shape
             q, k = (part[..., self.columns.flatten()].unflatten(-1, heads) for part in (q, k))
             q = q * (self.mixing.gather(1, self.columns) * self.reads)
@@ -219,7 +219,7 @@ def _array(weight: Tensor) -> np.ndarray:
 
 
 def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The columns that each head reads (H, W), padded with 0, and which of them are not padding.
+    """The columns that each head reads (H, W), padded with 0, and the mask of the real ones.
 
     Raises:
         InvalidArgument: The support has another shape, or a head reads nothing.

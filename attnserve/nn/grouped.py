@@ -31,17 +31,17 @@ class GroupedHeadAttention(FixedHeadAttention):
         "categorical" (4A)  L = - alpha mean_i log p_ig(i)   - beta mean_ij log(1 - p_ij)
 
     This follows the paper's description of equation 4, a homogenization and a diversification term.
-    Normalization (means) and the second term of (4A), which is bounded, are choices made here.
+    The normalization (means) and the bounded second term of (4A) are choices of this class.
 
-    p is the softmax of a linear classifier of phi_i: attention maps have no fixed size that it
-    could read. The first term makes the heads of a group similar, the second separates the groups.
-    (4B) is at least -(alpha + beta) sum(tau); its first term has its minimum exactly where all
-    heads of a group are parallel. (4A) is at least 0.
+    p is the softmax of a linear classifier of phi_i, because attention maps have no fixed size for
+    a classifier. The first term makes the heads of a group similar, the second separates the
+    groups. (4B) is at least -(alpha + beta) sum(tau); its first term has its minimum exactly where
+    all heads of a group are parallel. (4A) is at least 0.
 
-    ALBERT calls one layer several times: the maps are those of its last call.
+    ALBERT calls one layer several times: its last call gives the maps.
 
-    Groups are found by k-means on the cosines between heads (equation 3). ``reassign`` finds them
-    again from the batches since; training has converged when it moves no head.
+    Groups are found by k-means on the cosines between heads (equation 3). ``reassign`` groups the
+    heads again by the batches since the last grouping; training has converged when no head moves.
 
     Args:
         embed_dim, num_heads, head_size, others: See ``FixedHeadAttention``.
@@ -103,7 +103,7 @@ class GroupedHeadAttention(FixedHeadAttention):
     def group_loss(self) -> Tensor:
         """Equation 4 of the latest call, a scalar with gradients; the first call finds groups.
 
-        It is computed in float32, or in float64 if the maps are.
+        The loss is computed in float32, or in float64 for maps in float64.
         """
         with torch.autocast(self.groups.device.type, enabled=False):
             return self._loss([_wide(_flat(part)) for part in _maps(self.latest.required())])
@@ -132,10 +132,10 @@ class GroupedHeadAttention(FixedHeadAttention):
         return loss - self.beta * log_complement[~in_group].mean()
 
     def reassign(self) -> int:
-        """Group the heads by the batches since the last call; returns the number that moved.
+        """Group the heads by the batches since the last call; return the number of moved heads.
 
         Groups are numbered by their first heads. 0 means that training has converged. Algorithm 1
-        tests how far centers move (rho); as units here are means of maps, heads are counted.
+        tests how far centers move (rho); this method counts heads, because units are means of maps.
         """
         if self._seen is None:
             self._seen = _grams(self)
@@ -150,10 +150,10 @@ class GroupedHeadAttention(FixedHeadAttention):
         return num_moved
 
     def pruned(self, mask: Iterable[int]) -> FixedHeadAttention:
-        """A standard layer of the heads whose mask is 1, with the scale of this one.
+        """Make a standard layer of the heads whose mask is 1, with the same scale.
 
         Raises:
-            InvalidArgument: The mask is not 0 or 1 for each head, or keeps none.
+            InvalidArgument: The mask is not 0 or 1 for each head, or keeps no head.
         """
         bits = [int(bit) for bit in mask]
         if len(bits) != self.num_heads or not {1} <= {*bits} <= {0, 1}:
@@ -214,7 +214,7 @@ def voting_to_stay(
             run(batch)
             for name, layer in layers:
                 products = _grams(layer)
-                if products.any():  # otherwise the batch is all padding
+                if products.any():  # otherwise the batch is only padding
                     grams[name].append(products)
                     if layer.groups[0] < 0:
                         layer.reassign()
@@ -235,7 +235,7 @@ def keep_pillars(model: nn.Module, votes: Mapping[str, Votes]) -> None:
 
     Raises:
         InvalidArgument: ``model`` is a grouped layer itself, another layer reuses probabilities of
-            one (it would read those of the layer that is gone), or a vote is of no layer.
+            a grouped layer, which is removed, or a vote is for no layer.
     """
     layers = _grouped(model)
     if unknown := sorted(votes.keys() - {name for name, _ in layers}):
@@ -266,7 +266,7 @@ def _grouped(model: nn.Module) -> list[tuple[str, GroupedHeadAttention]]:
     """The grouped layers of a model with their names.
 
     Raises:
-        InvalidArgument: There is none.
+        InvalidArgument: There is no grouped layer.
     """
     layers = [
         (name, module)

@@ -24,12 +24,12 @@ class _Names:
     """Attributes of an attention class of transformers.
 
     Attributes:
-        projections: Queries, keys, values and output. Without the last, the output projection is
-            ``output.dense`` of the parent.
+        projections: Queries, keys, values and output. If the output is missing, the output
+            projection is ``output.dense`` of the parent.
         heads: The number of heads.
         dropout: The dropout of the probabilities.
-        normalizes: Whether it adds the residual and normalizes itself (ALBERT).
-        rotary: Whether it has rotary positions, and the number of heads in its configuration.
+        normalizes: Whether the class adds the residual and normalizes the sum (ALBERT).
+        rotary: Whether the class has rotary positions, and its configuration the number of heads.
     """
 
     projections: tuple[str, ...]
@@ -78,11 +78,11 @@ class HuggingFaceAttention(nn.Module):
 
     Attributes:
         layer: The attention, batch first.
-        config: Configuration of the model; it names the implementation of attention.
-        is_causal: Mask later keys if no mask is passed, as transformers does.
-        is_cross: Keys and values are the hidden states of the encoder.
+        config: Configuration of the model, which names the implementation of attention.
+        is_causal: Whether to mask later keys if no mask is passed, as transformers does.
+        is_cross: Whether keys and values are the hidden states of the encoder.
         dropout: Applied to the output before the residual is added (ALBERT); else None.
-        norm: Applied to the sum (ALBERT); else None.
+        norm: Applied to the sum of output and residual (ALBERT); else None.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class HuggingFaceAttention(nn.Module):
             attention_mask: Broadcasts to (B, H, S, T): True where attention is allowed, or added to
                 the logits.
             encoder_hidden_states: Tokens of keys and values in cross-attention, (B, T, E).
-            key_value_states: The same, in other models.
+            key_value_states: ``encoder_hidden_states`` in other models.
             past_key_values: A cache, which is refused.
             position_embeddings: Cosines and sines of rotary positions.
             is_causal: Replaces the attribute in this call, as with sdpa attention of transformers;
-                eager attention reads masks only.
+                eager attention ignores it.
 
         Raises:
-            InvalidArgument: There is a cache.
+            InvalidArgument: A cache is passed.
         """
         if past_key_values is not None:
             raise InvalidArgument(
@@ -162,25 +162,25 @@ def swap(
     """Replace the attention layers of a Hugging Face model, in place.
 
     Swapped layers do not cache keys: call decoders with ``use_cache=False``. The model cannot
-    return ``output_attentions`` of swapped layers; its state dict has other names: to load it, swap
-    a model of the same configuration in the same way first. Grouped keys and values get a copy for
-    each query head. New layers have biases if any projection of the old layer has one. Values and
-    the output projection are frozen if the old ones are, and the rest if queries and keys are.
-    Queries that may attend to no token attend to all of them, as with eager attention of
-    transformers; with sdpa, transformers gives other values there.
+    return ``output_attentions`` of swapped layers. Its state dict has other names: to load it,
+    first swap a model of the same configuration in the same way. Grouped keys and values are copied
+    for each query head. New layers have biases if any projection of the old layer has one. Values
+    and the output projection are frozen if the old ones are, and all other weights if the old
+    queries and keys are. A query that may attend to no token attends to all tokens, as with eager
+    attention of transformers; with sdpa, transformers computes other values.
 
     Args:
         model: BERT, RoBERTa, DistilBERT, ALBERT, ViT, BART, Marian, Llama, Mistral or Qwen2, with
             eager or sdpa attention.
-        convert: Makes new layers, in order, from the weights of the old ones. It is called once for
+        convert: Makes new layers from the weights of old layers, in order. It is called once for
             each stack of equal modules: encoder, decoder, and the cross-attention of the decoder.
 
     Returns:
-        The names of the modules that were replaced.
+        The names of the replaced modules.
 
     Raises:
-        InvalidArgument: The model, its attention implementation, or what ``convert`` returned is
-            not supported. The model is then unchanged.
+        InvalidArgument: The model, its attention implementation, or a layer of ``convert`` is not
+            supported. The model is then unchanged.
     """
     if any(isinstance(module, HuggingFaceAttention) for module in model.modules()):
         raise InvalidArgument(
@@ -231,7 +231,7 @@ def _named(model: nn.Module, name: str) -> tuple[Any, _Names]:
 
 
 def _read(model: nn.Module, name: str) -> TrainedAttention:
-    """The weights of an attention module.
+    """Read the weights of an attention module.
 
     Raises:
         InvalidArgument: A projection is not a ``torch.nn.Linear``.
@@ -262,7 +262,7 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
     """Check that a layer of ``convert`` can replace a module.
 
     Raises:
-        InvalidArgument: It cannot.
+        InvalidArgument: The layer cannot replace the module.
     """
     old, names = _named(model, name)
     widths = tuple(getattr(old, each).in_features for each in names.projections[:3])
@@ -278,10 +278,10 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
 
 
 def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> None:
-    """Check that layers reuse probabilities of layers with the same mask only.
+    """Check that layers reuse only probabilities of layers with the same mask.
 
     Raises:
-        InvalidArgument: One does not.
+        InvalidArgument: A layer reuses probabilities of a layer with another mask.
     """
     names = {id(layer.passed_on): name for name, layer in layers.items()}
     for name, layer in layers.items():

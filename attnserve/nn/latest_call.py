@@ -1,4 +1,4 @@
-"""What a layer keeps of its latest call: feature maps, and probabilities for other layers."""
+"""The stored results of a layer's latest call: feature maps, and reused probabilities."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class FeatureMaps:
         values: V^, (B, H, T, V).
         probabilities: A, (B, H, S, T), before dropout.
         outputs: O, the contexts before W_O, (B, H, S, V).
-        queries: Which queries are real tokens, (B, S).
-        keys: Which keys are real tokens: those that any query attends to, (B, T).
+        queries: Mask of the queries that are real tokens, (B, S).
+        keys: Mask of the keys that are real tokens, to which any query attends, (B, T).
     """
 
     values: Tensor
@@ -33,7 +33,7 @@ class FeatureMaps:
 
 
 class Latest:
-    """The feature maps of the latest call; None before it.
+    """The feature maps of the latest call; None before the first call.
 
     A copy of the model starts empty. A separate object keeps ``torch.export`` from treating the
     maps as state of the model.
@@ -67,7 +67,7 @@ class Latest:
         """The maps of the latest call.
 
         Raises:
-            InvalidArgument: The layer was not called, or does not keep them.
+            InvalidArgument: The layer was not called, or does not keep feature maps.
         """
         if self.maps is None:
             raise InvalidArgument(
@@ -81,8 +81,8 @@ class Latest:
 class PassedOn:
     """Attention probabilities of a layer's latest call, for the layers that reuse them.
 
-    Without gradients they are kept until all of these layers have read them, with gradients until
-    the next call. Copies of the model start empty.
+    Probabilities without gradients are kept until all of these layers have read them, and
+    probabilities with gradients until the next call. Copies of the model start empty.
 
     In the backward pass, gradient checkpointing calls layers again. A reusing layer then gets the
     same probabilities again, or an error if later calls have replaced them.
@@ -101,7 +101,7 @@ class PassedOn:
         return PassedOn(self._readers).__dict__
 
     def add_reader(self) -> int:
-        """Register a layer that reads in each call; returns its index."""
+        """Register a layer that reads in each call; return its index."""
         self._readers += 1
         return self._readers - 1
 
@@ -116,8 +116,8 @@ class PassedOn:
         """Return the parts of the probabilities to the reader with this index, queries (B, S, D).
 
         Raises:
-            InvalidArgument: There are none: the layer was not called before, or the backward pass
-                needs those of an earlier call.
+            InvalidArgument: The layer was not called before, or the backward pass needs the
+                probabilities of an earlier call.
         """
         probabilities = self._probabilities
         if _is_repeated():
@@ -153,5 +153,5 @@ def _is_repeated() -> bool:
     """Whether a backward pass calls layers again, for gradient checkpointing."""
     if torch.compiler.is_compiling():
         return False
-    # The same test as in torch.utils.checkpoint.
+    # torch.utils.checkpoint has the same test for a backward pass.
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]

@@ -21,15 +21,15 @@ class ReuseAttention(AttentionLayer):
 
         A_l = [A_l,1 ... A_l,H-K computed, R_(l-1),1 ... R_(l-1),K reused],    R_l = A_l
 
-    Values and output projection are its own. Computed and reused probabilities stay separate, and
-    each part has a product with its values.
+    The layer has its own values and output projection. Computed and reused probabilities stay
+    separate, and each part has a product with its values.
 
     Args:
         embed_dim, num_heads, others: See ``AttentionLayer``.
         head_size: K of queries and keys, and V unless ``value_head_size`` is given.
         reused_heads: The number of reused heads, 1 to H.
-        source: The layer before. It must be called first, on the same tokens and masks, in the same
-            thread: its probabilities of the latest call are reused, so no call may skip it (as
+        source: The earlier layer. It must be called first, on the same tokens and masks, in the
+            same thread: the probabilities of its latest call are reused, so no call may skip it (as
             the layer dropout of BART does). Gradient checkpointing must not be reentrant, and needs
             a backward pass after each call of the model.
     """
@@ -78,14 +78,14 @@ class ReuseAttention(AttentionLayer):
                 bias=bias,
                 kdim=self.kdim,
             )
-            # Only its queries and keys are used.
+            # Only the queries and keys of ``own`` are used.
             del self.own.v_proj, self.own.out_proj
 
     @classmethod
     def from_trained(
         cls, layer: TrainedAttention, *, reused_heads: int, source: AttentionLayer
     ) -> ReuseAttention:
-        """The layer without queries and keys of its last ``reused_heads`` heads."""
+        """Make a layer of trained weights whose last ``reused_heads`` heads are reused."""
         reuse_layer = cls(
             layer.sizes[0],
             layer.num_heads,
@@ -103,14 +103,14 @@ class ReuseAttention(AttentionLayer):
 
     @property
     def part_heads(self) -> tuple[int, ...]:
-        """The number of own heads, if any, and of the reused heads of each part."""
+        """The number of own heads, if any, then of the reused heads of each part."""
         own = () if self.own is None else self.own.part_heads
         return (*own, *(heads for heads, _ in self.reused_parts))
 
     def probability_parts(
         self, query: Tensor, key: Tensor, mask: Tensor | None, rotation: Rotation | None = None
     ) -> tuple[Tensor, ...]:
-        """Own probabilities, if there are own heads, and the reused ones."""
+        """The own probabilities, if there are own heads, and the reused probabilities."""
         taken = self.source.take(self._place, query)
         reused = tuple(  # TorchScript would export a Slice of all heads
             part if heads == most else part[:, :heads]
@@ -130,7 +130,7 @@ def _first_heads(parts: Sequence[int], count: int) -> tuple[tuple[int, int], ...
         parts: The number of heads of each part.
 
     Returns:
-        For each part, the number of these heads in it, and its size.
+        For each such part, the number of these heads in it, and the size of the part.
     """
     taken: list[tuple[int, int]] = []
     for size in parts:
@@ -171,11 +171,11 @@ def reuse_transformer(
     """Connect the attention layers of a model, in execution order, by algorithm 1.
 
     Args:
-        configuration: "partial:K" (K heads of all layers but the first and last), "partial:K:P" (of
-            the P layers after the first), "full:P" (all heads of these), "alternate" (every second
-            layer), "all-end" or "all-end:P" (the P layers before the last), or "skip:P" (no
-            attention in the P layers after the first).
-        exact: Makes the layers that compute all their heads.
+        configuration: "partial:K" (K heads of all layers but the first and last), "partial:K:P" (K
+            heads of the P layers after the first), "full:P" (all heads of these layers),
+            "alternate" (every second layer), "all-end" or "all-end:P" (the P layers before the
+            last), or "skip:P" (no attention in the P layers after the first).
+        exact: Makes a layer that computes all its heads.
 
     Raises:
         InvalidArgument: The configuration is invalid, or there are too few layers or heads.

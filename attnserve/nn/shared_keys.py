@@ -82,7 +82,7 @@ class SharedKeyAttention(AttentionLayer):
         """Share the keys of a trained layer with rotary positions, keeping its scale.
 
         Args:
-            rank: R, an even number from 2 to G*K for G different key heads, where it is exact.
+            rank: R, an even number from 2 to G*K for G different key heads; exact at G*K.
             moments: Moments of the layer's tokens, for a calibrated decomposition.
 
         Raises:

@@ -49,7 +49,7 @@ class TrainedAttention:
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, the number of heads."""
         return self.query.shape[0]
 
     @property
@@ -100,10 +100,10 @@ class TrainedAttention:
         batch_first: bool = True,
         rotary: bool = False,
     ) -> TrainedAttention:
-        """Read the four projections of a layer; copies the weights.
+        """Copy the weights of the four projections of a layer.
 
         Args:
-            num_kv_heads: Heads of keys and values, if fewer: each is copied for its query heads.
+            num_kv_heads: Number of key/value heads, if fewer; each is copied for its query heads.
         """
         kv_heads = num_kv_heads or num_heads
         query_weight, query_bias = _heads(query, num_heads, num_heads)
@@ -131,7 +131,7 @@ def require_trained(layer: object) -> None:
     """Check that ``layer`` holds weights.
 
     Raises:
-        InvalidArgument: It is another object, such as the module itself.
+        InvalidArgument: ``layer`` is another object, such as the module itself.
     """
     if not isinstance(layer, TrainedAttention):
         raise InvalidArgument(
@@ -143,7 +143,7 @@ def require_trained(layer: object) -> None:
 
 
 def read_trained_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
-    """Read the weights of PyTorch's attention layer, as a copy.
+    """Copy the weights of PyTorch's attention layer.
 
     Raises:
         InvalidArgument: The layer appends learned or zero keys (``add_bias_kv``,
@@ -161,7 +161,7 @@ def read_trained_attention(layer: nn.MultiheadAttention) -> TrainedAttention:
             "pass a layer without them",
             code="nn.appended_keys",
         )
-    # Not packed: the widths of keys and values differ from that of the queries.
+    # The weights are separate if the widths of keys and values differ from that of the queries.
     unpacked: list[Any] = [layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
     packed: Any = layer.in_proj_weight
     weights: list[Tensor] = unpacked if packed is None else list(packed.chunk(3))
@@ -190,7 +190,7 @@ def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
 
 
 def _heads(linear: nn.Linear, heads: int, num_heads: int) -> tuple[Tensor, Tensor]:
-    """W^h (H, D, K) and b^h (H, K); each of fewer heads is repeated."""
+    """W^h (H, D, K) and b^h (H, K); each head of ``heads`` < H is repeated."""
     weight = linear.weight.detach().clone().unflatten(0, (heads, -1)).transpose(1, 2)
     bias = _bias(linear).unflatten(0, (heads, -1))
     times = num_heads // heads

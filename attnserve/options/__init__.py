@@ -1,10 +1,10 @@
 """The options of the commands, as types. Each option is defined once, in ``groups``.
 
-The first paragraph of a field's docstring is its help (a text that several fields share, or with
-computed values, is a ``description``), its bounds are its check, and its value travels to the code
-that uses it. The options of the command line (``attnserve.cli.command``), the keywords of the
-Python functions (``with_keywords``), the reference and the tests of invalid values are generated
-from these types. Nothing heavy is imported: ``attnserve --help`` needs them.
+The first paragraph of a field's docstring is the help of the option. A text that several fields
+share, or with computed values, is a ``description`` instead. The bounds of the type are checked.
+The options of the command line (``attnserve.cli.command``), the keywords of the Python functions
+(``with_keywords``), the reference and the tests of invalid values are generated from these types.
+The package imports no large library, because ``attnserve --help`` imports it.
 """
 
 from attnserve.options.base import (

@@ -1,4 +1,4 @@
-"""Groups of options as types: how the command line, Python and errors read them."""
+"""The base class of groups of options, and their use on the command line, in Python and errors."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Cli:
 
 @dataclass(frozen=True)
 class OptionType:
-    """The type of a field without None, its bounds (``annotated_types``), and how it is shown."""
+    """The type of a field without None, its bounds (``annotated_types``), and its presentation."""
 
     kind: Any
     bounds: tuple[Any, ...]
@@ -145,7 +145,7 @@ class Options(BaseModel):
         """Raise the first error of a validation, with the name of the field and its bounds.
 
         Args:
-            values: All given values by name, for subclasses that name where a value comes from.
+            values: All given values by name, for subclasses that name the source of a value.
         """
         from graph_passes.errors import InvalidArgument
 
@@ -185,7 +185,7 @@ def field_docstrings(module: str) -> dict[str, dict[str, str]]:
     file = getattr(sys.modules[module], "__file__", None)
     try:
         source = ast.parse(Path(file or "").read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # compiled, in an archive, or interactive
+    except (OSError, ValueError, SyntaxError):  # no source: compiled, in an archive, or interactive
         return {}
     docstrings: dict[str, dict[str, str]] = {}
     for kind in source.body:
@@ -207,7 +207,7 @@ def field_docstrings(module: str) -> dict[str, dict[str, str]]:
 def option_type(field: FieldInfo) -> OptionType:
     """Split the type of a field into its kind, bounds, presentation and example.
 
-    The bounds of the items of a tuple are those of the field.
+    For a tuple, the bounds of the items are the bounds of the field.
     """
     kind: Any = field.annotation
     parts: list[Any] = [field]
@@ -217,7 +217,7 @@ def option_type(field: FieldInfo) -> OptionType:
             parts = [*annotations, *parts]
         elif get_origin(kind) in (Union, UnionType):
             members = [member for member in get_args(kind) if member is not NoneType]
-            kind = members[0] if len(members) == 1 else str  # several are read from their text
+            kind = members[0] if len(members) == 1 else str  # a union of types is read from text
         elif get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Annotated:
             item, *annotations = get_args(get_args(kind)[0])
             kind, parts = tuple[item, ...], [*annotations, *parts]
@@ -239,12 +239,12 @@ def option_type(field: FieldInfo) -> OptionType:
 def option_name(name: str, field: FieldInfo) -> str:
     """The name of a field's option on the command line."""
     flags = option_type(field).cli.flags
-    # Of a switch that is on by default, only the option that turns it off has an effect.
+    # For a switch that is on by default, only the option that turns it off has an effect.
     return flags[0] if flags else f"--{'no-' * (field.default is True)}{name.replace('_', '-')}"
 
 
 def with_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with the fields of its groups of options as keywords too.
+    """Return the function with the fields of its groups of options as additional keywords.
 
     ``optimize(model, keep=0.99)`` is ``optimize(model, goal=Goal(keep=0.99))``. No two groups of a
     function have a field of the same name.

@@ -37,7 +37,7 @@ def read_names(value: Any) -> Any:
 
 
 def read_ranks(value: Any) -> Any:
-    """One integer, or several as a tuple, from a text; other values as they are."""
+    """One integer, or a tuple of several integers, from a text; other values as they are."""
     ranks = _numbers(value, int, "integers")
     return ranks[0] if isinstance(value, str) and len(ranks) == 1 else ranks
 
@@ -66,7 +66,7 @@ def read_lengths(value: Any) -> Any:
     """A length in tokens, or the ends of a range such as 16-512, from a text, an integer or a pair.
 
     Raises:
-        ValueError: It is neither, or a length is below 1.
+        ValueError: The value is neither, or a length is below 1.
     """
     if isinstance(value, str):
         match = re.fullmatch(r"(-?\d{1,9})(?:-(\d{1,9}))?", value.strip())
@@ -106,7 +106,7 @@ def read_path(value: Any) -> Any:
 
 
 def read_paths(value: Any) -> Any:
-    """A tuple of no, one or several paths.
+    """A tuple of paths, from None, one path or several paths.
 
     Raises:
         ValueError: The value, or one of its items, is not a path.

@@ -1,4 +1,4 @@
-"""The groups of options of the commands. Each option is defined once, here."""
+"""The groups of options of the commands. This module defines every option, once."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ RUN = "Run"
 class Rewrites(Options):
     """Rewrites that are requested by hand.
 
-    They are applied in the ``order`` of their passes; blocks are refit before and after dimensions
-    are shared. Then operators are fused, and the precision is converted. ``layers`` restricts the
-    rewrites that do not name layers themselves.
+    Rewrites are applied in the ``order`` of their passes; blocks are refit before and after
+    dimensions are shared. Then operators are fused, and the precision is converted. ``layers``
+    restricts the rewrites that do not name layers themselves.
     """
 
     panel = REWRITES
     area = "request"
     MODIFIERS: ClassVar = ("mixing", "collab_cache", "align", "importance", "layers", "refit")
-    """Fields that only say how the others rewrite."""
+    """Fields that request no rewrite, but modify the requested ones."""
 
     collab_dk: Annotated[
         Ranks | None,
@@ -377,8 +377,8 @@ class Target(Options):
     """Sequence length to optimize for and to report costs at, or a range such as 16-512 (default:
     the lengths of the calibration data, else 128)."""
     phase: Phase | None = None
-    """What decoders with a cache should be fast at: a prompt, a token after cached ones, or a
-    sequence after as many cached tokens (default: a token with int4, else a sequence)."""
+    """Workload at which decoders with a cache should be fast: a prompt, a token after cached ones,
+    or a sequence after as many cached tokens (default: a token with int4, else a sequence)."""
 
 
 class Run(Options):
@@ -411,13 +411,13 @@ def check_seed(seed: int) -> None:
     """Check the seed of a function that takes no other option of a run.
 
     Raises:
-        InvalidArgument: It is negative.
+        InvalidArgument: The seed is negative.
     """
     Run(seed=seed)
 
 
 class Write(Options):
-    """Output options: what is written, and when nothing is written."""
+    """Output options: the written files, and the conditions under which nothing is written."""
 
     panel = OUTPUT
     area = "write"
@@ -450,7 +450,7 @@ class Training(Options):
 
 
 class Comparison(Options):
-    """What ``verify`` compares two models on."""
+    """The data on which ``verify`` compares two models."""
 
     area = "compare"
 
@@ -461,7 +461,7 @@ class Comparison(Options):
 
 
 class Scoring(Options):
-    """The task of ``evaluate``, its data, and how texts become vectors."""
+    """The task of ``evaluate``, its data, and the conversion of texts to vectors."""
 
     area = "evaluate"
     codes: ClassVar = {"task": "evaluate.task"}
@@ -487,7 +487,7 @@ class Scoring(Options):
         """The task and its data.
 
         Raises:
-            InvalidArgument: One of them is not given.
+            InvalidArgument: The task or its data is not given.
         """
         if self.task is None or self.data is None:
             fail("expected `task` with `data`", "give both", "evaluate.usage")

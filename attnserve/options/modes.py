@@ -1,4 +1,4 @@
-"""Which options of ``optimize`` belong together: a search, a plan file, or rewrites by hand."""
+"""The exclusive modes of ``optimize``: a search, a plan file, or rewrites by hand."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["check_mode"]
 def check_mode(
     goal: Goal, rewrites: Rewrites, data: Data, target: Target, plan: Path | None
 ) -> None:
-    """Check that exactly one of a goal, a plan and rewrites by hand is given, and its data.
+    """Check that exactly one of a goal, a plan and rewrites by hand is given, with its data.
 
     Raises:
-        InvalidArgument: Options of two modes are given, none is, or calibration data is missing.
+        InvalidArgument: Options of two modes or of none are given, or calibration data is missing.
     """
     if plan is not None and (goal.is_given or target.precision != "float32"):
         fail(

@@ -85,8 +85,8 @@ def convert(
         rounding: Precomputed rounding of int8 weights, from ``roundings_of``.
 
     Raises:
-        InvalidArgument: The precision is unknown, the model has no float32 weights that are left
-            to convert, it has no such block, or this CPU multiplies "int8-full" weights inexactly.
+        InvalidArgument: The precision is unknown, the model has no float32 weights to convert or no
+            block of ``float_blocks``, or this CPU multiplies "int8-full" weights inexactly.
         CannotRewrite: The model has no weights to convert, its opset is too old, the conversion
             fails, or ONNX Runtime does not run the result.
         InvalidData: The model refuses the calibration data, or its activations are not finite.
@@ -137,7 +137,7 @@ def convert_alone(
 ) -> Iterator[ir.Model]:
     """Yield, for each part, a copy of the model in which only its blocks are converted.
 
-    Activations are observed once for all of them.
+    Activations are observed once for all parts.
 
     Args:
         precision: Name of a scheme in which single blocks may stay float32.
@@ -196,10 +196,10 @@ def _check(model: ir.Model, scheme: Scheme) -> None:
 def _prepare_copy(
     model: ir.Model, scheme: Scheme, blocks: Collection[str]
 ) -> tuple[ir.Model, set[ir.Node]]:
-    """A copy as conversions need it, and its nodes of these blocks.
+    """Prepare a copy for the conversion; return it with its nodes of these blocks.
 
-    Its names are unique, and all constants are initializers. Outputs that no node computes are
-    removed, and so are repetitions; ``_finish`` restores them.
+    In the copy, names are unique, and all constants are initializers. Outputs that no node
+    computes, and repeated outputs, are removed; ``_finish`` restores them.
 
     Raises:
         InvalidArgument: The model has no such block.
@@ -214,7 +214,7 @@ def _prepare_copy(
     for value in not_computed:
         tensor = copy.graph.initializers.pop(value.name or "", None)
         if tensor is not None and value.uses():
-            value.name = f"{value.name}/weights"  # its name is that of the output
+            value.name = f"{value.name}/weights"  # the output has the same name
             copy.graph.register_initializer(value)
     common.NameFixPass()(copy)
     for index, node in enumerate(copy.graph.all_nodes()):  # conversions identify nodes by name
@@ -306,7 +306,7 @@ def check_cpu(precision: Precision) -> None:
     """Check that this machine computes a precision correctly.
 
     Raises:
-        InvalidArgument: It does not, or there is no such precision.
+        InvalidArgument: The machine does not, or the precision is unknown.
     """
     scheme = SCHEMES[precision]
     if (refusal := scheme.refusal()) is not None:
@@ -319,8 +319,8 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
     """The context with the runtime that computes a precision.
 
     Raises:
-        InvalidArgument: The context names another one.
-        MissingExtra: It is not installed.
+        InvalidArgument: The context names another runtime.
+        MissingExtra: The runtime is not installed.
     """
     needed = SCHEMES[precision].runtime
     if not needed:
@@ -371,7 +371,7 @@ def _sizes(model: ir.Model) -> Counter[str]:
 
 
 def _byte_masks(model: ir.Model) -> set[str]:
-    """The names of constant bytes that are masks, not weights: causal ones of older exporters."""
+    """The names of constant bytes that are masks, not weights: causal masks of older exporters."""
     return {
         name
         for graph in model.graphs()
@@ -402,7 +402,7 @@ def _load(model: ir.Model) -> None:
     A bfloat16 graph is validated up to its missing kernels, and its CPU equivalent is loaded.
 
     Raises:
-        InvalidModel: ONNX Runtime refuses it.
+        InvalidModel: ONNX Runtime refuses the model.
     """
     try:
         open_session(model)
@@ -425,12 +425,12 @@ def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
 
 
 def _check_source(model: ir.Model, scheme: Scheme) -> None:
-    """Check that there are float32 weights to convert.
+    """Check that a model has float32 weights to convert.
 
-    Float products are converted, and quantized ones stay as they are.
+    Float products are converted; quantized products do not change.
 
     Raises:
-        InvalidArgument: There are none, or they have another type.
+        InvalidArgument: The model has no such weights, or its weights have another type.
     """
     data_type = precision_of(model)
     product = quantized_node(model)
@@ -468,7 +468,7 @@ def _restore_outputs(model: ir.Model, result: ir.Model) -> None:
 
 
 def _restore(model: ir.Model, result: ir.Model, precision: Precision) -> None:
-    """Restore what conversions overwrite: shapes of inputs and outputs, and the metadata."""
+    """Restore the shapes of inputs and outputs and the metadata, which conversions overwrite."""
     for values, new_values in (
         (model.graph.inputs, result.graph.inputs),
         (model.graph.outputs, result.graph.outputs),

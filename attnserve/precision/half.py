@@ -50,13 +50,13 @@ def to_float16(model: ir.Model) -> ir.Model:
     """
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    set_missing_types(model)  # the tool converts only values that are typed float32
+    set_missing_types(model)  # the tool converts only values with the type float32
     containers = {node.name or "" for node in model.graph.all_nodes() if _is_container(node)}
     float32_names = sorted(_positions(model) | _around_quantized(model) | containers)
     proto = ir.to_proto(model)
     constants = {tensor.name for tensor in proto.graph.initializer}
     value_infos = [value for value in proto.graph.value_info if value.name not in constants]
-    del proto.graph.value_info[:]  # else the tool casts constants that stay float32
+    del proto.graph.value_info[:]  # otherwise the tool casts constants that stay float32
     proto.graph.value_info.extend(value_infos)
     _refuse_sequences(model)
     proto = convert_float_to_float16(
@@ -77,8 +77,8 @@ def to_float16(model: ir.Model) -> ir.Model:
 def _positions(model: ir.Model) -> set[str]:
     """Names of nodes that compute angles or buckets from positions.
 
-    They stay float32, because float16 represents integers exactly only up to 2048. They are the
-    float ancestors of Sin, Cos and casts to integers. Roots that depend on weights are excluded.
+    These nodes stay float32, because float16 represents integers exactly only up to 2048. They are
+    the float ancestors of Sin, Cos and casts to integers, without roots that depend on weights.
     """
     names: set[str] = set()
     for root in model.graph.all_nodes():
@@ -105,7 +105,7 @@ def _refuse_sequences(model: ir.Model) -> None:
     """Check that no input or output is a sequence of float32 tensors.
 
     Raises:
-        CannotRewrite: There is such an input or output.
+        CannotRewrite: An input or output is a sequence of float32 tensors.
     """
     for value in (*model.graph.inputs, *model.graph.outputs):
         if isinstance(value.type, ir.SequenceType) and value.dtype == ir.DataType.FLOAT:
@@ -162,8 +162,8 @@ def to_bfloat16(model: ir.Model) -> ir.Model:
 def _around_quantized(model: ir.Model) -> set[str]:
     """Names of the nodes that stay float32 because of quantized products.
 
-    Those are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
-    integers, and the nodes between an integer product and its scale: its sums exceed float16.
+    They are the quantized nodes, the products of dequantized values, which ONNX Runtime runs in
+    integers, and the nodes between an integer product and its scale, whose sums exceed float16.
     """
     nodes = {node for node in model.graph.all_nodes() if is_quantized(node)}
     pending = [output for node in nodes for output in node.outputs if _is_unscaled(output)]

@@ -1,9 +1,9 @@
-"""Quantize the weights of MatMul to signed 4 bits, with one scale for 32 of them (MatMulNBits).
+"""Quantize the weights of MatMul to signed 4 bits, with one scale for 32 weights (MatMulNBits).
 
 The scale of a block maps its largest absolute weight to -8. With calibration data, weights are
 rounded such that their errors cancel on the activations (``rounding``), and to the nearest
 otherwise. ONNX Runtime rounds activations to 8 bits in blocks of each row, so that the result of a
-text does not depend on the others of its batch.
+text does not depend on the other texts of its batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _finite(product: Product) -> Float[np.ndarray, "D N"]:
     """The weights of a product.
 
     Raises:
-        CannotRewrite: They are not finite.
+        CannotRewrite: The weights are not finite.
     """
     matrix = product.matrix()
     if not np.isfinite(matrix).all():
@@ -83,7 +83,7 @@ def _finite(product: Product) -> Float[np.ndarray, "D N"]:
 
 
 def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
-    """Replace a product by one with packed weights."""
+    """Replace a product by a product with packed weights."""
     node = product.node
     rows, columns = constant_shape(product.weight)
     assert isinstance(node.graph, ir.Graph)

@@ -2,15 +2,15 @@
 
 Weights are signed bytes with one scale per column and no zero point. They are within -64..63 (7
 bits) or -127..127 (8 bits). ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without
-VNNI. 7-bit weights cannot saturate them: 2 x 255 x 64 = 32,640. 8-bit weights need a CPU with exact
-kernels (``runtime.machine.has_int8_dot_product``) and give wrong results on others.
+VNNI. 7-bit weights cannot saturate these sums: 2 x 255 x 64 = 32,640. 8-bit weights need a CPU with
+exact kernels (``runtime.machine.has_int8_dot_product``) and give wrong results on others.
 
 Activations are unsigned bytes. The result of a text does not depend on the other texts of its
 batch, because their scales are
 
 - static: constants of the model, from the smallest and largest values on calibration data, or
-- per row: from the largest value of each token at run time. It is for products without calibration
-  data, and for those in subgraphs, whose activations cannot be read.
+- per row: from the largest value of each token at run time, for products without calibration data,
+  and for products in subgraphs, whose activations cannot be read.
 
 ``DynamicQuantizeLinear`` takes one scale for the whole batch: a text alone and in a batch of 8 then
 differ as much as int8 differs from float32 (``benchmarks/results/int8.json``).
@@ -24,12 +24,12 @@ rounded to the nearest. Weights that are trained for int8 keep the rounding from
 (``Rounding``): a new rounding would have errors that the training did not compensate.
 
 com.microsoft Attention contains its projections. With static scales it is written as QAttention.
-It stays float32 without calibration data, because QAttention takes no scale per row, and with
-``attention_bias``, for which QAttention has no input.
+Attention stays float32 without calibration data, because QAttention takes no scale per row, and
+with ``attention_bias``, for which QAttention has no input.
 
 An embedding table (Gather) is quantized with one scale and 8 bits if it holds at least a twentieth
-of the weights: word embeddings do, position embeddings do not. Convolutions, stacked weights and
-products of activations stay float32.
+of the weights, as word embeddings do, but not position embeddings. Convolutions, stacked weights
+and products of activations stay float32.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def quantize(
         rounding: Precomputed ``roundings`` of a model with the same graph.
 
     Raises:
-        CannotRewrite: There are no products and tables to quantize, or weights are not finite.
+        CannotRewrite: The model has no products and tables to quantize, or weights are not finite.
     """
     gathers = large_tables(model) if tables else []
     required = not gathers or quantized_node(model) is None  # others may be quantized already
@@ -133,7 +133,7 @@ def roundings(
         float_nodes: Products that stay float.
 
     Raises:
-        CannotRewrite: There are no products to quantize, or weights are not finite.
+        CannotRewrite: The model has no products to quantize, or weights are not finite.
     """
     groups = product_groups(model, bits, ranges, float_nodes=float_nodes)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
@@ -285,7 +285,7 @@ class _Writer:
         moment = self.moments.moment(x.name or "", centered=self.correct)
         if moment is None:
             return None
-        noise = step**2 / 12  # of the rounding of x
+        noise = step**2 / 12  # the variance of the rounding of x
         return Rounder(moment / np.outer(divisors, divisors) + noise * np.eye(len(moment)))
 
     def _weight(
@@ -337,7 +337,7 @@ def _inserter(product: Product) -> Inserter:
 def _fold_into_normalization(
     x: ir.Value, products: Sequence[Product], divisors: Float[np.ndarray, " D"]
 ) -> bool:
-    """Divide the parameters of the normalization before, if it is foldable, and return whether."""
+    """Divide the parameters of the preceding normalization, if foldable; return whether it is."""
     if not is_foldable(x, products):
         return False
     node = x.producer()

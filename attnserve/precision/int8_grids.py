@@ -1,10 +1,10 @@
 """The bytes of int8: grids of activations, their smoothing, and quantized weights and tables.
 
 Smoothing (SmoothQuant, arXiv 2211.10438): a few channels of a static activation may be ten times as
-large as the others, and then set the scale of all. They are divided by a constant, by which the
-rows of the weights are multiplied. Clipping them instead is less accurate. The division is folded
-into the normalization before if nothing else reads it; otherwise it costs a Mul, so that it is left
-out where it gains little.
+large as the others, and then set the scale of all channels. Large channels are divided by
+constants, and the rows of the weights are multiplied by the same constants. Clipping is less
+accurate. The division is folded into the preceding normalization if no other node reads it;
+otherwise it costs a Mul, and is left out if it gains little.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Rounding:
 
     Attributes:
         divisors: Smoothing divisors of the activation; None if all are 1.
-        scales: One per column.
-        offset: The chosen bytes times the scales, minus W * divisors, of the weights that the
-            rounding was computed for.
+        scales: The scale of each column.
+        offset: The chosen bytes times the scales, minus W * divisors, for the weights of which the
+            rounding was computed.
     """
 
     divisors: Float[np.ndarray, " D"] | None
@@ -127,10 +127,10 @@ def product_groups(
         float_nodes: Products that stay float.
         smooth: Divide large channels of static activations.
         rounding: Precomputed ``roundings``, whose divisors are used.
-        required: Whether a model without such products is refused.
+        required: Whether to refuse a model without such products.
 
     Raises:
-        CannotRewrite: There are no products to quantize.
+        CannotRewrite: The model has no products to quantize.
     """
     candidates = [
         product
@@ -185,7 +185,7 @@ def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
 
 
 def activations_of(products: Sequence[Product]) -> dict[tuple[ir.Value, bool], set[ir.Value]]:
-    """The activations that weights are multiplied by."""
+    """The activations by which each weight is multiplied."""
     inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
     for product in products:
         inputs.setdefault(product.key, set()).add(product.x)
@@ -306,7 +306,7 @@ def large_tables(model: ir.Model) -> list[ir.Node]:
 
 
 def _is_table(node: ir.Node, min_bytes: float) -> bool:
-    """Whether a Gather reads a table of at least this many bytes, which no product reads.
+    """Whether a Gather reads a table of at least ``min_bytes`` that no product reads.
 
     A table with infinities, of biases, has no scale.
     """

@@ -36,8 +36,8 @@ __all__ = [
 ]
 
 MOMENT_TOKENS = 8192
-"""Number of calibration tokens for second moments, evenly spaced. On MiniLM, 3,000 are nearly as
-good."""
+"""Number of calibration tokens for second moments, evenly spaced. On MiniLM, 3,000 tokens are
+nearly as good."""
 
 MOMENT_BYTES = 2**29
 """Memory for second moments: enough for all of MiniLM, or a quarter of BERT-large."""
@@ -64,8 +64,8 @@ class WeightKey(NamedTuple):
     """Identifies weights in a model and its copies.
 
     Attributes:
-        name: The name of their value.
-        is_transposed: Whether a Gemm transposes them.
+        name: The name of the value with the weights.
+        is_transposed: Whether a Gemm transposes the weights.
     """
 
     name: str
@@ -118,8 +118,8 @@ class Product:
 def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range]:
     """The ranges of the activations of all products, by the name of the value, without padding.
 
-    They are taken from up to 64 batches, evenly spaced. The activations of one batch are in memory
-    at a time.
+    Up to 64 batches, evenly spaced, are observed. The activations of one batch are in memory at a
+    time.
 
     Raises:
         InvalidData: The model refuses a batch, the data has no token, or activations are not
@@ -139,11 +139,11 @@ def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range
 class InputMoments:
     """Second moments of the activations of products, over tokens without padding.
 
-    They are computed on first request, together with those of later products up to
-    ``MOMENT_BYTES``, and then replaced by the next ones: request them in the order of the graph.
+    Moments are computed on first request, together with the moments of later products up to
+    ``MOMENT_BYTES``, which then replace them: request moments in the order of the graph.
 
     Args:
-        model: It may be changed afterwards.
+        model: The model, which may be changed afterwards.
         batches: Calibration data.
     """
 
@@ -238,7 +238,7 @@ class _InputSums:
             name: Name of the activation, for errors.
 
         Raises:
-            InvalidData: There is no token, or activations are not finite.
+            InvalidData: The data has no token, or activations are not finite.
         """
         if not self.count:
             raise no_token(name)
@@ -300,7 +300,7 @@ def _is_row(value: ir.Value, width: int) -> bool:
 
 
 def _biased(product: ir.Value, width: int) -> tuple[ir.Value, ir.Value | None]:
-    """The sum of a product and a constant vector, if nothing else reads the product."""
+    """The sum of a product and a constant vector, if no other node reads the product."""
     uses = list(product.uses())
     if len(uses) == 1 and not product.is_graph_output():
         user, place = uses[0]

@@ -1,10 +1,10 @@
 """Round weights so that their errors cancel on the activations.
 
 Rounding to nearest minimizes the error of every weight, not of the product. GPTQ (arXiv
-2210.17323) rounds one row of the weights after the other and moves the error of each to the rows
-that are still to be rounded, such that E[|x (W - Wq)|^2] grows least. It depends on the activations
-by their second moments alone. Rows with large activations come first, because many rows remain to
-correct their errors.
+2210.17323) rounds one row of the weights after the other and moves the error of each row to the
+remaining rows, such that E[|x (W - Wq)|^2] grows least. It depends only on the second moments of
+the activations. Rows with large activations come first, because many rows remain to correct their
+errors.
 
 Scales do not change, so the model has the same operators and speed.
 """
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __all__ = ["Rounder"]
 
 DAMPING = 0.01
-"""Share of the mean second moment that is added to all of them: calibration data is finite, and a
-moment may have no inverse. A tenth and ten times of it change the KL of stories260K in int4 by less
-than a twentieth."""
+"""Share of the mean second moment that is added to all second moments: calibration data is finite,
+and the matrix may have no inverse. A tenth and ten times this share change the KL of stories260K in
+int4 by less than a twentieth."""
 
 ROWS = 128
 """Number of rows whose errors are moved together."""
@@ -89,7 +89,7 @@ class Rounder:
 
 
 def _inverse_root(moment: Float[np.ndarray, "D D"]) -> Float[np.ndarray, "D D"] | None:
-    """The upper triangular U of U^T U = (damped moment)^-1; None if there is none."""
+    """The upper triangular U of U^T U = (damped moment)^-1; None without an inverse."""
     damping = DAMPING * np.trace(moment) / max(len(moment), 1)
     if not damping > 0:
         return None

@@ -1,16 +1,16 @@
-"""The precisions that a model can be converted to: one row of a table for each.
+"""The table of precisions to which a model can be converted, one row for each.
 
 int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). Activations have
 static scales from calibration data, or scales per row without it. The model stays a function of
 the text: other rows of a batch have no effect.
 
-int4: ``int4``. Signed 4-bit weights with one scale for 32 of them, for MatMul with constant
-matrices. It reads about a seventh of the bytes. It is for decoders that run one token at a time,
-whose speed depends on the bytes read; with many tokens int8 is faster.
+int4: ``int4``. Signed 4-bit weights with one scale for 32 weights, for MatMul with constant
+matrices. A run reads about a seventh of the bytes of float32. int4 is for decoders that run one
+token at a time, whose speed depends on the bytes read; with many tokens int8 is faster.
 
 bfloat16: ``half`` converts the weights, for GPUs. On CPUs the weights stay float32 and the model
 states that its products are computed in bfloat16 (``runtime.inference_precision``), alone
-("bfloat16-cpu") or together with int8 ("int8-full-bfloat16"). OpenVINO does that.
+("bfloat16-cpu") or together with int8 ("int8-full-bfloat16"). OpenVINO computes both.
 
 With calibration data, int8 and int4 weights are rounded such that their errors cancel
 (``rounding``). Another package adds a row with ``SCHEMES.add`` (``graph_passes.registry``).
@@ -46,7 +46,7 @@ class Activations:
     """Activations of products on calibration data, observed on first use.
 
     Args:
-        model: It must not change before the first use.
+        model: The model, which must not change before the first use.
         batches: Calibration data.
     """
 
@@ -107,15 +107,15 @@ class Scheme:
         can_convert: Tells whether a node has float32 weights that this scheme converts.
         stored: The type of the converted weights, as ``precision_of`` reports it. A conversion that
             leaves no weights of this type is refused; empty disables this check.
-        provider: The kind of processor that it is for.
+        provider: The kind of processor for which the precision is made.
         allows_float_blocks: Whether single blocks may stay in ``rest``, by measured time and loss.
             Operators that contain the projections are not used before the conversion.
-        for_tokens: Whether it is for decoders that generate: models with a cache are then timed at
-            one token at a time.
+        for_tokens: Whether the precision is for decoders that generate text: models with a cache
+            are then timed at one token at a time.
         bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         in_bfloat16: Whether float32 weights of the result are computed in bfloat16.
-        runtime: The one runtime that computes it; empty for every runtime.
+        runtime: The only runtime that computes the precision; empty for every runtime.
         oldest_opset: Minimum opset of the model.
         refusal: Returns why this machine does not compute the precision correctly, or None.
         instead: The fix for such a machine.
@@ -173,7 +173,7 @@ def _is_product_or_convolution(node: ir.Node) -> bool:
 
 
 def _dot_product_refusal() -> Refusal | None:
-    """Why this CPU cannot compute with 8-bit weights; None if it can."""
+    """Return why this CPU cannot compute with 8-bit weights; None if it can."""
     if has_int8_dot_product():
         return None
     return Refusal(
@@ -184,7 +184,7 @@ def _dot_product_refusal() -> Refusal | None:
 
 
 def _unchanged(given: Conversion) -> ir.Model:
-    """The model as it is."""
+    """Return the model unchanged."""
     return given.model
 
 
@@ -203,7 +203,7 @@ def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
 
 
 def _bfloat16_refusal() -> Refusal | None:
-    """Why this CPU does not multiply in bfloat16; None if it does."""
+    """Return why this CPU does not multiply in bfloat16; None if it does."""
     if has_bfloat16_product():
         return None
     return Refusal(

@@ -87,14 +87,14 @@ def can_be_mixed(batch: Batch) -> bool:
 def mixed(batch: Batch, random: np.random.Generator) -> Batch:
     """Mix texts as augmentation: each row up to a random token, continued by another row.
 
-    A batch that cannot be mixed is returned as it is.
+    A batch that cannot be mixed is returned unchanged.
     """
     mask = text_mask(batch)
     if mask is None or not can_be_mixed(batch):
         return batch
     other = random.permutation(len(mask))
     lengths = mask.sum(1)
-    shortest = np.minimum(lengths, lengths[other])  # of both, so that no padding comes between
+    shortest = np.minimum(lengths, lengths[other])  # no padding comes between the two texts
     cut = random.integers(1, np.maximum(shortest, 2))
     places = np.arange(mask.shape[1])
     if not mask[:, 0].all() and mask[:, -1].all():  # padding is on the left: count from the end
@@ -159,7 +159,7 @@ def _trimmed(row: Batch) -> Batch:
 
 
 def _joined(rows: Sequence[Batch], pads: Mapping[str, Any], *, is_left: bool) -> Batch:
-    """One batch; shorter rows are padded as the given batches are."""
+    """Join rows to one batch; shorter rows are padded like the given batches."""
     if len(rows) == 1:
         return dict(rows[0])
     joined: Batch = {}

@@ -82,8 +82,8 @@ def check_input(job: Job) -> None:
 class Distillation:
     """A rewritten model (the student) that learns the outputs of its original (the teacher).
 
-    Its construction checks that the models and the data can be trained, and raises an error
-    otherwise. ``training.train`` trains it.
+    The constructor checks that the models and the data can be trained. ``training.train`` trains
+    the student.
 
     Attributes:
         calibration: The rows to fit, as inputs of the rewritten model.
@@ -93,7 +93,7 @@ class Distillation:
             on the rows to choose.
         student: A copy of the rewritten model, whose weights are trained.
         module: The rewritten model in PyTorch.
-        states: The hidden states of the original that the module learns, besides the outputs.
+        states: The hidden states of the original that the module learns beside the outputs.
 
     Args:
         rewritten: The rewritten model in float32 or half precision; it is not changed.
@@ -239,7 +239,7 @@ class Distillation:
         return shaped_for(self.rewritten, batch, self.empty)
 
     def _served(self, model: ir.Model, rows: Sequence[Batch] | None = None) -> ir.Model:
-        """The model as it is served: int8 models are converted as by ``optimize``."""
+        """The served form of a model: int8 models are converted as by ``optimize``."""
         if self.bits is None:
             return model
         rows = rows or self.calibration
@@ -282,7 +282,7 @@ def _compare(job: Job, model: ir.Model) -> Fidelity:
 
 
 def _module_of(job: Job, model: ir.Model) -> tuple[GraphModule, list[ir.Value]]:
-    """The model in PyTorch, and the states of the original that match its own.
+    """The model in PyTorch, and the states of the original that match states of the model.
 
     Raises:
         InvalidModel: An operator cannot be trained.
@@ -321,7 +321,7 @@ def _check_outputs(module: GraphModule, batch: Batch, expected: Sequence[np.ndar
     """Compare the module with ONNX Runtime, on real tokens: padding may be left undefined.
 
     Raises:
-        CheckFailed: They differ.
+        CheckFailed: The outputs differ.
     """
     graph = module.model.graph
     is_half = any(value.dtype in HALF for value in graph.initializers.values())

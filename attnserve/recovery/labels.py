@@ -56,7 +56,7 @@ class LabeledRow:
 
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
-    """A batch of N labeled rows. Of pairs, all first texts come before all second ones."""
+    """A batch of N labeled rows. For pairs, all first texts come before all second texts."""
 
     batch: Batch
     labels: np.ndarray  # N
@@ -110,7 +110,7 @@ class Labels:
 
     Raises:
         InvalidArgument: The model has fixed shapes or no attention mask.
-        InvalidData: There are too few rows, or their labels are all the same.
+        InvalidData: The rows are too few, or all labels are equal.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Labels:
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
         self.largest = labels.max()
-        # The numbers of rows as JSON has them: "prove" are those to verify.
+        # The numbers of rows in the JSON: "prove" are the rows to verify.
         self.counts = dict(zip(("fit", "choose", "prove"), map(len, parts), strict=True))
         self.fit, self.choose, self.verify = (
             [

@@ -1,4 +1,4 @@
-"""Distillation loss: outputs as they are served, and hidden states."""
+"""Distillation loss of the served outputs and of the hidden states."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["DistillationLoss", "served_vectors"]
 HIDDEN_WEIGHT = 0.5
 LAST_WEIGHT = 6.0
 SERVED_WEIGHT = 3.0
-"""Weights of the hidden states, of the last one, and of embeddings or logits. Each loss is divided
-by that of a constant predictor first, so that no weight depends on the model."""
+"""Weights of the hidden states, of the last hidden state, and of embeddings or logits. Each loss is
+first divided by the loss of a constant predictor, so that no weight depends on the model."""
 
 Kind = Literal["vectors", "pooled", "logits"]
 
@@ -34,7 +34,7 @@ class _Term:
     """The loss of one output or state.
 
     Attributes:
-        index: Its place among the outputs and states.
+        index: The place among the outputs and states.
         unit: The loss of a constant predictor.
     """
 
@@ -45,7 +45,7 @@ class _Term:
 
 
 class DistillationLoss:
-    """The distillation loss: 0 if both models give the same, and about 1 per weight for a constant.
+    """The distillation loss: 0 for equal outputs, and about 1 per weight for constant ones.
 
         vectors  |a - b|^2 over real tokens
         pooled   |a - b|^2 of pooled vectors of length one
@@ -56,14 +56,14 @@ class DistillationLoss:
             for measures of logits, and plain vectors for all others.
         outputs: The names of the teacher's outputs, in order.
         pairs: The number of states after the outputs.
-        pooling: How tokens are pooled.
+        pooling: The pooling of tokens.
         examples: Some batches, for the units.
-        teacher: Its outputs and states.
+        teacher: The outputs and states of the teacher for each example.
         dimensions: Number of embedding dimensions that are served; None for all.
         resized: Indices of outputs whose last axis counts tokens: their vectors are numbers.
         probabilities: Indices of outputs of a softmax: their logarithms are the logits.
         student_outputs: The names of the student's outputs, which may lack caches; None for the
-            same.
+            names of ``outputs``.
 
     Raises:
         InvalidData: No output or state depends on the data.
@@ -196,8 +196,8 @@ def served_vectors(
 ) -> Tensor:
     """Vectors of length one (B, D) of hidden states (B, T, D), or of pooled vectors (B, D).
 
-    The same function as ``models.embeddings.pool``, with gradients; "none" pools hidden states by
-    their mean.
+    The function is ``models.embeddings.pool`` with gradients; "none" pools hidden states by their
+    mean.
     """
     if x.ndim == 3:
         mask = torch.tensor(vector_mask(x.shape, batch), device=x.device)

@@ -45,7 +45,7 @@ FLOATS = (*HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One node: function, inputs, outputs, and the values that can be freed after it."""
+    """One node: function, inputs, outputs, and the values that can be freed after the node."""
 
     call: Call
     function: Operator
@@ -62,14 +62,14 @@ class GraphModule(torch.nn.Module):
     that depend only on constants are computed once.
 
     Args:
-        model: It is read, and changed by ``write_weights`` only.
+        model: The graph, which only ``write_weights`` changes.
         states: Values inside the graph that are returned after its outputs.
         frozen: Names of initializers that are not trained, besides tables whose rows are gathered,
             masks, and single numbers.
         device: The device of the weights.
 
     Attributes:
-        replaced: Functions of single nodes that are run instead of those of ``OPERATORS``.
+        replaced: Functions of single nodes that run instead of the functions of ``OPERATORS``.
 
     Raises:
         InvalidModel: An operator is not supported.
@@ -108,7 +108,7 @@ class GraphModule(torch.nn.Module):
         """The outputs and states for one batch of inputs.
 
         Raises:
-            InvalidModel: A node has a form that is not supported, or does not fit its inputs.
+            InvalidModel: A form of a node is not supported, or a node does not fit its inputs.
         """
         values: dict[ir.Value, Tensor] = dict(self._constants)
         values |= zip(self._trained, self.weights, strict=True)
@@ -193,7 +193,7 @@ def memory_errors() -> Generator[None]:
 
 
 def _raise_lack_of_memory(error: Exception) -> None:
-    """Raise a separate error if this error is a lack of memory."""
+    """Raise CannotRewrite if this error is a lack of memory."""
     is_lack = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if is_lack or "allocate memory" in str(error):
         raise CannotRewrite(
@@ -270,10 +270,10 @@ def _tensor(value: ir.Value) -> ir.TensorProtocol:
 def trainable_weights(model: ir.Model) -> list[str]:
     """The names of the initializers that are trained, in order.
 
-    These are float constants that an operator such as MatMul, Add or LayerNormalization combines
-    with an activation, directly or behind operators on constants. An activation is computed from
-    float inputs, or from rows that are gathered from a table. The tables themselves (embeddings)
-    are not weights, unless they are multiplied with activations too (the tied table of a decoder).
+    A trained weight is a float constant that an operator such as MatMul, Add or LayerNormalization
+    combines with an activation, directly or after operators on constants. An activation is computed
+    from float inputs, or from rows that are gathered from a table. The table itself (embeddings) is
+    no weight, unless it is also multiplied with activations (the tied table of a decoder).
     """
     sources: dict[ir.Value, frozenset[str]] = {
         value: frozenset([name]) if _may_be_weight(value) else frozenset()

@@ -1,7 +1,7 @@
 """Fake quantization: compute the results of int8 kernels in PyTorch, with gradients.
 
-Activations and weights are rounded to the grids of ``precision.int8_grids``. These are static bytes
-of activations with the same divisors, scales and zero points, weights with one scale per column and
+Activations and weights are rounded to the grids of ``precision.int8_grids``: static bytes of
+activations with the same divisors, scales and zero points, weights with one scale per column and
 corrected biases, and bytes of large embedding tables. Weights keep the rounding from before the
 training. Under autocast, products of the rounded numbers are rounded once more, to bfloat16.
 
@@ -54,7 +54,7 @@ def fake_operators(
         rounding: Rounding of the weights; weights without one are rounded to the nearest.
 
     Raises:
-        CannotRewrite: There are no products to quantize.
+        CannotRewrite: The model has no products to quantize.
     """
     roundings = rounding or {}
     operators: dict[ir.Node, Operator] = {
@@ -119,7 +119,7 @@ class _FakeProduct:
             matrix = matrix + offset
         else:
             scales = torch.maximum(matrix.amax(0) / self._largest, matrix.amin(0) / self._least)
-            scales = torch.where(scales < TINY, torch.ones_like(scales), scales)  # of zeros
+            scales = torch.where(scales < TINY, torch.ones_like(scales), scales)  # columns of zeros
         return (matrix / scales).round().clamp(self._least, self._largest) * scales
 
 

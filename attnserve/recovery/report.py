@@ -1,4 +1,4 @@
-"""The report of a recovery; its model is written with its record."""
+"""The report of a recovery, and the writing of its model with the record."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def write_recovered(
 
     Args:
         artifact, rewritten: The rewritten model, whose files are kept.
-        teacher: The original on disk; the job's artifact is the one with the tokenizer.
+        teacher: The original on disk; the job's artifact has the tokenizer.
         model: The result.
-        external: Whether the weights are in a file of their own.
-        openvino: Whether an OpenVINO file is written, if it can be.
+        external: Whether the weights are in a separate file.
+        openvino: Whether an OpenVINO file is written, if possible.
     """
     last = artifact.lineage[-1].stated if artifact.lineage else {}
     fields = {name: last[name] for name in KEPT if name in last}

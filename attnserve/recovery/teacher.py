@@ -24,9 +24,9 @@ KEPT_BYTES = 2**30
 def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
     """Pairs of the same hidden state in both graphs: the inputs of each attention block.
 
-    Behind the first layer this is the residual stream, or its normalization if that comes first.
-    Blocks are paired in order, or by name if a graph has fewer of them. Without pairs, only the
-    outputs are learned.
+    After the first layer, this state is the residual stream, or its normalization if the layer
+    normalizes first. Blocks are paired in order, or by name if a graph has fewer blocks. Without
+    pairs, only the outputs are learned.
     """
     ours, theirs = (_blocks(model) for model in (student, teacher))
     if len(ours) == len(theirs):
@@ -57,9 +57,9 @@ def _value_named(model: ir.Model, name: str | None) -> ir.Value:
 def open_teacher(
     model: ir.Model, states: Sequence[ir.Value], context: RunContext
 ) -> Callable[[Batch], list[np.ndarray]]:
-    """A function of a batch: the outputs of a model by ONNX Runtime, then some states in float32.
+    """Return a function of a batch to the outputs of a model by ONNX Runtime, then some states.
 
-    It raises InvalidData if the model refuses the batch.
+    States are in float32. The function raises InvalidData if the model refuses the batch.
     """
     model = model.clone()
     for state in states:
@@ -75,11 +75,11 @@ def open_teacher(
 def remembered(
     teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]
 ) -> Callable[[int, Batch], list[np.ndarray]]:
-    """A function of the outputs for held-out batches, which each measurement needs again.
+    """Return a function that caches the outputs for the held-out batches of all measurements.
 
-    It takes the index of a batch and the batch, and returns one array for each name. Outputs are
-    kept up to ``KEPT_BYTES``; those of other batches are computed again. Caches, which are not
-    measured, are empty.
+    The function takes the index of a batch and the batch, and returns one array for each name.
+    Outputs are kept up to ``KEPT_BYTES``; outputs of other batches are computed again. Caches,
+    which are not measured, are empty.
     """
     known: dict[int, list[np.ndarray]] = {}
 

@@ -58,10 +58,10 @@ AVERAGE = 0.99
 
 MEASURED_EVERY_S = 60.0
 MEASUREMENTS = 8
-"""The held-out rows are measured once a minute, or this many times in a short run."""
+"""Number of measurements in a short run; in longer runs, there is one per minute."""
 
 PATIENCE = 6
-"""Training ends if this many measurements in a row are no better (``is_stuck``)."""
+"""Number of measurements in a row without improvement after which training ends (``is_stuck``)."""
 
 CACHE_BYTES = 2**30
 """Memory for cached teacher outputs, which later epochs use again, in half precision."""
@@ -75,7 +75,7 @@ def train(distillation: Distillation, seconds: float, checkpoint: Checkpoint) ->
 
     Args:
         seconds: Time budget of the training, including the time before an interruption.
-        checkpoint: Where the state is saved, and from which an interrupted training continues.
+        checkpoint: The saved state, from which an interrupted training continues.
 
     Raises:
         InvalidData: No output or state of the original depends on the data.
@@ -92,7 +92,7 @@ def train(distillation: Distillation, seconds: float, checkpoint: Checkpoint) ->
 
 @contextmanager
 def torch_threads(count: int) -> Generator[None]:
-    """Let PyTorch use a number of threads; 0 leaves its own."""
+    """Set the number of threads of PyTorch; 0 leaves PyTorch's default."""
     before = torch.get_num_threads()
     if count:
         torch.set_num_threads(count)
@@ -103,9 +103,9 @@ def torch_threads(count: int) -> Generator[None]:
 
 
 def half_type(device: str) -> torch.dtype | None:
-    """The half precision in which a device multiplies fastest; None if it has no fast one.
+    """The half precision in which a device multiplies fast; None if it has none.
 
-    It is bfloat16, or float16 on GPUs whose tensor cores have only that (Volta and Turing).
+    The type is bfloat16, or float16 on GPUs whose tensor cores have no bfloat16 (Volta and Turing).
     """
     if device != "cuda":
         return torch.bfloat16 if has_bfloat16_product() else None
@@ -136,7 +136,7 @@ def is_stuck(losses: Sequence[float], seconds: float, budget: float) -> bool:
 
 
 class _Trainer:
-    """The state of ``train``: the module's weights, their average and the best ones so far."""
+    """The state of ``train``: the module's weights, their average and the best weights so far."""
 
     def __init__(self, distillation: Distillation, budget: float, checkpoint: Checkpoint) -> None:
         self.distillation = distillation
@@ -325,7 +325,7 @@ class _Trainer:
             state = torch.load(content, map_location="cpu", weights_only=True)
         except Exception:  # torch raises exceptions of many types for a damaged file
             return
-        if "result" not in state:  # of an older version
+        if "result" not in state:  # written by an older version
             return
         shapes = [weight.shape for weight in self.weights]
         if [weight.shape for weight in state["weights"]] != shapes:
@@ -343,7 +343,7 @@ class _Trainer:
         self.result.stopped = "time"
 
     def _not_finite(self) -> None:
-        """Stop, because the loss is not finite; the best weights before that are the result.
+        """Stop, because the loss is not finite; the best earlier weights are the result.
 
         Raises:
             CheckFailed: No weights are better than the initial ones.
@@ -358,7 +358,7 @@ class _Trainer:
 
 
 def halved(array: np.ndarray) -> np.ndarray:
-    """The array in float16, or as it is if that cannot hold its values."""
+    """The array in float16, or unchanged if float16 cannot hold its values."""
     if array.dtype != np.float32:
         return array
     with np.errstate(over="ignore"):

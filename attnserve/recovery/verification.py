@@ -1,4 +1,4 @@
-"""Verify a model on rows that its training did not use."""
+"""Verify a model on rows that its training has not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["VerifiedModel", "labeled_outputs", "verify_model"]
 
 @dataclass(frozen=True)
 class VerifiedModel:
-    """A model on held-out rows.
+    """The quality of a model on held-out rows.
 
     Attributes:
         labeled_loss, score: Loss and score on labeled rows; 0 and None without labels.

@@ -63,7 +63,7 @@ class LayerAnalysis:
         kind: "self" or "cross".
         input_size: D, the width of the query input; None without a query projection.
         weights: Captured variance of the weights; None for the reason in ``notes``.
-        calibrated: The same, weighted by the calibration data.
+        calibrated: Captured variance weighted by the calibration data.
         ranks: Ranks of scores and probabilities; None if all heads reuse probabilities.
         energy: Energy of each head's output about its mean.
         leave_one_out: Relative squared change of the model outputs without the head.
@@ -144,7 +144,7 @@ class Analysis:
         lengths: Number of tokens of each text, counted as keys of the first layer.
         not_analyzed: Attention that was not measured, with reasons.
         seed: The seed of grouping and certification.
-        output: The folder that it was written to, if any; not part of the content.
+        output: The folder of the written report, if any; not part of the content.
     """
 
     model: Mapping[str, Any]
@@ -230,7 +230,7 @@ def analyze_graph(
     groups: int | None = None,
     context: RunContext = DEFAULT_CONTEXT,
 ) -> Analysis:
-    """``analyze`` for a model in memory; its fused operators are decomposed in place.
+    """Analyze a model in memory; its fused operators are decomposed in place.
 
     Args:
         data: All batches of ``data.fit`` are measured.
@@ -317,7 +317,7 @@ def _measurable(
 
 
 def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None) -> str:
-    """Why the attention of a block cannot be observed; empty if it can."""
+    """Return why the attention of a block cannot be observed; empty if it can."""
     if block.graph is not model.graph:
         return "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
     if not block.probability_values:
@@ -344,7 +344,7 @@ def _check_groups(groups: int | None, blocks: Sequence[AttentionBlock]) -> None:
 def _variance(
     block: AttentionBlock, moments: Any
 ) -> tuple[CapturedVariance | None, CapturedVariance | None, tuple[str, ...]]:
-    """Captured variance of the weights, weighted by the data, and the reason if one is missing."""
+    """Captured variance of the weights, plain and weighted by the data, and reasons for gaps."""
     if reason := _no_spectrum(block):
         return None, None, (f"no captured variance: {reason}",)
     turned = block.position == "rope"
@@ -357,7 +357,7 @@ def _variance(
 
 
 def _no_spectrum(block: AttentionBlock) -> str:
-    """Why the captured variance of W_Q and W_K is not defined; empty if it is."""
+    """Return why the captured variance of W_Q and W_K is not defined; empty if it is."""
     if not block.q.num_heads:
         return "all heads reuse the probabilities of another layer"
     if block.is_collaborative or block.is_sparse:

@@ -31,12 +31,12 @@ from attnserve.reports.plots import FIGURES
 __all__ = ["Finding", "analyze", "findings", "render"]
 
 SIMILAR = 0.7
-"""Minimum similarity of two layers for which reuse is suggested. With it, one middle layer of
-all-MiniLM-L6-v2 reused another layer's attention and kept 99.8 % of its score or more."""
+"""Minimum similarity of two layers at which reuse is suggested. At this similarity, a middle layer
+of all-MiniLM-L6-v2 reused another layer's attention and kept at least 99.8 % of its score."""
 
 MARGIN = 0.05
 """Minimum difference between the similarity and the similarity to uniform attention. Two heads that
-differ independently from uniform attention are less similar to each other than to it."""
+differ independently from uniform attention are more similar to it than to each other."""
 
 ROUND_TO = 8
 """Suggested shared dimensions are multiples of this, for efficient kernels."""
@@ -55,7 +55,7 @@ class Finding:
 
     Attributes:
         text: The result as text.
-        parameters: Arguments of ``attnserve.optimize`` that apply it, as text; empty if none do.
+        parameters: Arguments of ``attnserve.optimize`` that apply the result, as text; or empty.
     """
 
     text: str
@@ -128,7 +128,7 @@ def render(analysis: Analysis, *, model: Path, calib: Path, output: Path) -> str
     """Render the report as one HTML document without external references.
 
     Args:
-        model, calib, output: Paths in the suggested commands.
+        model, calib, output: Paths that the suggested commands contain.
     """
     figures = [figure for draw in FIGURES if (figure := draw(analysis)) is not None]
     return render_page(
@@ -260,7 +260,7 @@ def _length_findings(analysis: Analysis) -> Iterator[Finding]:
 
 
 def _weak_share(layer: LayerAnalysis) -> tuple[int, float]:
-    """A quarter of the number of heads, rounded up, and the energy share of that many weakest."""
+    """A quarter of the number of heads, rounded up, and the energy share of so many weakest."""
     count = -(-layer.num_heads // 4)
     return count, float(np.sort(layer.energy_share)[:count].sum())
 

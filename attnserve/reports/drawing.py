@@ -118,7 +118,7 @@ def heatmap(
 
 
 def scale_beside(axes: Any, low: float, top: float, label: str) -> None:
-    """Draw a vertical color bar as one image; matplotlib's own has one rectangle per shade."""
+    """Draw a vertical color bar as one image; matplotlib would draw one rectangle per shade."""
     bar = axes.inset_axes((1.03, 0.25, 0.028, 0.5))
     ramp = np.linspace(top, low, 64)[:, None]
     bar.imshow(_shades(ramp, low, top), aspect="auto", extent=(0, 1, low, top))

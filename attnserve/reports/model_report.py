@@ -1,8 +1,8 @@
 """Write one HTML page per artifact: its rewrites, cost, quality, latency and attention.
 
 The page shows the attention blocks of the graph, and from attnserve.json every rewrite with its
-cost, quality, latency and changes. It needs neither the original nor data: the values were measured
-when the model was written. Only the attention blocks are matched and certified now.
+cost, quality, latency and changes. A report needs neither the original nor data, because the record
+contains the measured values. Only the attention blocks are matched and certified for the page.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def report(
         force: Replace existing pages.
 
     Raises:
-        InvalidModel: There is no model, or a model or its record cannot be read.
+        InvalidModel: The path has no model, or a model or its record cannot be read.
         InvalidArgument: ``seed`` is negative.
         InvalidOutput: A page exists, or cannot be written.
         MissingExtra: jinja2, matplotlib or ONNX Runtime is not installed.
@@ -128,7 +128,7 @@ def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel
         output: The folder of the pages; None writes each page beside its model.
 
     Raises:
-        InvalidModel: There is no model.
+        InvalidModel: The path has no model.
         InvalidOutput: ``output`` is not a folder.
     """
     if output is not None:
@@ -151,7 +151,7 @@ def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel
 
 
 def _read(model: _ReportedModel, seed: int) -> ModelReport:
-    """The report of one model, whose attention blocks are matched and certified now."""
+    """Read the record of one model, and match and certify its attention blocks."""
     artifact = model.artifact
     rewrites = artifact.lineage
     graph = load_model(artifact.model, in_place=True)

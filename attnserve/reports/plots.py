@@ -55,7 +55,7 @@ class Figure:
 
 
 def layer_similarity(analysis: Analysis) -> Figure | None:
-    """Figure 2 of arXiv 2110.06821, with the mean over heads instead of the best head."""
+    """Plot figure 2 of arXiv 2110.06821, with the mean over heads instead of the best head."""
     similarity = analysis.similarity.best()
     count = len(similarity)
     triangle = np.where(np.tri(count, k=-1, dtype=bool), similarity, np.nan)[1:, :-1]
@@ -83,7 +83,7 @@ def layer_similarity(analysis: Analysis) -> Figure | None:
 
 
 def head_similarity(analysis: Analysis) -> Figure | None:
-    """c of eq. 3 for every pair of heads."""
+    """Plot the similarity c (eq. 3 of arXiv 2110.06821) of every pair of heads."""
     similarity = analysis.similarity
     matrix = similarity.matrix.copy()
     np.fill_diagonal(matrix, np.nan)
@@ -115,7 +115,7 @@ def head_similarity(analysis: Analysis) -> Figure | None:
 
 
 def sequential_similarity(analysis: Analysis) -> Figure | None:
-    """Figure 3 of arXiv 2110.06821."""
+    """Plot figure 3 of arXiv 2110.06821."""
     ranks = analysis.similarity.sequential()
     rows = [layer for layer in analysis.layers if layer.name in ranks]
     if not rows:
@@ -158,7 +158,7 @@ def sequential_similarity(analysis: Analysis) -> Figure | None:
 
 
 def captured_variance(analysis: Analysis) -> Figure | None:
-    """Figure 1 of arXiv 2006.16362."""
+    """Plot figure 1 of arXiv 2006.16362."""
     if not any(layer.weights for layer in analysis.layers):
         return None
 
@@ -194,7 +194,7 @@ def captured_variance(analysis: Analysis) -> Figure | None:
 
 
 def layer_ranks(analysis: Analysis) -> Figure | None:
-    """The number of directions that hold 99 % of the variance in each layer."""
+    """Plot the number of directions that hold 99 % of the variance in each layer."""
     rows = [layer for layer in analysis.layers if layer.weights]
     if not rows:
         return None
@@ -238,7 +238,7 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
 
 
 def bottleneck(analysis: Analysis) -> Figure | None:
-    """Theorem 1 of arXiv 2002.07028, evaluated on the calibration texts."""
+    """Plot theorem 1 of arXiv 2002.07028, evaluated on the calibration texts."""
     sizes = sorted({layer.head_size for layer in analysis.layers})
     rows = [layer for layer in analysis.layers if layer.ranks is not None]
 
@@ -293,7 +293,7 @@ def bottleneck(analysis: Analysis) -> Figure | None:
 
 
 def importance(analysis: Analysis) -> Figure | None:
-    """Importance of each head by three measures, and the heads kept by Voting-to-Stay."""
+    """Plot the importance of each head by three measures, and the heads kept by Voting-to-Stay."""
     heads = max(layer.num_heads for layer in analysis.layers)
     labels = [str(layer.index) for layer in analysis.layers]
     measures = (
@@ -337,7 +337,7 @@ FIGURES: Sequence[Callable[[Analysis], Figure | None]] = (
     bottleneck,
     importance,
 )
-"""All figures in the order of the page; each returns None without data."""
+"""The functions of all figures in the order of the page; each returns None without data."""
 
 
 def _spectra(analysis: Analysis, metric: str, part: str) -> list[Spectrum]:

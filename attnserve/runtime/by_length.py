@@ -12,22 +12,22 @@ __all__ = ["LengthRunner", "by_length", "runtimes_by_length"]
 
 
 def by_length(short: str, long: str) -> str:
-    """The name of two runtimes, the first of which runs short rows."""
+    """The joint name of a runtime for short rows and a runtime for long rows."""
     return f"{short}+{long}"
 
 
 def runtimes_by_length(name: str) -> tuple[str, str]:
-    """The runtimes of short and of long rows in a name of ``by_length``, or twice a single one."""
+    """The runtimes of short and of long rows in a name of ``by_length``; equal if it names one."""
     short, _, long = name.partition("+")
     return short, long or short
 
 
 class LengthRunner:
-    """Run rows up to a length in one runtime, and longer ones in another.
+    """A session that runs rows up to a length in one runtime, and longer rows in another.
 
     Args:
         short, long: Sessions of the same file.
-        above: Rows of more tokens run in ``long``.
+        above: Maximum number of tokens of rows that run in ``short``.
     """
 
     def __init__(self, short: Session, long: Session, above: int) -> None:

@@ -30,10 +30,10 @@ CACHE_FOLDERS = {"win32": ("LOCALAPPDATA", "AppData/Local"), "darwin": ("", "Lib
 
 
 def cache_folder() -> Path:
-    """$ATTNSERVE_CACHE, else a folder in the user's cache folder; it may not exist.
+    """The folder $ATTNSERVE_CACHE, or one in the user's cache folder. The folder may not exist.
 
-    A container may run under a user id that has no home directory: the folder is then a temporary
-    one that is deleted when this process ends.
+    A container may run under a user id without a home directory. The result is then a temporary
+    folder, which is deleted when this process ends.
     """
     if given := os.environ.get("ATTNSERVE_CACHE"):
         return Path(given)
@@ -84,10 +84,10 @@ def remove_older(folder: Path, pattern: str, days: float) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path``, which only this user can read; its folder must exist.
+    """Replace ``path`` by a file that only this user can read; its folder must exist.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with writing_atomically(path) as file:
         file.write(content)

@@ -21,17 +21,17 @@ __all__ = ["Checkpoint"]
 log = logging.getLogger("attnserve")
 
 KEPT_DAYS = 30
-"""Checkpoints that nobody continued are deleted after this time."""
+"""Days after which a checkpoint that was not continued is deleted."""
 
 
 class Checkpoint:
-    """The state of some work in a private file.
+    """The state of unfinished work in a private file.
 
     A file that cannot be read, or that another user could have written, counts as missing. The
-    first time that it cannot be written, a warning is logged.
+    first failure to write the file is logged as a warning.
 
     Args:
-        folder: Its name in the cache folder.
+        folder: The name of its folder in the cache folder.
         key: All inputs of the work, as a value that JSON can represent.
     """
 
@@ -41,12 +41,12 @@ class Checkpoint:
         self._is_lost = False
 
     def read(self) -> bytes | None:
-        """The stored state; None if there is none."""
+        """The stored state; None without a valid file."""
         remove_older(self._folder, "*", KEPT_DAYS)
         return read_private(self._path)
 
     def write(self, write: Callable[[IO[bytes]], object]) -> None:
-        """Replace the stored state by the file that a function writes."""
+        """Replace the stored state by the content that a function writes to a file."""
         try:
             if private_folder(self._folder) is None:
                 raise PermissionError(f"{self._folder} cannot be written")

@@ -12,7 +12,7 @@ from graph_passes.errors import InvalidArgument
 __all__ = ["DEVICE", "PARITY", "ArenaShrinkPolicy", "Cuda"]
 
 DEVICE = 0
-"""The first visible GPU; CUDA_VISIBLE_DEVICES selects another."""
+"""Index of the first visible GPU; CUDA_VISIBLE_DEVICES selects which GPU is first."""
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ def is_built_for_gpus() -> bool:
     """Whether ONNX Runtime is the build for GPUs.
 
     Raises:
-        MissingExtra: It is not installed.
+        MissingExtra: ONNX Runtime is not installed.
     """
     return "CUDAExecutionProvider" in require_runtime().get_available_providers()
 
 
 def why_no_gpu() -> str:
-    """The reason why no session opens on a GPU; empty if one does.
+    """Return why no session can be opened on a GPU; empty if one can.
 
-    A child process tries it, because a broken driver may end the process.
+    The session is opened in a child process, because a broken driver may end the process.
     """
     try:
         why = run_isolated(

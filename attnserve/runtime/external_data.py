@@ -35,7 +35,7 @@ def external_files(model: ir.Model) -> tuple[Path, ...]:
 def external_folder(model: ir.Model) -> Path | None:
     """The folder of the external data, if only initializers of the main graph have external data.
 
-    ONNX Runtime then maps the files itself. None also if there is no external data.
+    ONNX Runtime then maps the files itself. The result is also None without external data.
     """
     own = model.graph.initializers.values()
     external = [v.const_value for v in own if isinstance(v.const_value, ir.ExternalTensor)]
@@ -49,7 +49,7 @@ def external_folder(model: ir.Model) -> Path | None:
 def release_mapped_pages(model: ir.Model) -> None:
     """Give the pages of mapped initializers back to the system; the next access reads them again.
 
-    Pages that were read count as resident memory of the process.
+    Read pages count as resident memory of the process.
     """
     if not hasattr(mmap, "MADV_DONTNEED"):  # Windows
         return
@@ -62,13 +62,13 @@ def release_mapped_pages(model: ir.Model) -> None:
 def map_external_data(model: ir.Model) -> None:
     """Replace the external tensors of ``model`` by arrays over memory maps of their files.
 
-    A model that is saved afterwards contains its weights, and not references to these files.
-    Nothing is copied here.
+    A model that is saved afterwards contains its weights instead of references to these files.
+    The function copies no weights.
 
-    ``ir.external_data.load_to_model`` copies each array and closes its map. That raises BufferError
-    while another array of the map exists, such as a constant in cached shape information.
-    ``ir.save`` with ``external_data`` does the same to tensors of up to 256 bytes. Neither treats
-    tensors in attributes. Here a map stays open as long as an array of it exists.
+    ``ir.external_data.load_to_model`` copies each array and closes its map, which raises
+    BufferError while another array of the map exists, such as a constant in cached shape
+    information. ``ir.save`` with ``external_data`` closes the maps of tensors of up to 256 bytes.
+    Both ignore tensors in attributes. This function keeps a map open while an array of it exists.
     """
     for value, tensor in external_weights(model):
         value.const_value = in_memory(tensor)
@@ -118,7 +118,7 @@ def external_weights(model: ir.Model) -> Iterator[tuple[ir.Value, ir.ExternalTen
 
 
 def in_memory(tensor: ir.ExternalTensor, array: np.ndarray | None = None) -> ir.TensorProtocol:
-    """The tensor with this array; by default one over the memory map of its file."""
+    """Make a tensor in memory of an array, by default an array over the memory map of its file."""
     return ir.Tensor(
         tensor.numpy() if array is None else array,
         dtype=tensor.dtype,

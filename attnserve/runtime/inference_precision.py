@@ -1,8 +1,8 @@
-"""The precision that a runtime computes float32 operators in, as the model itself states it.
+"""The precision in which a runtime computes float32 operators, as stated in the model.
 
 OpenVINO computes a float32 graph in bfloat16 where the CPU has it, with float32 weights in the
-file. A model that was compared with its original in that precision carries the fact in its ONNX
-metadata, so that every session of it computes the same.
+file. The ONNX metadata of a model states whether it was compared with its original in that
+precision, so that every session of the model computes in the same precision.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ KEY = "attnserve.inference_precision"
 
 
 def compute_in_bfloat16(model: ir.Model) -> None:
-    """State that float32 operators of the model are computed in bfloat16."""
+    """State in the metadata that float32 operators of the model are computed in bfloat16."""
     model.metadata_props[KEY] = "bfloat16"
 
 
@@ -25,7 +25,7 @@ def computes_in_bfloat16(model: ir.Model) -> bool:
 
 
 def precision_in(weights: str, *, in_bfloat16: bool) -> str:
-    """The data types that a model computes with: "int8+float32" in bfloat16 is "int8+bfloat16".
+    """The data types of a computation: "int8+float32" weights give "int8+bfloat16" in bfloat16.
 
     Args:
         weights: The data types of the weights, joined by +.

@@ -79,7 +79,7 @@ class ValueInfo(Protocol):
 
 
 class Session(Protocol):
-    """A model that is open to run. Several threads may run it at once."""
+    """An open model. Several threads may run it at once."""
 
     def get_inputs(self) -> Sequence[ValueInfo]:
         """The inputs, without initializers."""
@@ -88,10 +88,10 @@ class Session(Protocol):
     def get_outputs(self) -> Sequence[ValueInfo]: ...
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        """Run the model and return the named outputs (None: all).
+        """Run the model and return the named outputs (None for all).
 
-        Outputs may be views of session memory (``owned``). ``stop.STOP`` ends the run if
-        the runtime can end one.
+        Outputs may be views of session memory (``owned``). ``stop.STOP`` ends the run, if the
+        runtime supports it.
 
         Raises:
             RunFailed: The model refuses the batch, or the run fails.
@@ -108,10 +108,10 @@ class Session(Protocol):
 
 @dataclass(frozen=True)
 class LongRows:
-    """Long rows, and the runtime that computes them, because it is faster for long rows.
+    """The runtime that is faster for long rows of a model, and the length from which it is used.
 
     Attributes:
-        above: Rows with more tokens than this are long. The runtime follows from the row alone, so
+        above: Rows with more tokens are long. The runtime depends only on the length of the row, so
             that a row has the same result in every batch.
         runtime: The name of the runtime.
     """
@@ -133,16 +133,16 @@ class SessionOptions:
     Attributes:
         optimize: False disables the graph optimizations of the runtime.
         spinning: Busy-wait in idle threads, which is fastest for the only session of a process.
-            Sessions that run alternately then block each other's cores: they are up to three times
-            slower, and ratios of their times are wrong by up to 60 %.
+            Spinning sessions that run alternately block each other's cores: they are up to three
+            times slower, and ratios of their times are wrong by up to 60 %.
         cuda: CUDA settings; by default exact float32 products.
         concurrency: Number of concurrent runs with ``Device.threads`` each. ONNX Runtime takes any
             number, whose threads may wait for each other.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
-        profile: Path prefix of the file that a profile is written to.
-        compiled: File with the compiled model, for runtimes that compile for long: it is written if
-            it is missing or invalid. Only this user may write to its folder, and the name depends
+        profile: Path prefix of the file of the profile.
+        compiled: File with the compiled model, for runtimes with a long compilation: a missing or
+            invalid file is written. Only this user may write to its folder, and the name depends
             on the model, the device, the machine and the versions.
     """
 
@@ -162,15 +162,15 @@ class Runtime(Protocol):
     """A library that runs ONNX models."""
 
     name: str
-    """The name that selects it, such as "onnxruntime"."""
+    """The name that selects the runtime, such as "onnxruntime"."""
 
     computes_bfloat16: bool
-    """Whether it computes a float32 model in bfloat16 if the model states that
-    (``inference_precision``). Others compute it in float32, which is more exact."""
+    """Whether the runtime computes a float32 model in bfloat16 if the model states bfloat16
+    (``inference_precision``). Other runtimes compute in float32, which is more exact."""
 
     size_multiple: int
-    """Serving pads the number of tokens of a run to a multiple of this, for runtimes that compile
-    kernels for each number; 1 for none."""
+    """Serving pads the number of tokens of a run to a multiple of this number, because the runtime
+    compiles kernels for each number of tokens; 1 for no padding."""
 
     def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
         """Open a model on disk or in memory.
@@ -186,7 +186,7 @@ class Runtime(Protocol):
         """The version of the library.
 
         Raises:
-            MissingExtra: It is not installed.
+            MissingExtra: The library is not installed.
         """
         ...
 

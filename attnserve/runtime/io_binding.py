@@ -77,6 +77,6 @@ def run_bound(session: OnnxSession, binding: Any, options: Any, feed: Feed) -> N
 
 
 def shrink_arena(session: OnnxSession, feed: Feed) -> None:
-    """Run a small feed and free the unused memory of the GPU arena; does nothing on the CPU."""
+    """Run a small feed and free the unused memory of the GPU arena; no effect on the CPU."""
     if session.is_on_cuda:
         session.run(None, feed, run_options(shrink_arena=True))

@@ -25,7 +25,7 @@ def open_folder(folder: Path | None) -> Generator[int | None]:
 
 
 def try_lock(folder: int | None, *, without_locks: bool = True) -> bool:
-    """Lock an open folder; False if another one holds the lock.
+    """Lock an open folder; False if another process or thread holds the lock.
 
     Args:
         without_locks: Return value on systems without locks.

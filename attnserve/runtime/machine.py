@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 BFLOAT16_PRODUCT = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Features (Linux names) with which products of bfloat16 are faster than those of float32."""
+"""CPU features (Linux names) with which products in bfloat16 are faster than in float32."""
 
 PRODUCT_FLAGS = (
     "avx2",
@@ -47,11 +47,11 @@ PRODUCT_FLAGS = (
 """CPU features that determine the speed and the exactness of matrix products."""
 
 INT8_DOT_PRODUCT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "asimddp", "i8mm"})
-"""Features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
+"""CPU features (Linux names) with which the int8 kernels of ONNX Runtime add in 32 bits."""
 
 
 def available_cores(root: Path = Path("/")) -> int:
-    """Number of cores that this process may use: its affinity, or its CPU quota if that is less.
+    """Number of cores that this process may use, by its affinity and its CPU quota.
 
     Args:
         root: Where ``proc`` and ``sys`` are mounted.
@@ -66,7 +66,7 @@ def available_cores(root: Path = Path("/")) -> int:
 def control_groups(root: Path = Path("/")) -> list[Path]:
     """Folders of the version 2 control groups of this process (Linux), innermost first.
 
-    Containers and services have their limits. The folders may not exist.
+    The limits of containers and services are in these folders. The folders may not exist.
     """
     groups = root / "sys/fs/cgroup"
     own = ""
@@ -152,7 +152,7 @@ def gpu_name() -> str | None:
 
 
 def _output_of(program: str, *arguments: str) -> str | None:
-    """The output of a program on one line; None if it is missing or fails."""
+    """The output of a program on one line; None if the program is missing or fails."""
     path = shutil.which(program)
     if path is None:
         return None

@@ -24,7 +24,7 @@ GROUP_FILES = (
 """Files of a control group with its limit and its use, and the prefix of its counters."""
 
 SAMPLE_S = 1.0
-"""Lifetime of a sample: psutil takes 50 us, NVML more, and every answer needs a value."""
+"""Seconds for which a sample is used: psutil takes 50 us, NVML more, per answer."""
 
 
 def rss_bytes() -> int:
@@ -77,7 +77,7 @@ def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
     glibc keeps freed blocks of up to 32 MB for later use, and sessions free their weights in blocks
-    of that size: of a session of 326 MB it kept 237 MB, which the next session did not reuse.
+    of that size. After a session of 326 MB, it kept 237 MB, which the next session did not reuse.
     """
     with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
         ctypes.CDLL(None).malloc_trim(0)
@@ -86,8 +86,8 @@ def return_freed_memory() -> None:
 def gpu_bytes() -> int | None:
     """Memory in use on the first visible GPU by all processes; None without a readable GPU.
 
-    That is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID. The sample is at most
-    ``SAMPLE_S`` old.
+    The first visible GPU is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID. The sample
+    is at most ``SAMPLE_S`` old.
     """
     nvml = _nvml()
     if nvml is None:

@@ -1,4 +1,4 @@
-"""Compute values inside a model: the only code that cuts parts out of a graph to run them."""
+"""Compute values inside a model by running extracted parts of its graph."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Arrays = Mapping[ir.Value, np.ndarray]
 
 
 class Observer:
-    """Compute values of a model from its inputs, or from values that were computed before.
+    """A function from the inputs of a model, or from known values, to other values of the model.
 
     Only nodes that the values depend on run. Sessions of several observers may alternate.
 
     Args:
-        model: It is not changed, and may be changed afterwards.
+        model: The model. The observer does not change it, and ignores later changes.
         outputs: The values to compute.
         known: An example of each known value, for example the first state.
-        device: Where the nodes run.
+        device: The device of the runs.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ def state_of(
 def extract(
     model: ir.Model, known: Arrays, outputs: Sequence[ir.Value]
 ) -> tuple[ir.Model, dict[ir.Value, str]]:
-    """Extract the computation of values from known ones as a model, with the names of its inputs.
+    """Extract the computation of values from known values as a model, with its input names.
 
     Args:
         known: An example of each known value, for its type and number of axes.
@@ -97,7 +97,7 @@ def extract(
     inputs = [value for value in model.graph.inputs if value.name not in weights]
     sources = dict.fromkeys([*inputs, *known])
     origins, nodes = behind(model.graph, outputs, sources)
-    # Some are computed with another output.
+    # Some known values are outputs of the extracted nodes.
     origins -= {value for node in nodes for value in node.outputs}
     start = [value for value in sources if value in origins]
     graph = ir.convenience.extract(model.graph, start, outputs)
@@ -116,7 +116,7 @@ def extract(
 def _fixed_axes(value: ir.Value, array: np.ndarray) -> list[int | None]:
     """The sizes of axes that are equal for all inputs of the model, as far as known.
 
-    A runtime may need the number of sizes that Reshape reads.
+    The shape that a Reshape or Expand reads is fixed too: a runtime may need its number of axes.
     """
     if value.shape is not None and len(value.shape) == array.ndim:
         return [axis if isinstance(axis, int) else None for axis in value.shape]
@@ -129,7 +129,7 @@ def _fixed_axes(value: ir.Value, array: np.ndarray) -> list[int | None]:
 def behind(
     graph: ir.Graph, outputs: Collection[ir.Value], known: Collection[ir.Value]
 ) -> tuple[set[ir.Value], list[ir.Node]]:
-    """The known values that values depend on, and the nodes in between, last first."""
+    """The known values on which the outputs depend, and the nodes in between, last first."""
     values_read = set(outputs)
     nodes: list[ir.Node] = []
     for node in reversed(graph):

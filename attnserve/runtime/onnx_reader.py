@@ -4,8 +4,8 @@ A protobuf library keeps the bytes and the parsed message in memory, twice the s
 This reader passes everything except ``raw_data`` of large initializers to the library. Large
 weights become external data that refers to a range of the model file.
 
-Only the outermost fields are parsed here (protobuf.dev/programming-guides/encoding): a key with a
-field number and a wire type, followed by a varint, 4 or 8 bytes, or a length and that many bytes.
+This reader parses only the outermost fields (protobuf.dev/programming-guides/encoding): a key with
+a field number and a wire type, followed by a varint, 4 or 8 bytes, or a length and that many bytes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Field(NamedTuple):
 
     Attributes:
         number: The field number.
-        start: The position of its key.
-        content: The position of its content.
-        end: The position after it.
+        start: The position of the key.
+        content: The position of the content.
+        end: The position after the content.
     """
 
     number: int
@@ -117,7 +117,7 @@ def _varint(data: mmap.mmap | bytes, at: int, end: int) -> tuple[int, int]:
     """Decode a little-endian base-128 number; return it and the position after it.
 
     Raises:
-        ValueError: It does not end before ``end``.
+        ValueError: The number does not end before ``end``.
     """
     value = 0
     for shift in range(0, 70, 7):

@@ -1,6 +1,6 @@
-"""ONNX Runtime backend; the only module that opens its sessions.
+"""The runtime ONNX Runtime. Only this module opens its sessions.
 
-It is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imported on first use.
+ONNX Runtime is an optional dependency (extra ``[cpu]`` or ``[gpu]``) and is imported on first use.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def require_runtime() -> Any:
 class OnnxRuntime:
     """ONNX Runtime on the CPU, or on CUDA with operators without a CUDA kernel on the CPU.
 
-    Without a usable CUDA device, "cuda" is an error; there is no fallback to the CPU.
+    Without a usable CUDA device, "cuda" is an error, without a fallback to the CPU.
     """
 
     name = "onnxruntime"
@@ -96,13 +96,13 @@ class OnnxRuntime:
         return require_runtime().__version__
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of it.
+        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of the arena.
 
-        It is read from the profile of a separate session, because profiling takes time.
+        The peak is read from the profile of a separate session, because profiling takes time.
         """
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
             profiled = self.open(source, device, SessionOptions(profile=Path(folder) / "runs"))
-            for _ in range(2):  # the first allocates
+            for _ in range(2):  # the first run allocates
                 profiled.run(None, feed)
             try:
                 return read_profile(profiled.end_profiling()).peak_bytes
@@ -262,7 +262,7 @@ def _open_in_memory(
         source = source.clone()
         map_external_data(source)
     weights = _shared_weights(source) if device.provider == "cpu" else {}
-    if weight_bytes(source) >= 2**24:  # of a large model
+    if weight_bytes(source) >= 2**24:  # a large model
         return_freed_memory()
         release_mapped_pages(source)
     if _serialized_bytes(source, weights) < PROTOBUF_LIMIT_BYTES:
@@ -283,7 +283,7 @@ def _open_in_memory(
 
 
 def _quota() -> int:
-    """Number of usable cores if the process is limited, else 0. ONNX Runtime ignores CPU quotas."""
+    """Number of usable cores if the process has a limit, which ONNX Runtime ignores; else 0."""
     cores = available_cores()
     return cores if cores < (os.cpu_count() or 1) else 0
 
@@ -328,13 +328,13 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 
     Raises:
         InvalidModel: ONNX Runtime refuses the graph.
-        InvalidArgument: There is no CUDA device.
+        InvalidArgument: No CUDA device is usable.
     """
     try:
         with _without_plugin_warning(ort) if len(providers) > 1 else nullcontext():
             session = ort.InferenceSession(source, options, providers=providers)
     except Exception as error:  # onnxruntime has an exception class for each status
-        lacks_kernel = type(error).__name__ == "NotImplemented"  # for a valid graph
+        lacks_kernel = type(error).__name__ == "NotImplemented"  # the graph is valid
         if len(providers) == 1 and lacks_kernel and _holds_bfloat16(source):
             raise InvalidModel(
                 f"{name}: the model computes in bfloat16, which ONNX Runtime does not support on "
@@ -361,7 +361,7 @@ def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Se
 def _without_plugin_warning(ort: Any) -> Generator[None]:
     """Suppress the warning of each session on CUDA that the provider is not a plugin.
 
-    The process logs it, and its log level cannot be read, so the default level is set afterwards.
+    The level of the process log cannot be read, so it is set to the default level afterwards.
     """
     ort.set_default_logger_severity(FATAL)
     try:
@@ -399,7 +399,7 @@ def _holds_bfloat16(source: str | bytes) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """The status, the node and the reason of an error of ONNX Runtime: at most three of its lines.
+    """The status, the node and the reason of an ONNX Runtime error: at most three of its lines.
 
     The status number and source locations of ONNX Runtime are omitted.
     """

@@ -56,7 +56,7 @@ def write_model(model: ir.Model, path: Path) -> None:
 
 
 def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
-    """The message of an initializer, with its content if that was removed."""
+    """The message of an initializer, with its content if that is not in ``proto``."""
     if content is None:
         return [proto.SerializeToString()]
     proto.ClearField("data_location")
@@ -65,7 +65,7 @@ def _tensor(proto: onnx.TensorProto, content: Content | None) -> list[Part]:
 
 
 def _with_fields(message: bytes, number: int, contents: list[list[Part]]) -> list[Part]:
-    """Insert fields with a length, bytes or messages, in front of those with larger numbers."""
+    """Insert fields with a length, bytes or messages, in front of fields with larger numbers."""
     starts = (field.start for field in fields(message) if field.number > number)
     at = next(starts, len(message))
     parts: list[Part] = [message[:at]]

@@ -1,16 +1,16 @@
-"""OpenVINO on the CPU; the only module that opens its models.
+"""The runtime OpenVINO on the CPU. Only this module opens its models.
 
-It is an optional dependency (extra ``[openvino]``) and is imported on first use. OpenVINO reads
-ONNX, including the operators of com.microsoft that attnserve writes. It differs from ONNX Runtime
-in four ways, of which three are undone here:
+OpenVINO is an optional dependency (extra ``[openvino]``) and is imported on first use. It reads
+ONNX, including the operators of com.microsoft that attnserve writes. OpenVINO differs from ONNX
+Runtime in four ways; this module corrects the first three:
 
-* It computes in bfloat16 by default where the CPU has it. Here a model is computed in its own
-  types, unless it states bfloat16 (``inference_precision``).
-* It reads outside of a table without an error. Here indices are compared with the table.
-* An input that is not given keeps its last value, and arrays of another type are converted. Here
+* OpenVINO computes in bfloat16 by default where the CPU supports it. This module computes a model
+  in its own types, unless the model states bfloat16 (``inference_precision``).
+* OpenVINO reads outside of a table without an error. This module compares indices with the table.
+* An omitted input keeps its last value, and arrays of another type are converted. In this module
   both are errors.
-* A compiled model returns outputs of a canceled run to the runs after it, also by a new request.
-  Here ``stop.STOP`` ends no run.
+* A compiled model returns outputs of a canceled run to later runs, also for a new request.
+  ``stop.STOP`` therefore does not end a run.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 __all__ = ["OLDEST", "OpenVino", "OpenVinoSession", "require_openvino", "write_openvino"]
 
 OLDEST = (2026, 2)
-"""The oldest release that is accepted: the tests compare results of later ones only."""
+"""The oldest accepted release: the tests compare results of this and later releases only."""
 
 RUN = "attnserve_run"
-"""Input with the number of a run, which is returned behind the outputs. If the sizes of the inputs
-do not fit together, OpenVINO may return the outputs of the run before, without an exception."""
+"""Input with the number of a run, which is returned after the outputs. If the sizes of the inputs
+do not fit together, OpenVINO may return the outputs of the previous run without an exception."""
 
 CHECKSUM_BYTES = 32
-"""Size of the checksum that a file with a compiled model begins with."""
+"""Size of the checksum at the start of a file with a compiled model."""
 
 INSTALL = "pip install 'attnserve[openvino]'"
 
@@ -111,17 +111,17 @@ class OpenVino:
         return require_openvino().get_version().partition("-")[0]
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """None: models run in the memory of the process."""
+        """Return None: models run in the memory of the process."""
         return None
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table whose rows are read at indices that the inputs determine.
+    """A table from which a node reads rows at indices that the inputs determine.
 
     Attributes:
-        name: The node that reads it.
-        rows: The number of its rows.
+        name: The name of the node.
+        rows: The number of rows of the table.
     """
 
     name: str
@@ -164,13 +164,13 @@ class _Request:
     def infer(self, feed: Feed) -> None:
         """Run the request.
 
-        A compiled model cannot be used again after sizes that do not fit together: it may repeat
-        the error, return the outputs of the run before, or end the process.
+        A compiled model cannot be used again after inputs of sizes that do not fit together: it may
+        repeat the error, return the outputs of the previous run, or end the process.
         """
         if self._model is not self._compiled.current:
             self._start()
         self._runs += 1
-        # A view: some arrays have another type object of the same numbers ("q" and "l" of int64).
+        # A view, because numpy has several types of the same numbers ("q" and "l" for int64).
         given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
         given[RUN] = np.array(self._runs)
         try:
@@ -187,7 +187,7 @@ class _Request:
 
     def _start(self) -> None:
         self._model = self._compiled.current
-        # An input that nothing reads is none of the compiled model.
+        # The compiled model lacks inputs that no node reads.
         self._read = {name for port in self._model.inputs for name in port.get_names()}
         self._request = self._model.create_infer_request()
 
@@ -196,9 +196,9 @@ class OpenVinoSession:
     """A model that OpenVINO has compiled; runs beyond ``concurrency`` wait.
 
     Args:
-        compile: Returns a new ``openvino.CompiledModel``. Behind the inputs of the graph, it has
-            ``RUN``; behind the outputs, the number of the run, then the least and the greatest
-            index of each of ``tables``.
+        compile: Returns a new ``openvino.CompiledModel``. The inputs of the graph are followed by
+            ``RUN``, the outputs by the number of the run, then the least and the greatest index of
+            each of ``tables``.
         graph: The graph, without its weights.
     """
 
@@ -256,7 +256,7 @@ class OpenVinoSession:
             self._free.put(request)
 
     def _check(self, feed: Feed) -> None:
-        """Check the names, types and sizes of the inputs, as the graph states them."""
+        """Check the names, types and sizes of the inputs against the graph."""
         sizes: dict[str, int] = {}
         for info in self._inputs:
             array, dtype = feed.get(info.name), self._types[info.name]
@@ -305,7 +305,7 @@ def _value_info(value: ir.Value) -> _Info:
 
 
 _ELEMENTS = {ir.DataType.FLOAT: "float", ir.DataType.DOUBLE: "double"}
-"""Names of element types in type strings that numpy names in another way."""
+"""Names of element types in type strings that differ from numpy's names."""
 
 
 def _numpy_type(info: _Info) -> np.dtype[Any]:
@@ -352,7 +352,7 @@ def _open(
 
 
 def _compiled(core: Any, model: Any, settings: dict[str, Any], file: Path | None) -> Any:
-    """The compiled model, read from ``SessionOptions.compiled`` or written to it."""
+    """Read the compiled model from ``SessionOptions.compiled``, or compile and write it."""
     if file is None:
         return core.compile_model(model, "CPU", settings)
     content = read_private(file) or b""
@@ -362,7 +362,7 @@ def _compiled(core: Any, model: Any, settings: dict[str, Any], file: Path | None
             return core.import_model(blob, "CPU", settings)
     compiled = core.compile_model(model, "CPU", settings)
     blob = compiled.export_model().getvalue()
-    with suppress(OSError):  # the disk is full: it is compiled again
+    with suppress(OSError):  # the disk is full: the next process compiles again
         write_atomically(file, sha256(blob).digest() + blob)
     return compiled
 
@@ -377,7 +377,7 @@ def write_openvino(
 
     Args:
         output: The output to keep.
-        name: Its name in the file.
+        name: The name of the output in the file.
         is_repeated: Whether the output, one vector per text [B, D], is repeated at each token of
             ``input_ids`` [B, S] to [B, S, D].
 
@@ -414,7 +414,7 @@ def write_openvino(
 
 
 def _serialized(model: ir.Model, folder: Path) -> bytes | Path:
-    """The model as bytes, or as a file of ``folder`` if it is too large for them."""
+    """The serialized model, or a file of ``folder`` if the model is too large for bytes."""
     if external_files(model):
         model = model.clone()
         map_external_data(model)
@@ -458,7 +458,7 @@ def _observe_indices(model: Any) -> list[Table]:
 
 
 def _run_number(model: Any) -> Any:
-    """Add the input ``RUN``, and return its value computed behind all outputs of the model."""
+    """Add the input ``RUN``; return its value, computed after all outputs of the model."""
     from openvino import opset13 as operators
 
     number = operators.parameter([], np.int64, name=RUN)
@@ -475,7 +475,7 @@ def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
 
 
 def _describe(error: BaseException) -> str:
-    """The last lines of an error of OpenVINO that say something, without places in its source."""
+    """The last meaningful lines of an error of OpenVINO, without positions in its source code."""
     lines = [line.strip().removeprefix("Caught exception: ") for line in str(error).splitlines()]
     said = [
         line[:300] for line in lines if line and not line.startswith(("Exception from", "Check '"))

@@ -21,7 +21,7 @@ from graph_passes.errors import InvalidData
 __all__ = ["AttentionKernel", "Profile", "attention_kernels", "read_profile", "read_runs"]
 
 FIX = "run the model at least once, then call end_profiling()"
-"""How to fix an error of this module."""
+"""The fix in errors of this module."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
     """The profile of the events that start in a window.
 
     Raises:
-        InvalidData: There are no operators in it.
+        InvalidData: The window contains no operators.
     """
     run_events = [event for event in events if begin <= event["ts"] <= end]
     nodes = [event for event in run_events if event.get("cat") == "Node"]
@@ -136,14 +136,14 @@ def _profile(path: Path, events: list[dict[str, Any]], begin: float, end: float)
 
 
 def _peak(nodes: list[dict[str, Any]]) -> int | None:
-    """The peak memory in bytes from the arguments of node events, if they have it."""
+    """The peak memory in bytes from the arguments of node events; None if none has it."""
     on_cuda = [node for node in nodes if node.get("provider") == "CUDAExecutionProvider"]
     peaks = [int(node["mem_in_use_peak"]) for node in on_cuda or nodes if "mem_in_use_peak" in node]
     return max(peaks, default=None)
 
 
 COLOR = re.compile(r"\x1b\[[0-9;]*m")
-"""A color of terminals."""
+"""A terminal color code."""
 
 LINE = re.compile(
     r"Operator=(?P<operator>\S+)(?: Node=(?P<node>.*?))? DataType=(?P<dtype>\w+)"

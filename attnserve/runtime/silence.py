@@ -1,4 +1,4 @@
-"""Suppress the warnings of tools, which report failures as exceptions."""
+"""Suppress the warnings of tools that report failures as exceptions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["silenced"]
 def silenced(level: int = logging.WARNING) -> Generator[None]:
     """Suppress Python warnings, and log messages of the whole process up to ``level``.
 
-    Tools that log to the root logger would add a handler to it, so it has one here.
+    The root logger gets a handler meanwhile, because tools that log to it would otherwise add one.
     """
     root = logging.getLogger()
     handler = logging.NullHandler()

@@ -16,13 +16,13 @@ class Stop:
         self._end: Callable[[], None] | None = None
 
     def connect(self, end: Callable[[], None]) -> None:
-        """Register ``end``, which ends the run; it is called at once if ``set`` was called."""
+        """Register ``end``, which ends the run. After ``set``, ``end`` is called at once."""
         self._end = end
         if self._is_set:
             end()
 
     def set(self) -> None:
-        """End the run, at its next node."""
+        """End the run at its next node."""
         self._is_set = True
         if self._end is not None:
             self._end()

@@ -1,4 +1,4 @@
-"""Temporary folders; those of killed processes are deleted when the next process starts."""
+"""Temporary folders; a new process deletes the folders of killed processes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["keep_folder", "temporary_folder"]
 PREFIX = "attnserve-run-"
 
 NEW_S = 60.0
-"""A folder without a lock that is younger than this may belong to a process that is starting."""
+"""Seconds for which a folder without a lock may belong to a starting process."""
 
 
 def temporary_folder() -> Path:
-    """A new folder for this process, which the caller deletes.
+    """Create a folder for this process; the caller deletes the folder.
 
-    The folders of processes that were killed before they could do so are deleted here.
+    The function also deletes the folders of killed processes.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
@@ -34,14 +34,14 @@ def temporary_folder() -> Path:
 def keep_folder(folder: Path) -> None:
     """Keep other processes from deleting ``folder``, until this process ends.
 
-    systemd-tmpfiles too: it leaves files of any age in a locked folder.
+    systemd-tmpfiles also leaves files of any age in a locked folder.
     """
     with suppress(OSError):
         _lock(folder, exclusive=False)
 
 
 def _lock(folder: Path, *, exclusive: bool) -> bool:
-    """Lock a folder; False if this user or this system cannot, or another process holds it.
+    """Lock a folder; False for another user's folder, without locks, or if the lock is held.
 
     A process id in the name would not suffice, because containers with a shared folder have
     separate ids. The kernel releases a lock when the process ends. Owners hold a shared lock; an

@@ -1,8 +1,8 @@
 """Change graphs that crash ONNX Runtime 1.31 on CPUs; a crash ends the process.
 
-- ``com.microsoft.Attention`` without a bias: it gets a bias of zeros.
-- A transposed float16 operand of MatMul, such as Transpose <perm = [1, 0, 2]>, which
-  ``torch.nn.MultiheadAttention`` exports: a Reshape to the same shape keeps them apart.
+- ``com.microsoft.Attention`` without a bias gets a bias of zeros.
+- A MatMul with a transposed float16 operand, such as Transpose <perm = [1, 0, 2]> of
+  ``torch.nn.MultiheadAttention``, gets a Reshape to the same shape between both.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["crashes", "part_transposes", "safe_copy", "safe_graph"]
 
 
 def safe_graph(path: Path) -> ir.Model | None:
-    """The changed graph of a file; None if it can be loaded as it is, or cannot be read."""
+    """The changed graph of a file; None if the file needs no change, or cannot be read."""
     try:
         proto = read_in_place(path)
         fused = any(imported.domain == MICROSOFT for imported in proto.opset_import)
@@ -45,7 +45,7 @@ def crashes(model: ir.Model) -> bool:
 
 
 def safe_copy(model: ir.Model) -> ir.Model:
-    """A changed copy.
+    """Return a changed copy of a model.
 
     Raises:
         InvalidModel: An Attention operator has neither a bias nor a constant weight.
@@ -56,7 +56,7 @@ def safe_copy(model: ir.Model) -> ir.Model:
 
 
 def _change(model: ir.Model) -> None:
-    """Change a graph in place, so that it can be loaded."""
+    """Change a graph in place, so that ONNX Runtime can load it."""
     _give_biases(model)
     part_transposes(model)
 
@@ -75,7 +75,7 @@ def _give_biases(model: ir.Model) -> None:
     """Give a bias of zeros to each Attention without one.
 
     Raises:
-        InvalidModel: Its weight is not constant.
+        InvalidModel: The weight of an Attention is not constant.
     """
     for index, node in enumerate(_without_bias(model)):
         weight = node.inputs[1].const_value if len(node.inputs) > 1 and node.inputs[1] else None

@@ -93,10 +93,10 @@ def open_runner(
         copied: Files of external data to copy; see ``SessionOptions``.
         compiled: File for the compiled model; see ``SessionOptions``.
         longest: Maximum sequence length of the model, if known.
-        long_rows: Rows that another runtime runs, on the CPU.
+        long_rows: The runtime of long rows, on the CPU; None for one runtime.
 
     Raises:
-        InvalidModel, InvalidArgument, MissingExtra: In the cases of ``open_session``.
+        InvalidModel, InvalidArgument, MissingExtra: See ``open_session``.
     """
     cuda, device = options.cuda, options.device
     open_one = partial(open_session, source, copied=tuple(copied), compiled=compiled)
@@ -147,7 +147,7 @@ def _open_on_cores(open_one: Callable[..., Session], options: RunnerOptions) -> 
 
 
 def parts_by_least_length(session: Session) -> dict[int, Session]:
-    """The sessions that run rows of a session, by the length from which they do."""
+    """The sessions of which a session consists, by the least length of their rows."""
     if isinstance(session, LengthRunner):
         return {0: session.short, session.above + 1: session.long}
     return {0: session}
@@ -169,7 +169,7 @@ class IoBindingRunner(SessionWrapper[OnnxSession]):
         super().__init__(session)
         self._device: BufferDevice = device
         self._policy = ArenaShrinkPolicy()
-        # Last in, first out: buffers that are not used recently may be of an earlier peak.
+        # Last in, first out: the oldest buffers may belong to an earlier peak.
         self._free: list[InputBuffers] = []
         self._warned = False
 
@@ -205,7 +205,7 @@ class RunnerPool(SessionWrapper[OnnxSession]):
     def __init__(self, runners: Sequence[GraphRunner]) -> None:
         super().__init__(runners[0].session)
         self.runners = tuple(runners)
-        # Last in, first out: the runner that ran last has captured the most graphs.
+        # Last in, first out: the most recent runner has captured the most graphs.
         self._free: LifoQueue[GraphRunner] = LifoQueue()
         for runner in reversed(self.runners):
             self._free.put(runner)

@@ -1,4 +1,4 @@
-"""Select the shapes (buckets) that are captured as CUDA graphs.
+"""Select the shapes (buckets) to capture as CUDA graphs.
 
 A captured graph has a fixed shape and keeps its memory until its session is closed. Therefore
 shapes are rounded up to a few buckets, a bucket is captured at its second request, and the number
@@ -18,7 +18,7 @@ LARGEST = 4096
 """Maximum padded tokens of a bucket: in longer runs, launch overhead is negligible."""
 
 WASTE = 2
-"""Maximum ratio of the padded size to the actual size for a larger captured bucket."""
+"""Maximum ratio of padded to actual size at which a larger captured bucket is used."""
 
 MIN_REQUESTS = 2
 """Number of requests for a bucket after which it is captured."""
@@ -50,7 +50,7 @@ class Buckets:
     def choose(
         self, batch: int, length: int, *, more_rows: bool = True, longer: bool = True
     ) -> Bucket | None:
-        """The bucket that a run is padded to; None to run it without a graph.
+        """Choose the bucket to which a run is padded; None to run without a graph.
 
         Args:
             batch, length: The shape of the run, each at least 1.
@@ -80,7 +80,7 @@ class Buckets:
     def refuse(self, bucket: Bucket) -> None:
         """Exclude the bucket that was chosen last, because the model cannot run it.
 
-        Its graph number is used again.
+        The graph number of the bucket is used again.
         """
         number = self.captured.pop(bucket)
         assert number == len(self.captured) + 1, f"{bucket} is not the last one"

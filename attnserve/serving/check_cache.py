@@ -34,10 +34,10 @@ MOST_ENTRIES = 16
 """Maximum number of entries, by last use; each may contain a copy of the weights."""
 
 RETRY_S = 3600.0
-"""Validity of results that may depend on the load of the machine."""
+"""Seconds for which a result that may depend on the load of the machine is valid."""
 
 ABANDONED_S = 86_400
-"""Age from which a file without an entry counts as abandoned."""
+"""Age in seconds from which a file without an entry counts as abandoned."""
 
 LOCK_POLL_S = 0.2
 
@@ -46,13 +46,13 @@ class CheckCache:
     """Entries of checks with the same settings, and their files.
 
     Args:
-        folder: The folder, created if missing; None for one in the user's cache folder.
+        folder: The folder, created if missing; None for a folder in the user's cache folder.
         settings: Other dependencies of the results, for example the provider.
     """
 
     def __init__(self, folder: Path | None = None, **settings: Any) -> None:
         self.folder = private_folder(folder or cache_folder() / "checks")
-        """None if there is no folder that only this user can write."""
+        """The folder; None if there is no folder that only this user can write."""
         machine = [package_versions(PACKAGES), sorted(cpu_flags()), available_cores()]
         self._setting = orjson.dumps([*machine, settings], option=orjson.OPT_SORT_KEYS)
 
@@ -80,10 +80,10 @@ class CheckCache:
 
     @contextmanager
     def new_file(self, content: str) -> Generator[Path | None]:
-        """A path to write the fused model of a content to; None without a folder.
+        """Yield a path for writing the fused model of a content; None without a folder.
 
-        The data file beside it is named after it. ``keep`` stores what was written, and the end of
-        the context deletes the rest.
+        The name of the data file beside it follows from the path. ``keep`` stores the written
+        files; the end of the context deletes files that were not kept.
         """
         file = self.file(content)
         folder = None
@@ -97,20 +97,20 @@ class CheckCache:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, new: Path) -> Path:
-        """Move a model that was written to ``new_file`` to its place, which is returned.
+        """Move a model from the path of ``new_file`` to its final path; return the final path.
 
         Raises:
-            OSError: It is not possible.
+            OSError: The files cannot be moved.
         """
         assert self.folder is not None
-        compiled_file(self.folder / new.name).unlink(missing_ok=True)  # of another graph
+        compiled_file(self.folder / new.name).unlink(missing_ok=True)  # compiled from another graph
         for path in (data_file(new), new):
             if path.exists():
                 path.replace(self.folder / path.name)
         return self.folder / new.name
 
     def read(self, content: str) -> Mapping[str, Any] | None:
-        """Read the stored result of a content, if it is valid and its fused model unchanged."""
+        """Read the stored result of a content, if it is valid and the fused model is unchanged."""
         file = self.file(content)
         text = None if file is None else read_private(file.with_suffix(".json"))
         if file is None or text is None:
@@ -130,8 +130,8 @@ class CheckCache:
         """Store a result, and the checksum of the fused model if there is one.
 
         Args:
-            is_final: Whether a new check would have the same result; else it is valid for
-                ``RETRY_S``.
+            is_final: Whether a new check would have the same result; otherwise the result is valid
+                for ``RETRY_S``.
         """
         file = self.file(content)
         if file is None:
@@ -161,7 +161,7 @@ class CheckCache:
 
 
 def compiled_file(model: Path) -> Path:
-    """The file beside a fused model for the model that a runtime compiles from it."""
+    """The path of the compiled model beside a fused model."""
     return model.with_suffix(".compiled")
 
 

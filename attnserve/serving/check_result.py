@@ -1,4 +1,4 @@
-"""The result of a load check, and the checksum of all files of a model that it belongs to."""
+"""The result of a load check, and the checksum of all files of the checked model."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class CheckResult:
     """A model that passed the check.
 
     Attributes:
-        content: A checksum of its files except the external data (``content_of``).
-        identity: A checksum of all its files.
-        external: Its external data files with their checksums.
+        content: A checksum of the model's files except the external data (``content_of``).
+        identity: A checksum of all files of the model.
+        external: The external data files of the model with their checksums.
         rewritten: The model with fused operators; None if the original is run.
-        operators: The operators that are run.
+        operators: The operators of the model that is run.
         facts: Facts of the original.
         fused_facts: Facts of the fused model; None if the original is run.
-        fusion: Future result of the fusion in the background; None if none runs.
+        fusion: Future result of the fusion in the background; None if no fusion runs.
     """
 
     content: str
@@ -52,7 +52,7 @@ class CheckResult:
     def of(
         cls, artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
     ) -> CheckResult:
-        """The result for a model that is run as it was exported.
+        """The result for a model that is run without operator fusion.
 
         Raises:
             InvalidModel: External data cannot be read, or is outside of the folder.
@@ -85,7 +85,7 @@ class CheckResult:
         return False
 
     def unfused(self, why: str) -> CheckResult:
-        """The result for the model as it was exported, and why it is run."""
+        """The result for the model without operator fusion, for the reason ``why``."""
         return replace(self, rewritten=None, operators=OperatorReport(why=why), fused_facts=None)
 
 
@@ -93,7 +93,7 @@ def identify(artifact: Artifact) -> CheckResult:
     """Create the result of a trusted model without check and fusion.
 
     Raises:
-        InvalidModel: It cannot be read.
+        InvalidModel: The model cannot be read.
     """
     content = content_of(artifact)
     facts = GraphFacts.read(artifact)
@@ -102,7 +102,7 @@ def identify(artifact: Artifact) -> CheckResult:
 
 
 def content_of(artifact: Artifact) -> str:
-    """A checksum without external data: listing its files needs the graph, which may crash."""
+    """A checksum of a model without external data, whose list needs the graph, which may crash."""
     digest = hashlib.sha256(sha256(artifact.model).encode())
     for name in CONFIGURATION_FILES:
         path = artifact.companion(name)

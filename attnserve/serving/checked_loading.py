@@ -22,7 +22,7 @@ class CheckedModel:
 
     Attributes:
         identity: A checksum of all files of the model.
-        fusion: See ``CheckResult``; load the model again when it completes with fused operators.
+        fusion: See ``CheckResult``; load the model again when the fusion has fused operators.
     """
 
     identity: str
@@ -41,13 +41,13 @@ def load_checked(
     Args:
         check: ``LoadChecker.check``, or ``identify`` for a trusted model.
         open_model: ``Model`` with all options except ``graph``, ``operators`` and ``facts``.
-        is_served: Whether a checked model is loaded already.
+        is_served: Returns whether a checked model is loaded already.
 
     Returns:
         The model; None if it is loaded already.
 
     Raises:
-        InvalidModel: It cannot be loaded, or changed during loading.
+        InvalidModel: The model cannot be loaded, or changed during loading.
     """
     file_states = _file_states(artifact)
     check_checksums(artifact)
@@ -62,7 +62,7 @@ def load_checked(
 
 
 def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Model]) -> Model:
-    """Load and warm up the model with fused operators, or the original if that fails.
+    """Load and warm up the fused model; if that fails, the original.
 
     Raises:
         AttnserveError: The original cannot be loaded.

@@ -30,15 +30,15 @@ from graph_passes.errors import AttnserveError, InvalidModel
 __all__ = ["ComparisonProcess", "RowSampler", "ServedModel", "ServedRow"]
 
 FIRST_ROWS, FIRST_RATE = 64, 0.04
-"""Number of first rows with a minimum sampling rate, and that rate: 1,600 requests then suffice to
-detect a violated quality guarantee, at the one-time cost of 64 rows."""
+"""Number of first rows with a minimum sampling rate, and that rate. With them, 1,600 requests
+suffice to detect a violated quality guarantee, at the one-time cost of 64 rows."""
 
 NICE = 10
-"""Nice value of the child: a tenth of the processor time of a competing server."""
+"""Nice value of the child, which gets a tenth of the processor time of a competing server."""
 
 RUN_TIMEOUT_S = 60.0
 RESTART_S = 60.0
-"""Delay before a failed child is restarted."""
+"""Seconds before a failed child is restarted."""
 
 
 class RowSampler:
@@ -78,7 +78,7 @@ class ServedModel(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Rows in its queue."""
+        """Number of rows in the queue of the model."""
         ...
 
 
@@ -88,10 +88,10 @@ class ServedRow:
 
     Attributes:
         key: Name and version of the model that answered.
-        content: The checksum of its files, because another model may have this name by now.
-        task: None for a row of tensors.
+        content: The checksum of the model's files, because another model may get the name later.
+        task: The task of the text; None for a row of tensors.
         payload: A text, or the inputs.
-        outputs: The served outputs; for a text, its vector or scores.
+        outputs: The served outputs; for a text, the vector or the scores.
     """
 
     key: tuple[str, str]
@@ -109,7 +109,7 @@ class ComparisonProcess:
     Args:
         original: An .onnx file or an artifact folder.
         device: Device of the original.
-        served: Returns the models that are served now.
+        served: Returns the currently served models.
         on_refusal: Called with the reason if a served model cannot be compared.
         timeout_s: Time limit of loading the original and running it once.
     """
@@ -170,7 +170,7 @@ class ComparisonProcess:
         """Run the original on a row; see ``LiveComparison.compare``.
 
         Returns:
-            None also if the model is no longer served or does not fit, or if there is no child.
+            None also without a child, or if the model is no longer served or cannot be compared.
 
         Raises:
             AttnserveError: The comparison or the start of the child failed.
@@ -219,7 +219,7 @@ class ComparisonProcess:
             self._child = None
 
     def _watch(self, child: Worker, served: ServedModel) -> AttnserveError | None:
-        """Register a model in the child; the error contains the reason if it cannot be compared."""
+        """Register a model in the child; return the error if the model cannot be compared."""
         model = served.model
         error = None
         try:
@@ -238,7 +238,7 @@ class ComparisonProcess:
 
 
 def _default_measure(model: Model) -> Measure:
-    """The measure of a model whose record has none."""
+    """The measure for a model whose record states no measure."""
     if model.can("classify"):
         return "r2" if model.can("rerank") else "kl"
     return "similarity" if model.encoder else "r2"

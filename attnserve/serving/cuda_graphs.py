@@ -20,10 +20,10 @@ __all__ = ["GraphRunner"]
 class GraphRunner(SessionWrapper[OnnxSession]):
     """Run a session and capture frequent shapes as CUDA graphs.
 
-    A run is padded to its bucket, copied into the input buffers of the graph and replayed; padding
-    is removed from the outputs. Padding rows are copies of the first row. Padding tokens are zeros,
-    also in the attention mask. Capturing starts after ``allow_padding``. If padding is not allowed,
-    or an output has unknown dynamic axes, buckets have the exact shape of their runs.
+    Inputs are padded to the bucket and copied into the input buffers of the graph; the graph is
+    replayed, and padding is removed from the outputs. Padding rows are copies of the first row.
+    Padding tokens are zeros, also in the attention mask. Capturing starts after ``allow_padding``.
+    Without padding, or with unknown dynamic axes of an output, buckets have the shape of the run.
 
     Args:
         session: A session with ``Cuda.graphs``.
@@ -70,7 +70,7 @@ class GraphRunner(SessionWrapper[OnnxSession]):
         if bucket not in self._buffers:
             try:
                 buffers = _Buffers(self.session, layout, bucket, feed, self._device)
-            except Exception:  # no memory, or too long: the run may still succeed without padding
+            except Exception:  # no memory, or too long: a run without padding may still succeed
                 self.buckets.refuse(bucket)
                 return None
             buffers.options = run_options(graph=self.buckets.captured[bucket])

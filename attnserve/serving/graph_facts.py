@@ -1,4 +1,4 @@
-"""Properties of a graph that serving needs, as JSON for another process.
+"""The properties of a graph that serving needs, as JSON for another process.
 
 Reading a graph takes seconds, and the file may be untrusted, so the service computes them in a
 child process.
@@ -32,7 +32,7 @@ from graph_passes.errors import AttnserveError
 __all__ = ["WARM_UP_ROWS", "GraphFacts"]
 
 WARM_UP_ROWS, WARM_UP_LENGTHS = 3, (8, 2, 1)
-"""Shapes of the first run; lengths are tried until the model accepts one."""
+"""Rows and lengths of the first run; lengths are tried until the model accepts one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class GraphFacts:
         """Read the graph of a model.
 
         Raises:
-            InvalidModel: It cannot be read.
+            InvalidModel: The model cannot be read.
         """
         graph = load_model(artifact, in_place=True)
         cost = model_cost(graph)
@@ -85,7 +85,7 @@ class GraphFacts:
         )
 
     def cost_json(self) -> dict[str, Any]:
-        """The properties that differ in an equivalent graph, as JSON values."""
+        """The properties in which an equivalent graph differs, as JSON values."""
         macs = self.cost.macs
         return {
             "macs": None if macs is None else _polynomial_to_json(macs),

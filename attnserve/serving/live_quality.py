@@ -65,8 +65,8 @@ class Guarantee:
         measure: The measure, "auto" if the record has none.
         value: The guaranteed quality; None without a guarantee.
         output: The name of the measured output; empty if the record has none.
-        window: The number of last rows that are measured. The overlap of an index falls with the
-            number of its documents, so that it is that of the verification, at most ``WINDOW``.
+        window: The number of last rows that are measured. For the overlap of an index, which falls
+            with the number of documents, it is the number of the verification, at most ``WINDOW``.
     """
 
     measure: Measure = "auto"
@@ -76,12 +76,12 @@ class Guarantee:
 
 
 def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
-    """Read the quality that an artifact guarantees relative to the model that it was made from.
+    """Read the quality that an artifact guarantees relative to its original.
 
-    A rewrite guarantees the goal of its search, else the lower end of its confidence interval (the
-    value without one). Several rewrites guarantee 1 minus the sum of their losses. Rewrites that
-    were measured on random inputs, or by different measures, guarantee nothing; neither does the
-    measure "index" of queries and documents, because the rows of a service have no such split.
+    A rewrite guarantees the goal of its search, else the lower end of its confidence interval, else
+    its value. Several rewrites guarantee 1 minus the sum of their losses. Rewrites that were
+    measured on random inputs, or by different measures, have no guarantee. The measure "index" of
+    queries and documents has none either, because the rows of a service have no such split.
 
     Raises:
         InvalidModel: The artifact was made from another model.
@@ -129,7 +129,7 @@ class LiveReport:
         value: The quality; None before the first four rows.
         ci95: The two-sided interval; None for less than ``measures.MIN_ROWS`` rows.
         promise: The guaranteed quality; None without a guarantee.
-        broken: Whether a violation of the guarantee was detected, and it was not met since.
+        broken: Whether a violation of the guarantee was detected, and it was not met again since.
         rows: The number of measured rows, at most ``WINDOW``.
         also: Other measures of the same rows, by name.
     """
@@ -212,13 +212,13 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
     "tokens": [],
     "sparse": [],
 }
-"""Measures by the kind of output that is served for a text."""
+"""Measures by the task of a text."""
 
 
 class LiveComparison:
     """Compares served artifacts with their original.
 
-    Results are JSON values: it can be the object of an ``isolation.Worker``.
+    Results are JSON values, so that an ``isolation.Worker`` can call the methods.
     """
 
     def __init__(self, artifact: Artifact, device: Device) -> None:
@@ -252,7 +252,7 @@ class LiveComparison:
         quality = LiveQuality(
             measure, pooling, guarantee.value, artifact.dimensions, guarantee.window
         )
-        # All requests are measured on one output: the output for texts, if there is one.
+        # All requests are measured on one output, if possible on the output for texts.
         model = self._model
         output = guarantee.output or model.signature.outputs[0].name
         if model.encoder is not None:

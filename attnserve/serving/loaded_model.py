@@ -65,7 +65,7 @@ SHAPES_CACHED = 1024
 
 
 class ModelFailed(AttnserveError):
-    """The model's session, or the device that it runs on, is broken."""
+    """The model's session or its device is broken."""
 
     default_code = "model.failed"
 
@@ -83,15 +83,15 @@ class Model:
         artifact: The model to load.
         options: Options of the session.
         name: By default the name of the artifact.
-        graph: An equivalent file that is run instead of the artifact's; inputs and lineage come
-            from the artifact.
+        graph: An equivalent file to run instead of the artifact's; inputs and lineage come from the
+            artifact.
         operators: The operators of ``graph``.
-        facts: Facts of the artifact's graph, with the costs of the one that runs; None reads those
-            of the artifact here.
+        facts: Facts of the artifact's graph, with the costs of the graph that runs; None reads the
+            facts of the artifact.
 
     Raises:
-        InvalidModel: It cannot be read, has an input or output that is not a plain tensor, or one
-            name for axes of different sizes.
+        InvalidModel: The model cannot be read, has an input or output that is not a plain tensor,
+            or one name for axes of different sizes.
         InvalidArgument: The provider is not available.
         MissingExtra: ONNX Runtime is not installed.
     """
@@ -121,8 +121,8 @@ class Model:
             )
             for name in (runtime, *([long_rows.runtime] if long_rows else []))
         }
-        """The data types that each runtime of the model computes with (``precision_of``), by its
-        name; that of short rows first."""
+        """The data types in which each runtime of the model computes (``precision_of``), by the
+        name of the runtime; the runtime of short rows comes first."""
         self.cost = cost = facts.cost
 
         @lru_cache(SHAPES_CACHED)
@@ -131,7 +131,7 @@ class Model:
 
         self._cost_at = cost_at
         self._examples = facts.examples
-        self._example: Feed | None = None  # the one that runs
+        self._example: Feed | None = None  # inputs that the model accepts
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
         options = options.with_concurrency(facts.weight_bytes)
         self.concurrency = options.concurrency
@@ -158,7 +158,7 @@ class Model:
         self.rows_are_independent = False
         self.max_rows: int | None = 1
         self.run_overhead: int | None = None
-        """Padding in tokens that costs as much as another run; None if it is not measured."""
+        """Padding in tokens that costs as much as another run; None if not measured."""
 
     # -- description, cost and runtime ------------------------------------------------------------
 
@@ -190,12 +190,12 @@ class Model:
 
     @property
     def runtime(self) -> str:
-        """The names of its runtimes, joined by +."""
+        """The names of the model's runtimes, joined by +."""
         return "+".join(self.precisions)
 
     @property
     def precision(self) -> str:
-        """The data types that it computes with, of each runtime if they differ."""
+        """The data types in which the model computes, for each runtime if they differ."""
         return ", ".join(dict.fromkeys(self.precisions.values()))
 
     def runtime_of(self, tokens: int | None) -> str:
@@ -231,18 +231,18 @@ class Model:
     def warm_up(self) -> None:
         """Run the model once, and test whether its rows are independent.
 
-        The first run allocates memory and compiles kernels. A graph may mix the rows of a batch
-        (for example by a mean over them): requests share a batch only if a row has the same output
-        alone and in a batch. Rows of a model with dynamic quantization of the whole batch run one
-        by one. A second test shows whether sessions may pad their runs.
+        The first run allocates memory and compiles kernels. A graph may mix the rows of a batch,
+        for example by a mean over rows: requests share a batch only if a row has the same output
+        alone and in a batch. If dynamic quantization covers the whole batch, rows run one by one. A
+        second test shows whether sessions may pad their runs.
 
         Raises:
-            OutOfMemory, ModelFailed: It does not run.
+            OutOfMemory, ModelFailed: The model does not run.
         """
         for inputs in self._examples:
             try:
                 outputs = self.run(inputs)
-            except InvalidData:  # too long, or the graph needs other inputs
+            except InvalidData:  # too many tokens, or the graph needs other inputs
                 continue
             if self.signature.fixed_rows is None:
                 self.rows_are_independent = has_independent_rows(
@@ -261,7 +261,7 @@ class Model:
             self.max_rows = self.signature.fixed_rows or (None if self.rows_are_independent else 1)
 
     def _allow_padding(self, inputs: Feed) -> None:
-        """Let sessions pad their runs, if that does not change the outputs."""
+        """Allow sessions to pad their runs, if padding does not change the outputs."""
         parts = parts_by_least_length(self._session).values()
         sessions = [part for part in parts if isinstance(part, PaddingSession)]
         if not sessions:
@@ -288,11 +288,11 @@ class Model:
             if self.concurrency > 1:
                 run_together(self._session, example, self.concurrency)
             self.run_overhead = run_overhead(self._session, example)
-        except RunFailed as error:  # runs take longer, but give the same results
+        except RunFailed as error:  # without the preparation, runs take longer
             log.info("%s: the sizes of its runs were not prepared: %s", self.name, error.reason)
 
     def close(self) -> None:
-        """Free the session and return its memory to the system; the model cannot run afterwards."""
+        """Free the session and return its memory to the system. The model cannot run afterwards."""
         self._session = CLOSED
         return_freed_memory()
 
@@ -305,14 +305,14 @@ class Model:
         truncate: bool = True,
         side: Side | None = None,
     ) -> list[Encoding]:
-        """The tokens of texts, or given ones, whose ids are checked; needs a tokenizer.
+        """The tokens of texts, and given tokens with checked ids. The model must have a tokenizer.
 
         Raises:
-            InvalidData: See ``TextEncoder.encode``; or an id is not in the vocabulary.
+            InvalidData: An id is not in the vocabulary; otherwise see ``TextEncoder.encode``.
         """
         assert self.encoder is not None
         bound = self.signature.id_bounds.get("input_ids") or 2**31
-        # Checked per text: in a batch, one bad id would fail other requests.
+        # Ids are checked per text: in a batch, one invalid id would fail other requests.
         for index, text in enumerate(texts):
             ids = text.ids if isinstance(text, Encoding) else ()
             if wrong := [token for token in ids if not 0 <= token < bound]:
@@ -322,10 +322,10 @@ class Model:
         return self.encoder.encode(texts, truncate=truncate, side=side)
 
     def text_inputs(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
-        """The checked inputs of a batch of texts, padded to the longest; needs a tokenizer.
+        """The checked inputs of a batch of texts, padded to the longest text.
 
         Raises:
-            InvalidData: The model takes no texts, or they do not fit it.
+            InvalidData: The model takes no texts, or the texts do not fit the model.
         """
         assert self.encoder is not None
         missing = (self.signature.fixed_rows or 0) - len(encodings)
@@ -336,7 +336,7 @@ class Model:
         return inputs
 
     def text_shapes(self, text: Encoding) -> dict[str, tuple[int, ...]]:
-        """The shapes of the inputs for one text; needs a tokenizer.
+        """The shapes of the inputs for one text.
 
         Raises:
             InvalidData: The model takes no texts.
@@ -347,12 +347,12 @@ class Model:
 
     @property
     def fixed_tokens(self) -> int | None:
-        """The fixed length that texts are padded to; None pads to the longest text of a batch."""
+        """The fixed length to which texts are padded; None for the longest text of a batch."""
         return self.encoder and self.encoder.length
 
     @property
     def _caches(self) -> list[str]:
-        """The inputs that are caches of a model that takes texts."""
+        """The cache inputs of a model that takes texts."""
         if self.encoder is not None:
             with suppress(InvalidData):  # the model takes no texts
                 inputs = model_inputs(self._session)
@@ -370,7 +370,7 @@ class Model:
     def vectors(
         self, task: TextTask, inputs: Feed, output: np.ndarray
     ) -> np.ndarray:  # B D, or B S D for "tokens"
-        """The answer of each text of a batch, from an output of the model; see ``task_vectors``.
+        """Compute the answer for each text of a batch from an output; see ``task_vectors``.
 
         Raises:
             CheckFailed: The output holds NaN or infinite numbers.
@@ -398,19 +398,19 @@ class Model:
         inputs: Feed,
         output: np.ndarray,
     ) -> list[np.ndarray]:  # 1 D each, or S D without padding for "tokens"
-        """The answer of each text of a batch; see ``vectors``."""
+        """The answer for each text of a batch, as separate arrays; see ``vectors``."""
         vectors = self.vectors(task, inputs, output)
         if task != "tokens":
             return [vectors[index : index + 1] for index in range(len(encodings))]
         assert self.encoder is not None
         masks = self.encoder.mask(encodings)
-        return [row[mask] for row, mask in zip(vectors, masks, strict=False)]  # rows may be filled
+        return [row[mask] for row, mask in zip(vectors, masks, strict=False)]  # without filled rows
 
     def _check_text_output(self) -> None:
-        """Check that the graph has hidden states, if the folder states how to pool them.
+        """Check that the graph returns hidden states, if the folder states how to pool them.
 
         Raises:
-            InvalidModel: It has BERT's pooler_output instead.
+            InvalidModel: The graph returns BERT's pooler_output instead.
         """
         stated = self.artifact.record.pooling
         if stated not in (None, "none") and self.text_output("embed") == "pooler_output":
@@ -423,11 +423,11 @@ class Model:
 
     @cached_property
     def tasks(self) -> Mapping[TextTask, Refusal | None]:
-        """Why it cannot do each task of texts; None for each that it can do; see ``tasks_of``."""
+        """For each task of texts, the reason why the model cannot do it, or None (``tasks_of``)."""
         return tasks_of(self.signature, self.artifact)
 
     def can(self, task: TextTask) -> bool:
-        """Whether it can do a task; False if the folder does not describe its outputs."""
+        """Whether the model can do a task; False if the folder does not describe its outputs."""
         try:
             return self.tasks[task] is None
         except (InvalidArgument, InvalidModel):
@@ -445,7 +445,7 @@ CLOSED: Any = _Closed()
 
 
 def _with_tokens(array: np.ndarray, tokens: int) -> np.ndarray:
-    """Rows whose tokens are repeated to another number."""
+    """Repeat the tokens of rows to another number of tokens."""
     return np.resize(array.T, (tokens, len(array))).T if array.ndim == 2 else array
 
 

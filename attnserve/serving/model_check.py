@@ -58,7 +58,7 @@ __all__ = ["LoadChecker"]
 log = logging.getLogger(__name__)
 
 FORWARDED_ERRORS = (InvalidModel, InvalidArgument, MissingExtra)
-"""Errors that keep their type when the child raises them; others become ``InvalidModel``."""
+"""Errors of the child that keep their type; other errors become ``InvalidModel``."""
 
 MEMORY_BYTES, MEMORY_PER_CORE_BYTES, MEMORY_PER_BYTE = 4 << 30, 256 << 20, 10
 """Limit of the memory that the child allocates, in bytes: a floor, a part per core for stacks and
@@ -70,22 +70,22 @@ LOADED_BYTES, LOADED_PER_BYTE = 1 << 30, 8
 files in the model's folder. The server needs about the same memory."""
 
 RUN_PER_BYTE = 64
-"""Part of that limit per byte of the inputs of the run."""
+"""Resident memory of the first run, in bytes per byte of its inputs."""
 
 FUSION_TIMEOUT_S, MAX_FUSION_TIMEOUT_S = 300, 3600
 """Bounds of the time limit of operator fusion, which grows with the cost of the model."""
 
 FUSION_TOKENS = 16384
-"""Number of tokens that the comparison and one timing of two forms process."""
+"""Number of tokens that the comparison and one timing of two graphs process."""
 
 MACS_PER_S = 2e10
 """Assumed multiply-accumulates per second of an idle core."""
 
 BUSY = 100
-"""Maximum slowdown of the fusion relative to an idle core, on a busy machine."""
+"""Maximum slowdown of the fusion on a busy machine, relative to an idle core."""
 
 FOREGROUND_S = 10.0
-"""Maximum time that ``check`` waits for a fusion. Fusions that would take longer on an idle core
+"""Seconds for which ``check`` waits for a fusion. Fusions that would take longer on an idle core
 run in the background."""
 
 FUSION_MEMORY_BYTES, FUSION_MEMORY_PER_BYTE = 1 << 29, 5
@@ -96,7 +96,7 @@ NICE = 5
 """Nice value of the fusion, so that requests have priority."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-"""Signals that end a server and its child processes; they are not faults of the model."""
+"""Signals that end a server and its child processes, without a fault of the model."""
 
 
 class LoadChecker:
@@ -125,7 +125,7 @@ class LoadChecker:
         self._children: set[subprocess.Popen[bytes]] = set()
         self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
         self.is_closed = False
-        """Whether running and later checks and fusions fail."""
+        """Whether the checker is closed: running and later checks and fusions fail."""
 
     @cached_property
     def _cache(self) -> CheckCache:
@@ -137,7 +137,7 @@ class LoadChecker:
         if self._is_cached and (cache := CheckCache(**settings)).folder is not None:
             return cache
         if self._folder is None:
-            with suppress(OSError):  # the disk is full: nothing is kept
+            with suppress(OSError):  # the disk is full: no result is kept
                 folder = temporary_folder()
                 weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
                 # The cache locks this folder, and this process locks the parent.
@@ -148,7 +148,7 @@ class LoadChecker:
         """Run ``artifact`` in a child process.
 
         Raises:
-            InvalidModel: It cannot be loaded, crashes the runtime, or takes too long.
+            InvalidModel: The model cannot be loaded, crashes the runtime, or takes too long.
             InvalidArgument: The provider is not available.
         """
         content = content_of(artifact)
@@ -163,7 +163,7 @@ class LoadChecker:
         return replace(result, fusion=fusion)
 
     def close(self) -> None:
-        """Cancel running checks and fusions; they and later ones fail."""
+        """Cancel running checks and fusions; running and later ones fail."""
         self.is_closed = True
         for child in tuple(self._children):
             child.kill()
@@ -174,7 +174,7 @@ class LoadChecker:
             child.kill()
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
-        """Read the result of an earlier check; None if none fits the model."""
+        """Read the result of an earlier check; None if no result fits the model."""
         entry = self._cache.read(content)
         if entry is None:
             return None
@@ -185,7 +185,7 @@ class LoadChecker:
             result = CheckResult.of(artifact, content, facts, operators)
             is_fused = operators.fused is not None
             fused_facts = facts.with_costs(costs) if is_fused else None
-        except Exception:  # the entry is of another version, or damaged
+        except Exception:  # the entry is damaged, or from another version
             return None
         if result.identity != entry["identity"]:
             return None
@@ -232,7 +232,7 @@ class LoadChecker:
 
     @property
     def _first_report(self) -> OperatorReport:
-        """The operator report of a model that was not fused yet."""
+        """The operator report of a model before the fusion."""
         if not self._rewrite:
             return NOT_REWRITTEN
         if self._cache.folder is None:
@@ -252,7 +252,7 @@ class LoadChecker:
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
 
-        There is no memory limit with CUDA, which reserves address space for the whole machine.
+        CUDA has no memory limit, because it reserves address space for the whole machine.
         """
         cores = os.cpu_count() or 1
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)
@@ -263,12 +263,12 @@ class LoadChecker:
     def _start_fusion(
         self, artifact: Artifact, result: CheckResult, timeout_s: float
     ) -> Future[CheckResult]:
-        """Start the fusion in a thread, if it does not run already."""
+        """Start the fusion in a thread, unless it runs already."""
         open_fusion = self._fusions.get(result.identity)
         if open_fusion is not None:
             return open_fusion
         fusion = self._fusions[result.identity] = Future[CheckResult]()
-        fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop it
+        fusion.set_running_or_notify_cancel()  # one cancelled waiter must not stop the fusion
 
         def run() -> None:
             try:
@@ -335,11 +335,11 @@ class LoadChecker:
     ) -> tuple[OperatorReport, dict[str, Any]]:
         """Run ``_fuse_in_child`` in a child process.
 
-        If it fails while it compares runtimes, for example because one ends the process, it runs
-        once more with the first runtime alone.
+        If the fusion fails during the comparison of runtimes, for example because one ends the
+        process, the fusion is repeated with the first runtime alone.
 
         Raises:
-            AttnserveError: It fails.
+            AttnserveError: The fusion fails.
         """
         run = partial(
             run_isolated,
@@ -425,18 +425,18 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
     texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
     tokens = max((one.size for one in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
-    # Without a count, each weight is multiplied once per token.
+    # Without a count, assume that each weight is multiplied once per token.
     per_token = macs / tokens if example and macs else facts.cost.parameters
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 
 def _lacks_resources(weights: int, folder: Path, runtimes: int) -> str | None:
-    """Why memory or disk space is insufficient for the fusion of a model; None if sufficient.
+    """Return why memory or disk space is insufficient for a fusion; None if it is sufficient.
 
     Args:
-        weights: Their size in bytes.
-        folder: Where the fused model is written.
-        runtimes: The number of runtimes that are compared.
+        weights: The size of the weights in bytes.
+        folder: The folder of the fused model.
+        runtimes: The number of compared runtimes.
     """
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()

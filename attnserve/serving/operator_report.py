@@ -1,4 +1,4 @@
-"""The operators of a loaded model: the fused ones, or why there are none."""
+"""The operators of a loaded model: the fused operators, or the reason for no fusion."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class OperatorReport:
     """The operators that a loaded model runs.
 
     Attributes:
-        fused: The fused operators; None if the model runs as it was exported.
-        why: Why it does.
+        fused: The fused operators; None if the model runs without operator fusion.
+        why: The reason for no fusion.
         is_pending: Whether a fusion has not ended yet.
     """
 
@@ -34,10 +34,10 @@ class OperatorReport:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> OperatorReport:
-        """The report that ``to_json`` wrote.
+        """Read the content that ``to_json`` wrote.
 
         Raises:
-            KeyError, TypeError: The content is no such report.
+            KeyError, TypeError: The content is not an operator report.
         """
         if not content["rewritten"]:
             return cls(why=content["why"], is_pending="pending" in content)

@@ -27,14 +27,14 @@ LARGEST = 512
 """Maximum tokens of a run that is compiled before the first request."""
 
 SECONDS = 3.0
-"""Time after which no other size is compiled before the first request."""
+"""Seconds after which no further size is compiled before the first request."""
 
 OVERHEAD_TOKENS, OVERHEAD_LENGTH = (32, 256), 16
-"""Tokens of the runs whose times give the cost of starting a run, and of their rows at most."""
+"""Tokens of the two runs whose times give the cost of starting a run; maximum tokens of a row."""
 
 OVERHEAD_RUNS, OVERHEAD_SECONDS = 4, 0.5
-"""Number of runs of each of them, the first of which compiles kernels. After this time there are no
-more than two."""
+"""Maximum number of runs at each number of tokens, and seconds after which two runs suffice. The
+first run compiles kernels."""
 
 OVERHEAD_SHARE = 0.5
 """Fraction of the cost of starting a run that a row may add as padding. For requests of 30 pairs
@@ -96,7 +96,7 @@ class Layout:
         return shape if min(shape) > 0 else None
 
     def padded(self, name: str, bucket: Bucket) -> tuple[int, int | None]:
-        """The first two sizes of an input in a bucket; the second is None for a fixed axis."""
+        """The first two sizes of an input in a bucket; the second is None if that axis is fixed."""
         axes = self.inputs[name]
         return bucket[0], bucket[1] if len(axes) > 1 and axes[1] == self.tokens else None
 
@@ -113,7 +113,7 @@ S = TypeVar("S", bound=Session)
 
 
 class SessionWrapper(Generic[S]):
-    """A session whose runs are prepared by a subclass."""
+    """A session around another one; subclasses prepare its runs."""
 
     def __init__(self, session: S) -> None:
         self.session = session
@@ -130,7 +130,7 @@ class SessionWrapper(Generic[S]):
 
 @runtime_checkable
 class PaddingSession(Session, Protocol):
-    """A session that pads its runs, if that does not change their results."""
+    """A session that pads its runs, if padding does not change their results."""
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         """Declare that padding a batch with rows or tokens does not change its results."""
@@ -167,12 +167,12 @@ def run_overhead(session: Session, example: Feed) -> int | None:
 
 
 class PaddingRunner(SessionWrapper[Session]):
-    """Run a session in few sizes: rows are padded with zeros, also in the attention mask.
+    """A session of few sizes: rows are padded with zeros, also in the attention mask.
 
     Args:
-        session: The session; it runs as it is until ``allow_padding``.
-        multiple: The number of tokens of a run is padded to a multiple of this.
-        longest: Maximum sequence length of the model, which is not exceeded.
+        session: The inner session; runs are not padded before ``allow_padding``.
+        multiple: The number of tokens of a run is padded to a multiple of this number.
+        longest: Maximum sequence length of the model, which padding does not exceed.
     """
 
     def __init__(self, session: Session, *, multiple: int, longest: int) -> None:

@@ -1,4 +1,4 @@
-"""Test with one batch whether a model computes each row as it does alone, and ignores padding."""
+"""Test with one batch whether a model computes rows independently and ignores padding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["has_independent_rows", "ignores_padding"]
 
 Arrays = Mapping[str, np.ndarray]
 Run = Callable[[Arrays], Arrays]
-"""Returns the outputs of inputs by name; raises ``InvalidData`` if the model cannot take them."""
+"""A function from inputs to outputs, by name; ``InvalidData`` if the model refuses the inputs."""
 
 ROW_TOLERANCE = 0.05
-"""Largest relative difference between a row alone and the same row in a batch. Dynamic quantization
-over the whole batch gives about 1e-3; graphs that mix rows give about 1. ``batch_invariant`` finds
-the former by its operators."""
+"""Maximum relative difference between a row alone and the same row in a batch. Dynamic quantization
+over the whole batch gives about 1e-3, and ``batch_invariant`` detects it by its operators; graphs
+that mix rows give about 1."""
 
 
 def has_independent_rows(run: Run, inputs: Arrays, together: Arrays, rows: int) -> bool:
-    """Whether each of the rows has the same outputs alone as in the batch.
+    """Whether each row has the same outputs alone as in the batch.
 
     Args:
         together: The outputs of the batch.

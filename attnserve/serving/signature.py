@@ -1,4 +1,4 @@
-"""The inputs and outputs of a model, and the validation of arrays by them."""
+"""The inputs and outputs of a model, and the validation of arrays against them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Tensor:
 
     @property
     def shape(self) -> list[int]:
-        """The sizes of the axes, -1 for free ones."""
+        """The sizes of the axes, -1 for free axes."""
         return [axis if isinstance(axis, int) else -1 for axis in self.axes]
 
 
@@ -86,9 +86,9 @@ class Signature:
             )
 
     def require_different_axes(self, file: Path, caches: Collection[str]) -> None:
-        """Refuse axes of one name that have different sizes for every text.
+        """Refuse axes that have one name, but different sizes for every text.
 
-        Axes of one name have one size, also for ONNX Runtime, which reuses memory by it.
+        Axes of one name must have one size: ONNX Runtime also relies on it when it reuses memory.
 
         Args:
             file: The file of the model, for the message.
@@ -128,11 +128,11 @@ class Signature:
                 )
 
     def ids(self, inputs: Feed) -> np.ndarray:
-        """The input whose first two axes are rows and tokens."""
+        """An input whose first two axes are rows and tokens."""
         return inputs["input_ids"] if "input_ids" in inputs else inputs[self.inputs[0].name]
 
     def tokens(self, inputs: Feed) -> int:
-        """Number of unmasked tokens, without tokens of a cache."""
+        """Number of unmasked tokens, without cached tokens."""
         mask = inputs.get("attention_mask")
         shape = self.ids(inputs).shape[:2]
         if mask is not None and mask.ndim == 2 and len(shape) == 2 and mask.shape[1] >= shape[1]:
@@ -166,12 +166,12 @@ class Signature:
 
     @property
     def takes_mask(self) -> bool:
-        """Whether texts of different lengths can share a batch."""
+        """Whether the model has an attention mask: texts of different lengths share a batch."""
         return any(tensor.name == "attention_mask" for tensor in self.inputs)
 
     @property
     def fixed_rows(self) -> int | None:
-        """The number of rows of every batch; None if any number is possible."""
+        """The fixed number of rows of a batch; None if any number is possible."""
         axes = self.inputs[0].axes
         return axes[0] if axes and isinstance(axes[0], int) else None
 
@@ -199,7 +199,7 @@ class Signature:
         # Ids and masks are never empty; the key/value cache of a decoder is, in its first step.
         if array.size == 0 and array.ndim <= 2:
             raise InvalidData(f"{subject} has shape {list(array.shape)}: it is empty")
-        # ONNX Runtime would broadcast axes of the same name if it can, with another result.
+        # ONNX Runtime may broadcast axes of the same name, with another result.
         for axis, size in zip(tensor.axes, array.shape, strict=False):
             if (
                 isinstance(axis, str)

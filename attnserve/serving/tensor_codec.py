@@ -40,7 +40,7 @@ JSON_TYPES = {"b": {bool}, "u": {int}, "i": {int}, "f": {int, float}}
 
 
 def from_values(values: list[Any], datatype: Datatype, shape: Sequence[int]) -> np.ndarray:
-    """The tensor of JSON values, flat in row-major order or nested like ``shape``.
+    """Decode JSON values, flat in row-major order or nested like ``shape``.
 
     Sizes and types are checked before numpy, which would allocate memory for any shape or string.
 
@@ -66,7 +66,7 @@ def from_values(values: list[Any], datatype: Datatype, shape: Sequence[int]) -> 
 
 
 def from_bytes(raw: memoryview, datatype: Datatype, shape: Sequence[int]) -> np.ndarray:
-    """The tensor of raw bytes: a view of them if they are aligned.
+    """Decode raw bytes; the array is a view of aligned bytes.
 
     Raises:
         InvalidData: The number of bytes does not match the shape, or a BOOL is neither 0 nor 1.
@@ -105,7 +105,7 @@ def _flatten(values: list[Any]) -> tuple[list[int], list[Any]]:
 def _reshape(array: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     try:
         return array.reshape(shape)
-    except (OverflowError, ValueError) as error:  # next to an axis of 0, any length is possible
+    except (OverflowError, ValueError) as error:  # beside an axis of 0, any length is possible
         raise InvalidData(
             f"an axis of shape {list(shape)} is too long", code="tensor.shape"
         ) from error

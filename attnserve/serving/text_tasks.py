@@ -1,4 +1,4 @@
-"""The tasks that a model does with texts, by its outputs and configuration, and their answers."""
+"""The text tasks of a model, by its outputs and configuration, and the answers to them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["TextTask", "task_vectors", "tasks_of", "text_output"]
 TextTask = Literal["embed", "classify", "rerank", "tokens", "sparse"]
 
 HIDDEN_STATES = ("last_hidden_state", "token_embeddings")
-"""Names that exporters give to one vector per token."""
+"""Names of the output with one vector per token, as exporters write them."""
 
 
 def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str:
-    """The name of the output that ``task`` uses, of the ``names`` of outputs.
+    """The name of the output that ``task`` uses, among the ``names`` of all outputs.
 
     Raises:
         InvalidArgument: The artifact names an output that the model does not have.
@@ -35,13 +35,13 @@ def text_output(task: TextTask, names: Sequence[str], artifact: Artifact) -> str
 def task_vectors(
     task: TextTask, output: np.ndarray, mask: np.ndarray | None, artifact: Artifact
 ) -> np.ndarray:  # B D, or B S D for "tokens"
-    """The answer of each text of a batch to a task.
+    """Compute the answer to a task for each text of a batch.
 
     Args:
-        task: "embed" pools token vectors (not normalized), "tokens" gives them all, padding
-            too; "classify" and "rerank" give logits, "sparse" the weight of each token of the
-            vocabulary: the largest log(1 + relu(logit)) of any token (Formal et al. 2021,
-            SPLADE v2).
+        task: "embed" pools token vectors (not normalized); "tokens" gives all token vectors,
+            including padding; "classify" and "rerank" give logits; "sparse" gives the weight of
+            each token of the vocabulary: the largest log(1 + relu(logit)) over the tokens of the
+            text (Formal et al. 2021, SPLADE v2).
         output: The output of ``text_output`` for the batch.
         mask: The real tokens; None if there is no padding.
 
@@ -65,13 +65,13 @@ def task_vectors(
 
 
 def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refusal | None]:
-    """Why a model cannot do each task; None for each that it can do.
+    """For each task, the reason why a model cannot do it; None if it can.
 
     Several tasks are possible for one model: a classifier of one class is also a reranker.
 
     Raises:
         InvalidArgument: The artifact names an output that the model does not have.
-        InvalidModel: Its config.json is not valid.
+        InvalidModel: The file config.json is not valid.
     """
     name, names = signature.model, signature.output_names
     used = {task: text_output(task, names, artifact) for task in get_args(TextTask)}
@@ -83,7 +83,7 @@ def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refu
     is_masked = artifact.record.task == "fill-mask" or artifact.settings.is_for("MaskedLM")
     is_sparse = is_masked and len(scores) == 3
 
-    # What the output of embeddings holds in place of them, and what to do with it.
+    # The content of the output for embeddings if it has none, and its use.
     vectors, vector_axes = used["embed"], axes["embed"]
     is_logits = vectors.endswith("logits")
     is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in signature.length_axes
@@ -143,7 +143,7 @@ def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:
 def _classifies(artifact: Artifact, output: str, axes: Axes) -> bool:
     """Whether a model is a classifier: by the name of the output, or by names of classes.
 
-    An output that the record names needs an activation there too, or as many names of classes.
+    An output that the record names must also have an activation there, or a name for each class.
     """
     if len(axes) != 2:
         return False

@@ -26,10 +26,10 @@ __all__ = [
 
 
 def named_axes(graph: ir.Graph) -> dict[str, int]:
-    """The dynamic axes of the graph's inputs, each with its first position in a shape.
+    """The dynamic axes of the graph's inputs by name, each with its first position in a shape.
 
-    A dynamic axis without a name is named ``input[position]``. Axes of images that can have one
-    length only are left out (``convolved_lengths``).
+    A dynamic axis without a name is named ``input[position]``. Axes that can have only one length,
+    such as those of images, are left out (``convolved_lengths``).
     """
     axes: dict[str, int] = {}
     fixed = convolved_lengths(graph)
@@ -44,13 +44,13 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
 def bind_axes(
     graph: ir.Graph, workload: Workload, *, distinct_lengths: bool = False
 ) -> dict[str, int]:
-    """Choose a length for each axis: first axes of inputs are batches, all others new tokens.
+    """Choose a length for each axis: first axes of inputs are batches, other axes new tokens.
 
     Axes of one kind have equal lengths, because graphs may require it. The mask of a model with a
-    cache covers past and new tokens: its length is their sum.
+    cache covers past and new tokens: the length of the mask is the sum of both lengths.
 
     Args:
-        distinct_lengths: Give each axis of tokens another length, from that of the workload on.
+        distinct_lengths: Give each token axis a different length, from that of the workload on.
     """
     axes = named_axes(graph)
     lengths = {
@@ -69,10 +69,10 @@ def bind_axes(
 def read_axes(
     inputs: Mapping[str, ir.Value], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int] | None:
-    """The length of each dynamic axis, from the shapes of arrays for inputs.
+    """Read the length of each dynamic axis from the shapes of input arrays.
 
     Returns:
-        None if an array is for no input, or has another number of axes.
+        None if an array has the name of no input, or another number of axes than its input.
     """
     lengths: dict[str, int] = {}
     for name, shape in shapes.items():
@@ -86,12 +86,12 @@ def read_axes(
 
 
 def has_cache(graph: ir.Graph) -> bool:
-    """Whether inputs hold cached tokens, in an axis of their own."""
+    """Whether an input has an axis of cached tokens."""
     return bool(cached_axes(graph, named_axes(graph)).past)
 
 
 class CachedAxes(NamedTuple):
-    """The axes that count tokens of a model with a cache; empty without a cache.
+    """The token axes of a model with a cache; empty without a cache.
 
     Attributes:
         past: The axis of cached tokens, or an empty string.
@@ -105,10 +105,10 @@ class CachedAxes(NamedTuple):
 
 
 def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> CachedAxes:
-    """The axes of past, of new and of all tokens, by the names of inputs and axes.
+    """Find the axes of past, new and all tokens by the names of inputs and axes.
 
-    A total length has the word in its name, or is the last axis of a mask and of no other input.
-    Masks of an encoder's tokens do not cover a cache.
+    An axis of all tokens has "total" in its name, or is the last axis of a mask and of no other
+    input. Masks of an encoder's tokens do not cover a cache.
     """
     past: dict[str, None] = {}
     new: dict[str, None] = {}
@@ -143,9 +143,9 @@ def input_shape(value: ir.Value, axes: Mapping[str, int]) -> tuple[int, ...] | N
 
 
 def real_inputs(graph: ir.Graph) -> list[ir.Value]:
-    """The inputs without initializers, which old graphs list as inputs too.
+    """The inputs of a graph, without initializers, which old graphs list as inputs too.
 
-    The bodies of a search declare the shapes of their inputs as a graph does, and come last.
+    The inputs of the bodies of search nodes (``SEARCHES``) come last: they also declare shapes.
     """
     bodies = [body for node in graph for body in search_bodies(node)]
     inputs = [value for value in graph.inputs if value.name not in graph.initializers]
@@ -157,7 +157,7 @@ SEARCHES = frozenset({"BeamSearch", "GreedySearch", "Sampling"})
 
 
 def search_bodies(node: ir.Node) -> list[ir.Graph]:
-    """The decoder and the encoder of a search; empty for other nodes."""
+    """The bodies of a search node: its decoder and encoder; empty for other nodes."""
     if node.op_type not in SEARCHES or node.domain != MICROSOFT:
         return []
     graphs = (

@@ -52,7 +52,7 @@ def origin(value: ir.Value) -> ir.Value:
 def readers(value: ir.Value) -> Iterator[tuple[ir.Node, int]]:
     """Yield each node that combines a constant with activations, and the index of that input.
 
-    The node may read another constant that is computed from this one.
+    The input may be another constant, which is computed from ``value``.
     """
     for node, index in value.uses():
         if all(map(is_constant, node.outputs)):
@@ -113,7 +113,7 @@ def constant_array(value: ir.Value) -> np.ndarray:
 
 
 def constant_number(value: ir.Value | None) -> float | None:
-    """The element of a constant that has one; None for other values."""
+    """The element of a constant with a single element; None for other values."""
     if not is_constant(value) or math.prod(constant_shape(value)) != 1:
         return None
     return float(constant_array(value).reshape(()))
@@ -167,7 +167,7 @@ def _computed(value: ir.Value, limit: int, arrays: dict[ir.Value, np.ndarray]) -
 
     Args:
         limit: Maximum number of elements of the output of each node.
-        arrays: Values that are computed already; new ones are added.
+        arrays: The elements of values that are computed already; the function adds further ones.
 
     Raises:
         InvalidModel: A node cannot be computed.
@@ -224,14 +224,14 @@ def _dequantized(node: ir.Node, inputs: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _read(node: ir.Node) -> Sequence[ir.Value | None]:
-    """The inputs that determine the elements: all, except for CastLike, where it is the first."""
+    """The inputs that determine the elements of the output: the first of CastLike, else all."""
     return node.inputs[:1] if node.op_type == "CastLike" else node.inputs
 
 
 def _opsets(node: ir.Node) -> Mapping[str, int]:
     """The opset imports of the graph that owns the node.
 
-    Bodies of If and Loop have none; the attribute ``axes`` then identifies opsets before 13.
+    Bodies of If and Loop have no imports; the attribute ``axes`` then identifies opsets before 13.
     """
     if node.graph is not None and node.graph.opset_imports:
         return {"": 1, **node.graph.opset_imports}

@@ -111,7 +111,7 @@ def _group_query_attention(shapes: Shapes, node: ir.Node) -> Shapes:
 
 
 COUNTS = {("EmbedLayerNormalization", 1)}
-"""Outputs of RULES of type int32; others have the type of the first float input, or are bytes."""
+"""Outputs of RULES of type int32 by operator and index; other outputs are bytes or floats."""
 
 
 def gives_bytes(node: ir.Node) -> bool:

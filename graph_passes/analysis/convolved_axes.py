@@ -24,7 +24,7 @@ CONVOLUTIONS = {
     ("", "QLinearConv"): 3,
     (MICROSOFT, "FusedConv"): 1,
 }
-"""Convolutions, and the input that is their weight."""
+"""Convolution operators, and the index of the input for the weight."""
 
 ELEMENTWISE = frozenset(
     {
@@ -78,7 +78,7 @@ def convolved_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, 
 
 
 def _first_convolution(value: ir.Value) -> ir.Node | None:
-    """The convolution of an input, also after elementwise operators."""
+    """The convolution that reads an input, directly or after elementwise operators."""
     reached = [value]
     while reached:
         for node, index in reached.pop().uses():
@@ -132,9 +132,9 @@ def _length(value: ir.Value) -> int | None:
 
 
 def _grid(graph: ir.Graph, width: int) -> int:
-    """The patches of a side by the longest table of positions; 0 without one."""
+    """The number of patches per side, from the longest table of positions; 0 without a table."""
     longest = max((_positions(value, width) for value in graph.initializers.values()), default=0)
-    for more in (1, 0, 2):  # a token of the class, and one of a distillation
+    for more in (1, 0, 2):  # a class token and a distillation token
         side = math.isqrt(max(longest - more, 0))
         if side > 1 and side * side + more == longest:
             return side
@@ -142,7 +142,7 @@ def _grid(graph: ir.Graph, width: int) -> int:
 
 
 def _positions(value: ir.Value, width: int) -> int:
-    """T of a weight [1, T, width], or of one [T, width] of which T constant rows are gathered."""
+    """T of a weight [1, T, width], or [T, width] with T constant rows gathered from it; else 0."""
     shape = list(value.shape or ())
     if len(shape) == 3 and shape[0] == 1 and shape[2] == width and isinstance(shape[1], int):
         return shape[1]

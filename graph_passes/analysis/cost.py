@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 POINTS = (2, 3, 4)
-"""Interpolation points of each axis: three determine a parabola. Positions allow the check too."""
+"""Interpolation points of each axis: three determine a parabola. Tables of positions are longer."""
 
 CHECK = 5
 """The length of all axes at which the polynomial is checked."""
@@ -104,8 +104,8 @@ class Cost:
         bytes: Size of all weights.
         uncounted: Nodes whose products could not be counted, with the reason.
         inputs: Inputs of the graph by name.
-        node_bytes: Size in bytes of the activations that a node reads and writes; only the
-            polynomials that no other one exceeds. Empty if unknown.
+        node_bytes: Size in bytes of the activations that a node reads and writes, as polynomials;
+            only the nodes whose polynomial no other one exceeds. Empty if unknown.
     """
 
     macs: Polynomial | None
@@ -125,8 +125,8 @@ class Cost:
     def largest_node_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         """Largest size in bytes of the activations of one node in one run; None if unknown.
 
-        These are the values that it reads and writes; a run needs at least this memory. Attention
-        that is not fused reads and writes scores of [batch, heads, length, length].
+        The activations of a node are the values that it reads and writes; a run needs at least this
+        memory. Attention that is not fused reads and writes scores [batch, heads, length, length].
         """
         if not self.node_bytes:
             return None
@@ -180,7 +180,7 @@ def _activations(node: ir.Node) -> list[ir.Value]:
 
 
 def _known_bytes(values: Iterable[ir.Value], info: ShapeInfo) -> int:
-    """The bytes of values; those of unknown shape count 0."""
+    """The bytes of values; values of unknown shape count 0."""
     tensors = (info.known[value] for value in values if value in info.known)
     sized = [tensor for tensor in tensors if tensor.dtype not in UNSIZED_TYPES]
     return sum(math.ceil(math.prod(tensor.shape) * tensor.dtype.itemsize) for tensor in sized)
@@ -278,14 +278,14 @@ def break_even(before: Polynomial, after: Polynomial, limit: int = 1 << 20) -> i
 
 
 class _UnknownShape(Exception):
-    """The products of a node cannot be counted without a shape that is not known."""
+    """A shape is unknown, so the products of a node cannot be counted."""
 
 
 def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
     """The shape of a value.
 
     Raises:
-        _UnknownShape: It is not known.
+        _UnknownShape: The shape is unknown.
     """
     shape = info.shape(value)
     if shape is None:
@@ -390,14 +390,14 @@ CONTRIB_COUNTS: dict[str, Callable[[ir.Node, ShapeInfo], int]] = {
     "GroupQueryAttention": _contributed_attention,
     "MultiHeadAttention": _contributed_attention,
 }
-"""Functions that count the MACs of operators of ONNX Runtime; for others they are unknown."""
+"""Functions that count the MACs of operators of ONNX Runtime; MACs of others are unknown."""
 
 
 def _fit(axes: tuple[str, ...], counts: Sequence[int]) -> Polynomial | None:
     """The polynomial through these counts; None if the last one, a check, does not lie on it.
 
     Args:
-        counts: On the grid of ``POINTS`` in the order of ``itertools.product``, then the check.
+        counts: MACs on the grid of ``POINTS`` (``itertools.product``), then at ``CHECK``.
     """
     polynomial = Polynomial(axes, _interpolate(counts[:-1], len(axes)))
     return polynomial if polynomial(dict.fromkeys(axes, CHECK)) == counts[-1] else None
@@ -416,9 +416,9 @@ def _interpolate(counts: Sequence[int], axes: int) -> dict[tuple[int, ...], Frac
 
 
 def _lagrange(point: int) -> list[int]:
-    """Twice the Lagrange basis polynomial of one of ``POINTS``: its coefficients, constant first.
+    """The coefficients of twice the Lagrange basis polynomial of a point of ``POINTS``.
 
-    Twice, because the points are consecutive integers: the coefficients are integers then.
+    The constant comes first. All are integers, because the points are consecutive integers.
     """
     a, b = (other for other in POINTS if other != point)
     scale = 2 // ((point - a) * (point - b))

@@ -41,8 +41,8 @@ EVALUATED_OPERATORS = frozenset({
     "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Swish", "Tan",
     "Tanh", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
 })  # fmt: skip
-"""Operators whose time and memory are bounded by the sizes of their inputs and outputs. Others are
-not evaluated, such as a convolution with large padding and strides."""
+"""Operators whose time and memory are bounded by the sizes of their inputs and outputs. Other
+operators, such as a convolution with large padding and strides, are not evaluated."""
 
 Shape = tuple[int, ...]
 
@@ -56,8 +56,8 @@ def evaluate(
     """Run one node on the ONNX reference evaluator.
 
     Raises:
-        InvalidModel: The operator is not supported here, or an output has more than ``limit``
-            elements.
+        InvalidModel: The operator is not in ``EVALUATED_OPERATORS``, or an output has more than
+            ``limit`` elements.
     """
     _require_evaluated(node)
     proto = _renamed(node, [x is not None for x in inputs])

@@ -26,7 +26,7 @@ FLATTENS = RESHAPES | {"Identity"}
 """Operators that keep the elements of their first input and their order."""
 
 COPIES = frozenset({"Identity", "Cast", "CastLike", "Dropout"})
-"""Operators that also keep the shape, at inference and up to rounding."""
+"""Operators that keep the elements and shape of their input, at inference and up to rounding."""
 
 SELECTIONS = frozenset({"Gather", "Slice", "Split"})
 LAYOUT = RESHAPES | COPIES | SELECTIONS | {"Transpose", "GatherND", "Expand", "Tile"}
@@ -48,7 +48,7 @@ QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQ
                                  "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized",
                                  "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
                                  "QMoE", "DynamicQuantizeLSTM"})  # fmt: skip
-"""Operators that read or write quantized values, besides those whose names start with QLinear."""
+"""Operators on quantized values, in addition to operators whose names start with QLinear."""
 
 REWRITE_FIRST = "rewrite the float model, then quantize the result"
 

@@ -128,7 +128,7 @@ def _weight_places(node: ir.Node) -> tuple[int, ...]:
 
 
 def _is_multiplied(value: ir.Value) -> bool:
-    """Whether a product or a table reads a value, also scaled or moved; masks are added."""
+    """Whether a product or a table lookup reads a value, also scaled or moved; masks are added."""
     pending = [value]
     seen = {value}
     while pending:
@@ -143,7 +143,7 @@ def _is_multiplied(value: ir.Value) -> bool:
 
 
 def _elements(node: ir.Node, tensor: ir.TensorProtocol) -> int:
-    """The number of elements of a quantized weight, of which a byte may hold several."""
+    """The number of elements of a quantized weight; one byte may hold several elements."""
     if node.op_type in MATRIX_SIZES:
         return node.attributes.get_int("K", 0) * node.attributes.get_int("N", 0)
     bits = 8
@@ -155,7 +155,7 @@ def _elements(node: ir.Node, tensor: ir.TensorProtocol) -> int:
 
 
 def _sources(node: ir.Node, place: int) -> Iterator[ir.TensorProtocol]:
-    """The constant integers that reach an input, also by way of operators that move elements."""
+    """The constant integers that reach an input, also through operators that move elements."""
     pending = [node.inputs[place]] if place < len(node.inputs) else []
     seen: set[ir.Value] = set()
     while pending:
@@ -201,7 +201,7 @@ def _scales(model: ir.Model) -> set[int]:
 
 def _is_scale(node: ir.Node, place: int) -> bool:
     """Whether a node reads its input at this place as a scale or a zero point."""
-    if node.op_type in ("Identity", *MOVES):  # what reads the output decides
+    if node.op_type in ("Identity", *MOVES):  # the readers of the output decide
         users = [use for output in node.outputs for use in output.uses()]
         return bool(users) and all(_is_scale(user, at) for user, at in users)
     if node.op_type in WEIGHTS or node.op_type.startswith("QLinear"):
@@ -212,7 +212,7 @@ def _is_scale(node: ir.Node, place: int) -> bool:
 
 
 def _scales_product(node: ir.Node, place: int) -> bool:
-    """Whether a factor scales the result of an integer product, or another scale of one."""
+    """Whether a factor scales an integer product, or another scale of such a product."""
     other = node.inputs[1 - place] if len(node.inputs) == 2 else None
     producer = None if other is None else other.producer()
     while producer is not None and producer.op_type in ("Cast", "Sub", *MOVES):

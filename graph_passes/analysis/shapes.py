@@ -1,9 +1,9 @@
 """Shape inference at given axis lengths.
 
 Exporters compute shapes with operators (Shape, Gather, Concat, Where, ...) that static inference
-cannot evaluate. Here each named axis has a length. The ONNX reference evaluator executes the
-integer shape computations, and ONNX's inference rules give all other shapes node by node. Weights
-are not loaded from disk.
+cannot evaluate. This module gives each named axis a length. The ONNX reference evaluator executes
+the integer shape computations, and ONNX's inference rules give all other shapes node by node.
+Weights are not loaded from disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SAMPLES = 400
 PLAIN_ATTRIBUTES = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
                               ir.AttributeType.FLOATS, ir.AttributeType.STRING,
                               ir.AttributeType.STRINGS})  # fmt: skip
-"""Types of attributes that are hashable; results of nodes with others are not cached."""
+"""Types of hashable attributes; results of nodes with other attributes are not cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class ShapeInfo:
         return node.attributes["then_branch" if condition.item() else "else_branch"].as_graph()
 
     def explain(self, value: ir.Value) -> str:
-        """Why a value has no shape: the reason of the first node above it that failed."""
+        """Return why a value has no shape: the reason of the first node above it that failed."""
         pending = [value]
         seen = {value}
         while pending:
@@ -184,7 +184,7 @@ def drop_length_dependent(info: ShapeInfo, other_info: ShapeInfo) -> ShapeInfo:
         other_constant = other_info.constant(value)
         if constant is None or other_constant is None or not tensor.dtype.is_floating_point():
             return tensor
-        if constant.shape != other_constant.shape:  # of masks and positions
+        if constant.shape != other_constant.shape:  # masks and positions
             return tensor
         is_equal = np.array_equal(constant, other_constant, equal_nan=True)
         return tensor if is_equal else TensorInfo(tensor.dtype, tensor.shape)
@@ -197,7 +197,7 @@ def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:
     """Infer all shapes of a model at the given axis lengths, including bodies of nodes.
 
     Outputs of unknown operators, data-dependent shapes and loop states of changing shape stay
-    unknown; this is not an error. Axes of images have the only length that they can have.
+    unknown; this is not an error. Axes of images have their only possible length.
     """
     axes = {**convolved_lengths(model.graph), **axes}
     inference = _Inference({"": 1, **model.opset_imports})
@@ -364,7 +364,7 @@ rewrite."""
 def _outcome(
     node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> Outcome:
-    """Infer the outputs of a node without a body."""
+    """Infer the outputs of a node without a body, uncached."""
     rule = RULES.get((node.domain, node.op_type))
     if rule is not None:
         return _infer_by_rule(rule, node, tensors)
@@ -418,7 +418,7 @@ def _are_constant(tensors: Sequence[TensorInfo | None]) -> bool:
 def _evaluate_node(
     node: ir.Node, tensors: Sequence[TensorInfo | None], opsets: Mapping[str, int]
 ) -> Sequence[TensorInfo]:
-    """Evaluate a node on the reference evaluator; empty if it cannot (rules may still apply)."""
+    """Evaluate a node on the reference evaluator; empty if that fails (rules may still apply)."""
     try:
         with np.errstate(all="ignore"):
             arrays = [None if tensor is None else tensor.constant for tensor in tensors]

@@ -8,13 +8,13 @@ from typing import Literal
 __all__ = ["Phase", "Workload"]
 
 Phase = Literal["sequence", "prompt", "token"]
-"""``prompt``: new tokens and an empty cache. ``token``: one new token after cached ones.
-``sequence``: new tokens, after as many cached ones if the model has a cache."""
+"""``prompt``: new tokens and an empty cache. ``token``: one new token after cached tokens.
+``sequence``: new tokens, after as many cached tokens if the model has a cache."""
 
 
 @dataclass(frozen=True, order=True)
 class Workload:
-    """The tokens of one run: new ones of each row, after cached ones.
+    """The tokens of one run: the new tokens of each row, after its cached tokens.
 
     Attributes:
         batch: Rows.
@@ -35,7 +35,7 @@ class Workload:
 
     @property
     def length(self) -> int:
-        """The length that the workload is named after, as in ``of``."""
+        """The argument ``length`` of ``of``: cached tokens for a ``token``, else new tokens."""
         return self.past if self.phase == "token" else self.new
 
     def __str__(self) -> str:

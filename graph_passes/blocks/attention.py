@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["AttentionBlock", "BlockForm", "Reused", "Softmax", "Unmatched"]
 
 BlockForm = Literal["standard", "collaborative", "sparse", "reuse", "skip"]
-"""How a block computes its probabilities; "skip" stands for a removed attention layer."""
+"""The kind of computation of a block's probabilities; "skip" is a removed attention layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,7 @@ class Reused:
     Attributes:
         value: The probabilities of the other block, (B, H, S, T).
         heads: The heads of this block.
-        sources: The head of ``value`` that each of them reuses.
+        sources: The head of ``value`` that each of ``heads`` reuses.
     """
 
     value: ir.Value
@@ -66,12 +66,12 @@ class AttentionBlock:
         softmax: The softmax of the heads of q and k; None inside a fused operator, or if all heads
             are reused.
         probabilities: Probabilities of all heads, (B, H, S, T) or (B*H, S, T); None inside a fused
-            operator, in another layout, or if own and reused heads are in values of their own.
+            operator, in another layout, or if own and reused heads are in separate values.
         context: probabilities @ v, (B, H, S, V) or in the layout of the operator.
         context_axes: The permutation of the context to (B, H, S, V) or (B*H, S, V); None for
             (B, S, H*V), as some fused operators return it.
         nodes: All nodes with MACs, and the softmax.
-        idiom: The function in ``idioms`` or ``operators`` that matched it.
+        idiom: The function in ``idioms`` or ``operators`` that matched the block.
         position: The position encoding: none, a bias by head, or rotary embeddings.
         reused: Heads that reuse probabilities of other blocks. Then q and k have the other heads
             only, in order; v and the context have all heads.
@@ -118,20 +118,20 @@ class AttentionBlock:
 
     @property
     def own_heads(self) -> Int[np.ndarray, " N"]:
-        """The heads that compute their own probabilities: those of q and k, in order."""
+        """The heads that compute their own probabilities, in the order of q and k."""
         taken = [reused.heads for reused in self.reused]
         return np.setdiff1d(np.arange(self.num_heads), np.concatenate([[], *taken]))
 
     @property
     def own_probabilities(self) -> ir.Value | None:
-        """The probabilities of the heads of q and k; None if no value has them by head."""
+        """The probabilities of the heads of q and k; None if no value holds them by head."""
         return None if self.softmax is None else self.softmax.probabilities
 
     @property
     def probability_values(self) -> tuple[ir.Value, ...]:
-        """The values with the probabilities of all heads: one, or own and then ``reused`` ones.
+        """The values with the probabilities of all heads: one value, or own, then ``reused`` ones.
 
-        Empty if the graph does not have them by head.
+        Empty if the graph has no probabilities by head.
         """
         if self.probabilities is not None:
             return (self.probabilities,)
@@ -142,17 +142,17 @@ class AttentionBlock:
 
     @property
     def num_kv_heads(self) -> int:
-        """G."""
+        """G, the number of key/value heads."""
         return self.v.num_distinct_heads
 
     @property
     def head_size(self) -> int:
-        """K."""
+        """K, the size of queries and keys of a head."""
         return self.q.head_size
 
     @property
     def v_head_size(self) -> int:
-        """V."""
+        """V, the size of values of a head."""
         return self.v.head_size
 
     @property
@@ -162,13 +162,13 @@ class AttentionBlock:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any of its weights is quantized, so that rewrites cannot change it."""
+        """Whether any weight of the block is quantized; rewrites cannot change such a block."""
         parts = (self.q, self.k, self.v, self.output)
         return any(part is not None and part.is_quantized for part in parts)
 
     @property
     def form(self) -> BlockForm:
-        """How the probabilities are computed: reused, from shared dimensions, or as usual."""
+        """The computation of the probabilities: reused, from shared dimensions, or standard."""
         if self.reused:
             return "reuse"
         if self.is_collaborative:

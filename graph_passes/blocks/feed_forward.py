@@ -130,22 +130,22 @@ class FeedForwardBlock:
 
     @property
     def num_neurons(self) -> int:
-        """F."""
+        """F, the number of neurons."""
         return self.second.width
 
     @property
     def input_size(self) -> int:
-        """D."""
+        """D, the size of x."""
         return self.first[0].width
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any of its weights is quantized, so that rewrites cannot change it."""
+        """Whether any weight of the block is quantized; rewrites cannot change such a block."""
         return any(part.is_quantized for part in (*self.first, self.second))
 
     @property
     def is_gated(self) -> bool:
-        """Whether a second product multiplies the activations, packed or not."""
+        """Whether a second product, packed or not, multiplies the activations."""
         return sum(part.columns.size for part in self.first) > self.num_neurons
 
     def weights(self) -> tuple[Operand, ...]:

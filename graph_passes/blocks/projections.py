@@ -113,7 +113,7 @@ class Norm:
         node: The last node of the norm before its weight.
         columns: The columns of W of each group of L elements that are normalized together.
         gain: Factors of the elements before the norm.
-        offset: Their bias.
+        offset: The bias of the elements before the norm.
         scale: A scalar factor before the norm.
         epsilon: Added to the mean square.
         centered: Whether the mean of u is subtracted first, as in LayerNorm.
@@ -144,13 +144,13 @@ class Norm:
 
 
 class QuantizedProduct(NamedTuple):
-    """A product of tokens and a quantized weight, which is read as it is.
+    """The output of a product of tokens and a quantized weight, which stays in the graph.
 
     Attributes:
         value: (B, T, N) in floating point; it may include a bias.
         width: N.
-        is_flat: Whether the axes of the tokens are not those of the projection's input, mostly
-            (B*T, N).
+        is_flat: Whether the axes of the tokens differ from the axes of the projection's input,
+            mostly (B*T, N).
     """
 
     value: ir.Value
@@ -180,7 +180,7 @@ class Projection:
             (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
             the weight is an integer tensor, from which no matrix is computed.
         width: D, the size of the tokens; 0 if all heads are inputs.
-        dtype: The element type in which the heads are computed: that of the weight, or of
+        dtype: The element type in which the heads are computed: the type of the weight, or of
             ``product``.
         product: input @ W if W is quantized, else None.
         columns: The column of each element of each head.
@@ -232,7 +232,7 @@ class Projection:
 
     @property
     def is_cached(self) -> bool:
-        """Whether there are heads of earlier tokens, which are inputs of the graph."""
+        """Whether the graph has inputs with the heads of earlier tokens."""
         return self.past is not None
 
     def sequences(self, shape_of: Callable[[ir.Value], tuple[int, ...]]) -> int:
@@ -269,12 +269,12 @@ class Projection:
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """H, the number of heads."""
         return self.columns.shape[0]
 
     @property
     def head_size(self) -> int:
-        """K, or V for values."""
+        """The size of a head: K for queries and keys, V for values."""
         return self.columns.shape[1]
 
     @property

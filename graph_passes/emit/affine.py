@@ -69,7 +69,7 @@ def emit_constant(
 
 
 def _replace(make: Inserter, old: ir.Value, new: ir.Value, width: int, info: ShapeInfo) -> None:
-    """Replace ``old`` by ``new``, (B, S, width), which is flattened if ``old`` is."""
-    if len(info.shape(old) or ()) == 2:  # tokens are flattened here
+    """Replace ``old`` by ``new``, (B, S, width); flatten ``new`` if ``old`` is flattened."""
+    if len(info.shape(old) or ()) == 2:  # ``old`` is flattened
         new = make.op("Reshape", [new, make.integers([-1, width], "flat")], "flat_output")
     replace_uses(old, new)

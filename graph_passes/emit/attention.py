@@ -39,7 +39,7 @@ KEY_TERM = Refusal(
 
 
 def entangled_bias_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the biases of a block cannot be emitted: one needs its q or k; None if they can."""
+    """Return why a bias that depends on q or k cannot be emitted; None without such a bias."""
     if any(isinstance(step, PositionBias) and step.entangled for step in block.steps):
         return Refusal(
             "entangled_bias", "its position bias is computed from its own queries or keys"
@@ -48,7 +48,7 @@ def entangled_bias_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def emission_refusal(block: AttentionBlock, info: ShapeInfo | None = None) -> Refusal | None:
-    """Why some heads of a block cannot be emitted in plain operators; None if they can.
+    """Return why some heads of a block cannot be emitted in plain operators; None if they can.
 
     Args:
         info: Shapes, if known: masks may have too many axes.
@@ -135,7 +135,7 @@ def emit_output_projection(
 ) -> None:
     """Replace the block's output by the projection of the context (B, S, H*V) of some heads.
 
-    If its weight is quantized, only the order of the elements is changed.
+    If the weight of the projection is quantized, only the order of the elements is changed.
     """
     output = block.output
     assert output is not None

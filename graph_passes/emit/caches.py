@@ -19,7 +19,7 @@ class Cache:
     """The cache of keys or values.
 
     Attributes:
-        past: The input of the graph, and its copies (a Concat of one input).
+        past: The graph input of the cache, and its copies (a Concat of one input).
         join: The Concat of past and new heads.
     """
 
@@ -44,7 +44,7 @@ def cache_of(part: Projection) -> Cache | None:
 
 
 def cache_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the cache of a block's keys cannot be rewritten; None if it can."""
+    """Return why the cache of a block's keys cannot be rewritten; None if it can."""
     past = block.k.past
     cache = cache_of(block.k)
     assert past is not None

@@ -153,10 +153,10 @@ def replace_uses(old: ir.Value, new: ir.Value) -> None:
 
 
 def capture_weights(model: ir.Model) -> None:
-    """Let bodies of Loop and Scan read weights that are their state from the outer graph.
+    """Let bodies of Loop and Scan read weights from the outer graph instead of from their state.
 
-    Some converters hand each weight to the body as a state that no iteration changes. The state
-    stays, but only the body's own copy reads it.
+    Some converters pass each weight to the body as a state that no iteration changes. The state
+    stays, but no node computes with it.
     """
     for node in model.graph.all_nodes():
         if node.domain or node.op_type not in ("Loop", "Scan"):
@@ -335,7 +335,7 @@ def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:
 
 
 def in_precision(make: Inserter, value: ir.Value, dtype: ir.DataType, info: ShapeInfo) -> ir.Value:
-    """Cast a value to another precision, unless it has it or its own is unknown."""
+    """Cast a value to a precision, unless its precision is equal or unknown."""
     if type_of(value, info) in (None, dtype):
         return value
     return make.op("Cast", [value], "cast", dtype=dtype, to=dtype.value)

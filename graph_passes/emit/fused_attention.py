@@ -34,8 +34,8 @@ FusedOperator = Literal["attention", "multi_head", "merged", "onnx"]
 with one that is split; or ai.onnx Attention."""
 
 OPSETS: Mapping[FusedOperator, int] = {"merged": 13, "onnx": 23}
-"""The first ai.onnx opset with the nodes of an operator: Split by sizes that are an input, and
-Attention."""
+"""The first ai.onnx opset with the nodes that an operator needs: Split with the sizes as an input
+(13), and Attention (23)."""
 
 ROLES = ("query", "key", "value")
 """Names of the nodes that compute the operands."""
@@ -52,7 +52,7 @@ LOW: Mapping[ir.DataType, float] = {
 }
 """The bias of a hidden key, by the precision of the heads. -inf would give NaN for a query without
 keys. The lowest float would overflow to -inf when it is added to a negative score or to a second
-mask, e.g. the causal mask of the operator. The sum of two of these and a score is finite."""
+mask, e.g. the causal mask of the operator. The sum of two such biases and a score is finite."""
 
 
 def emit_fused_blocks(
@@ -84,7 +84,10 @@ def _blocks_in_order(model: ir.Model, blocks: Iterable[AttentionBlock]) -> list[
 
 
 def _place(block: AttentionBlock) -> ir.Node:
-    """The first node that reads the context for the output product: the block is emitted before."""
+    """The node before which the operator is inserted: the last node of the output projection.
+
+    If that projection is quantized, the first node that reads its input.
+    """
     output = block.output
     assert output is not None
     if not output.is_quantized:
@@ -103,7 +106,7 @@ def _biases(
 ) -> dict[str, ir.Value]:
     """The bias of the scores of each block that has more than a causal mask, by name.
 
-    Blocks with equal masks and lengths share one bias, which is emitted before the first of them.
+    Blocks with equal masks and lengths share one bias, which is emitted before the first block.
     """
     distinct_lengths = infer_shapes_small(model, batch=3, sequence=7, distinct_lengths=True)
     bias_by_key: dict[Hashable, ir.Value] = {}
@@ -338,7 +341,7 @@ def _project_operands(
     """Emit queries, keys and values, (B, T, H*K), head after head.
 
     Args:
-        biased: Add their biases.
+        biased: Add the biases of the projections.
     """
     for name, part, scale in _parts(block):
         columns = part.columns.reshape(-1)

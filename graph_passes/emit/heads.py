@@ -26,7 +26,7 @@ TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, s
 
 
 def heads_refusal(part: Projection) -> Refusal | None:
-    """Why the heads of a projection cannot be emitted in plain operators; None if they can."""
+    """Return why heads of a projection cannot be emitted in plain operators; None if they can."""
     if part.is_cached:
         return Refusal(
             "cached",
@@ -97,7 +97,7 @@ def _distinct(terms: Sequence[RotaryTerm], heads: np.ndarray) -> tuple[np.ndarra
     """The first of each group of equal heads, in order, and the group of each head.
 
     Args:
-        terms: Those of ``heads``.
+        terms: The terms of ``heads``.
         heads: The index of each head in the layouts of the factors.
     """
     arrays = [np.where(term.gain != 0, term.columns, -1) for term in terms]
@@ -210,7 +210,7 @@ def emit_columns(
 ) -> ir.Value:
     """Emit columns of the product of tokens and weight, times ``gain``: (B, T, columns).
 
-    They are taken from the product in the graph if the weight is quantized.
+    If the weight is quantized, the columns are gathered from the product in the graph.
 
     Args:
         names: Names of the new weight and of the new product.
@@ -270,7 +270,7 @@ def _apply_norm(
 ) -> ir.Value:
     """Emit u / size(u), in float32 at least: squares overflow in float16.
 
-    A LayerNormalization of the graph stays one.
+    A LayerNormalization of the graph is emitted as a LayerNormalization.
     """
     half = dtype.itemsize < 4
     single = ir.DataType.FLOAT if half else dtype
@@ -302,8 +302,8 @@ def _apply_norm(
 def _mean(make: Inserter, value: ir.Value, size: int, name: str, dtype: ir.DataType) -> ir.Value:
     """Emit the mean over the last axis, which stays with length 1.
 
-    ReduceMean takes axes as an input from opset 18 on. Before, and in bodies, which state no opset,
-    a mean is a matrix product.
+    From opset 18 on, the axes of ReduceMean are an input. In older opsets, and in bodies, which
+    state no opset, the mean is a matrix product.
     """
     if make.graph.opset_imports.get("", 0) >= 18:
         return make.op("ReduceMean", [value, make.integers([-1], "last")], name)

@@ -73,7 +73,7 @@ def probabilities_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
 
 
 def _logits_type(block: AttentionBlock, info: ShapeInfo) -> ir.DataType:
-    """The widest precision between scores and softmax; some graphs use float32 only there."""
+    """The widest precision between scores and softmax; the heads may have a narrower one."""
     softmax = [n.inputs[0] for n in block.nodes if n.op_type in ("Softmax", "BiasSoftmax", "Exp")]
     added = [step.value for step in block.steps if isinstance(step, PositionBias | Weighted)]
     dtypes = [dtype for value in (*softmax, *added) if (dtype := type_of(value, info))]

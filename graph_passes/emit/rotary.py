@@ -104,7 +104,7 @@ def _repeats(value: ir.Value | None, half: int, *, interleaved: bool) -> bool:
 
 
 def _joins_equal_pairs(pairs: ir.Value | None) -> bool:
-    """Whether a last axis of 2 equal elements was made, for a Reshape that joins the last axes.
+    """Whether the last axis of a value holds two equal elements, for a Reshape that joins axes.
 
     PyTorch writes ``repeat_interleave`` and ``stack`` in this way (GPT-J, RoFormer).
     """

@@ -131,7 +131,7 @@ def collaborative_factors(
         progress: Called after each sweep with its number, from 1, and the relative error.
 
     Raises:
-        InvalidArgument: The rank is outside 1 to H * K, there are no sweeps, or shapes disagree.
+        InvalidArgument: The rank is outside 1 to H * K, sweeps are below 1, or shapes disagree.
         InvalidData: The moments have another size, or a covariance has negative eigenvalues.
         InvalidModel: Weights are not finite.
     """

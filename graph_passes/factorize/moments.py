@@ -149,8 +149,8 @@ def validate_heads(
     """Validate heads (H, D, K) and (H, E, K), biases (H, K) and moments.
 
     Returns:
-        The same, with arrays in float64. The default bias is zero, the default moments are those
-        of white tokens: mean zero, covariance identity.
+        The heads, biases and moments, with arrays in float64. The default bias is zero, the default
+        moments are those of white tokens: mean zero, covariance identity.
 
     Raises:
         InvalidArgument: Shapes disagree.

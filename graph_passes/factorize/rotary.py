@@ -69,7 +69,7 @@ class RotaryFactors:
         key: y b_gf of the planes of each key head, with the bias as the last row.
         groups: The key head of each query head.
         planes: The plane whose angle rotates each complex number of a key head.
-        relative_error: The lost share of the energy of the scores, as the root.
+        relative_error: The square root of the lost share of the energy of the scores.
     """
 
     query: Complex[np.ndarray, "H D+1 N"]
@@ -87,7 +87,7 @@ class RotaryFactors:
 def truncated_planes(
     heads: RotaryHeads, head_size: int, moments: TokenMoments | None = None
 ) -> RotaryFactors:
-    """Keep ``head_size`` / 2 planes of each key group, those with the largest energy.
+    """Keep the ``head_size`` / 2 planes with the largest energy of each key group.
 
     Raises:
         InvalidArgument: ``head_size`` is odd, or not from 2 to K.
@@ -151,7 +151,7 @@ def _check(name: str, number: int, largest: int) -> None:
 
 
 def _root(lost: float) -> float:
-    """The relative error; never zero, which means exact."""
+    """The relative error for a lost share of the energy; never zero, which means exact."""
     return max(float(np.sqrt(max(lost, 0.0))), 1e-8)
 
 
@@ -160,10 +160,10 @@ def _energies(
 ) -> tuple[Float[np.ndarray, "F G"], Complex[np.ndarray, "F G G"]]:
     """The root of the energy of each group's queries, and the Gram matrix of the keys, by plane.
 
-    Without moments, tokens are white. In rotated planes, the mean of the keys counts, because it is
-    rotated by the position and so differs between keys. In other planes it adds the same to all
-    scores of a query, which softmax ignores. The mean of the keys is that of the queries in
-    self-attention, and unknown otherwise.
+    Without moments, tokens are white. In rotated planes, the mean of the keys counts, because the
+    rotation by the position makes it differ between keys. In other planes, the mean adds one
+    constant to all scores of a query, which softmax ignores. In self-attention, queries and keys
+    have the same mean; otherwise the mean of the keys is unknown.
     """
     D = heads.query.shape[1] - 1
     E = heads.key.shape[1] - 1

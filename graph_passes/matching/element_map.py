@@ -1,7 +1,7 @@
 """Element maps: the column and token of a projection that each element of a value comes from.
 
-A ``LinearTrace`` represents a value by element maps. The functions here are arithmetic on traces;
-``LayoutReader`` applies them to the nodes of a graph.
+A ``LinearTrace`` represents a value by element maps. The functions of this module are arithmetic on
+traces; ``LayoutReader`` applies them to the nodes of a graph.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class ElementMap:
 
     Attributes:
         columns: The column of the product.
-        tokens: The token of the product, numbered in its order.
+        tokens: The token of the product, by number in the order of the product.
         gain: The factor of the product's element.
-        offset: The summand after it.
+        offset: The summand after the gain.
         factor_index: The flat index into the position factor of the term; unused if the factor
             is 1.
     """
@@ -234,7 +234,7 @@ def _common(
     """The common product and norm of all traces except caches.
 
     Raises:
-        MatchFailure: The traces have no common product and norm; this is the error to raise.
+        MatchFailure: The given ``failure``, if the traces have no common product and norm.
     """
     projected = [piece for piece in pieces if piece.source is not None]
     if len({(p.source.node, p.norm and p.norm.norm.node) for p in projected if p.source}) > 1:
@@ -267,11 +267,11 @@ class TermByHead(NamedTuple):
 
 
 class CachedHeads(NamedTuple):
-    """The cached heads (B, H, P, K) that precede those of the tokens.
+    """The cached heads (B, H, P, K), which precede the heads of the tokens.
 
     Attributes:
         factor: The cache.
-        heads: Its term. The gain is zero, and each offset is the scale of the cache.
+        heads: The term of the cache. The gain is zero, and each offset is the scale of the cache.
     """
 
     factor: PositionFactor
@@ -279,7 +279,7 @@ class CachedHeads(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """The factor that the cache is multiplied with."""
+        """The scalar factor of the cache."""
         return float(self.heads.offset.flat[0])
 
 
@@ -383,7 +383,7 @@ def known_shape(value: ir.Value, info: ShapeInfo) -> tuple[int, ...]:
     """The shape of a value.
 
     Raises:
-        MatchFailure: It is unknown.
+        MatchFailure: The shape is unknown.
     """
     shape = info.shape(value)
     if shape is None:

@@ -20,7 +20,7 @@ from graph_passes.blocks import AttentionBlock, LogitStep, Mask, PositionBias
 __all__ = ["have_equal_masks"]
 
 SMALL = 1024
-"""Elements of constants that are compared one by one; larger ones must be the same tensor."""
+"""Maximum size of constants that are compared by element; larger ones must be one tensor."""
 
 REACH = 60
 """Maximum number of compared nodes above a mask."""
@@ -29,7 +29,7 @@ REACH = 60
 def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
     """Whether two blocks have equal query and key lengths, masks and position biases.
 
-    Masks may be of different heads: of an equal mask (B, H, S, T), each block may have its own.
+    Each block may have selected its own heads from an equal mask (B, H, S, T).
     """
     if block.kind != other.kind or len(block.steps) != len(other.steps):
         return False
@@ -50,7 +50,10 @@ def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
 
 
 def _as_mask(step: LogitStep) -> LogitStep:
-    """A bias of 0 and -inf, which ``PruneHeads`` adds for a mask, as that mask; without Not."""
+    """Return a bias of 0 and -inf, which ``PruneHeads`` writes for a mask, as that mask.
+
+    A Not before the mask is removed, and ``keep`` inverted.
+    """
     if isinstance(step, PositionBias) and step.sign == 1 and not step.entangled:
         node = step.value.producer()
         if node is None or node.op_type != "Where" or node.inputs[0] is None:
@@ -67,7 +70,7 @@ def _as_mask(step: LogitStep) -> LogitStep:
 
 
 def _of_all_heads(value: ir.Value | None, block: AttentionBlock) -> ir.Value | None:
-    """The mask that a mask of some heads was taken from, as ``PruneHeads`` takes it."""
+    """The mask of all heads from which a Gather of ``PruneHeads`` selected; else the value."""
     node = None if value is None else value.producer()
     if node is None or node.op_type != "Gather" or node.domain or not is_constant(node.inputs[1]):
         return value

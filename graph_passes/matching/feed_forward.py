@@ -87,7 +87,7 @@ def _match(
     for value in _outputs_of((*first, *between)):
         readers = [node for node, _ in value.uses() if node.op_type != "Shape"]
         if value is second.tokens and second.is_quantized:
-            continue  # nodes that quantize it
+            continue  # its readers quantize it
         if value.is_graph_output() or not inner.issuperset(readers):
             return None
     widths = _widths(dict.fromkeys(first, 1) | between, second.width, runs[0], opsets)
@@ -131,7 +131,7 @@ class _UpperHalf(NamedTuple):
 
 
 def _upper_half(second: Linear, graph: ir.Graph, runs: Sequence[ShapeInfo]) -> _UpperHalf | None:
-    """Search from the second product upwards to the first ones; None if others are in between."""
+    """Search upwards from the second product to the first ones; None if the path does not match."""
     first: dict[ir.Node, Linear] = {}
     between: dict[ir.Node, int] = {}
     constants_by_neuron: list[Operand] = []
@@ -318,7 +318,7 @@ def _shape_marks(
 ) -> dict[ir.Value, np.ndarray] | None:
     """Mark the positions of F in shapes computed from values of the nodes.
 
-    Returns None if F is used by anything but Reshape nodes, and bounds of Slice nodes, among them.
+    Returns None if F has a use other than Reshape nodes and bounds of Slice nodes among ``nodes``.
     """
     marks: dict[ir.Value, np.ndarray] = {}
     pending = [user for v in _outputs_of(nodes) for user, _ in v.uses() if user.op_type == "Shape"]

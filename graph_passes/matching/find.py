@@ -53,7 +53,7 @@ BATCH, SEQUENCE = 2, 5
 
 
 class FoundAttention(NamedTuple):
-    """The attention of a model.
+    """The attention blocks of a model, and the candidates that did not match.
 
     Attributes:
         blocks: The matched blocks, in order of execution.
@@ -120,7 +120,7 @@ def _match_softmax(
     """Match the attention of a softmax.
 
     Raises:
-        MatchFailure: It is not the softmax of scores, or the context is not matched.
+        MatchFailure: The softmax is not over scores, or the context does not match.
     """
     reader.shape(softmax.logits)
     logits = match_logits(softmax, reader)
@@ -161,7 +161,7 @@ def _reused_beside(context: ContextMatch, reader: LayoutReader) -> tuple[Reused,
     """The reused heads that are concatenated with the heads of a softmax.
 
     Raises:
-        MatchFailure: Something else is concatenated with them.
+        MatchFailure: Values other than heads of attention are concatenated with them.
     """
     assert context.joined is not None and context.own is not None
     probabilities = {context.own, *_softmaxes(context.joined)}
@@ -393,7 +393,7 @@ def _make_block(
     Args:
         product, idiom, content, softmax, probabilities, context_axes, reused: See
             ``AttentionBlock``.
-        nodes: The nodes besides those of the projections.
+        nodes: The nodes of the block outside of its projections.
     """
     q = match.q
     heads = q.num_heads + sum(len(part.heads) for part in reused)
@@ -524,7 +524,7 @@ def _split_content(
     if steps and isinstance(steps[0], PositionBias):
         try:
             content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
-        except (MatchFailure, ValueError):  # ValueError: it has fewer axes than the keys
+        except (MatchFailure, ValueError):  # ValueError: the bias has fewer axes than the keys
             return tuple(steps), None
         is_of_keys = content.has_weight and content.input is k.input
         if is_of_keys and content.head_size == 1:

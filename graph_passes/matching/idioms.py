@@ -9,7 +9,7 @@ Each list is tried in order; the first function that returns a result matches th
 Operators that contain a whole attention are in ``operators``, norms of queries and keys in
 ``norms``, output shapes of operators outside the standard in
 ``analysis.contrib_shapes``.
-A new idiom is one function here and one line in its list.
+A new idiom is one function in this module and one line in its list.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ SOFTMAXES = (softmax, exponential_of_log_softmax, softmax_with_bias, softmax_in_
 
 
 def _softmax(node: ir.Node, info: ShapeInfo, *, one_axis: bool) -> SoftmaxMatch:
-    """Match a softmax over ``axis``, or over all axes from there on if the rest have length 1."""
+    """Match a softmax over ``axis``, or also over later axes if those have length 1."""
     logits = node.inputs[0] if node.inputs else None
     if logits is None or not node.outputs:
         raise MatchFailure(f"{describe(node)} lacks its input or its output")

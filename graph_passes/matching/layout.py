@@ -116,7 +116,7 @@ class LayoutReader:
             heads: Number of heads in the last axis of an operand (B, T, H*K) (fused operators).
 
         Raises:
-            MatchFailure: There is an unsupported node in between.
+            MatchFailure: A node between the product and the operand is not supported.
         """
         return self.make_projection(
             self.trace(operand, role), operand, role, axes=axes, heads=heads
@@ -135,7 +135,7 @@ class LayoutReader:
         if axes is None:
             axes = range(len(trace.shape))
         terms, cached = split_heads(trace, axes, heads, role)
-        # Phi-3 joins the rotated elements with those without rotation, of which there are none.
+        # Phi-3 joins the rotated elements with an empty set of elements without rotation.
         terms = {factor: term for factor, term in terms.items() if term.is_used} or terms
         past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
         if trace.source is None:
@@ -271,7 +271,7 @@ class LayoutReader:
         return bool((rows == np.arange(product.rows.size)[:, None]).all())
 
     def _add_bias(self, product: ir.Node) -> _Biased:
-        """A product and its bias, which the product or an Add after it adds."""
+        """Match a product and its bias, in the same operator or in an Add after the product."""
         output = product.outputs[0]
         if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
             bias = product.inputs[2]
@@ -287,10 +287,10 @@ class LayoutReader:
         return _Biased(None, output)
 
     def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
-        """Express ``value`` in terms of the product with a constant that it is computed from.
+        """Trace ``value`` to the product with a constant from which it is computed.
 
         Raises:
-            MatchFailure: There is an unsupported node, or more than one product.
+            MatchFailure: A node is not supported, or the value depends on several products.
         """
         node = value.producer()
         if node is None and not is_constant(value) and role in ("key", "value", "content"):
@@ -661,7 +661,7 @@ def only_consumer(value: ir.Value) -> ir.Node | None:
 
 
 def _reads_elements(node: ir.Node) -> bool:
-    """False for a Shape, and for a change of the shape that only such nodes read (onnxsim)."""
+    """Whether a node reads elements; a Shape does not, nor a reshape that only Shape nodes read."""
     if node.op_type in FLATTENS:
         output = node.outputs[0]
         return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())

@@ -183,7 +183,7 @@ def _mean_square(value: ir.Value | None, rows: ir.Value, info: ShapeInfo) -> _Si
 
 
 def _with_number(node: ir.Node) -> list[tuple[ir.Value | None, float]]:
-    """The operands of a node with a number as the other one; of Clip, the lower bound."""
+    """Pairs of an operand and the constant number combined with it; of Clip, the lower bound."""
     a, b, *rest = [*node.inputs, None]
     if any(rest):  # an upper bound
         return []
@@ -346,7 +346,7 @@ def _vector(node: ir.Node, value: ir.Value, role: str) -> np.ndarray:
     """The elements of the weight or bias of a norm.
 
     Raises:
-        MatchFailure: It is not constant.
+        MatchFailure: The value is not constant.
     """
     if not is_constant(value):
         raise MatchFailure(

@@ -133,7 +133,7 @@ def attention_operator(node: ir.Node, reader: LayoutReader) -> OperatorMatch:
     """ai.onnx Attention, opset 23 and later.
 
     Raises:
-        MatchFailure: It is causal over caches of different lengths.
+        MatchFailure: The operator is causal over caches of different lengths.
     """
     q, k, v, mask, past_key, past_value, lengths = _inputs(node, 7)
     if q is None or k is None or v is None:
@@ -288,7 +288,7 @@ ROLES = ("query", "key", "value")
 
 
 def _inputs(node: ir.Node, count: int) -> list[ir.Value | None]:
-    """The first ``count`` inputs of a node; None for those that it lacks."""
+    """The first ``count`` inputs of a node; None for an omitted input."""
     return [*node.inputs, *[None] * count][:count]
 
 

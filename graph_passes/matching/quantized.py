@@ -84,7 +84,7 @@ def _linear(node: ir.Node, value: ir.Value, info: ShapeInfo) -> Linear | None:
         return None
     assert weight is not None
     contracted: tuple[int, ...] = ()
-    if node.op_type in OF_FLOATS:  # of a constant that DequantizeLinear computes
+    if node.op_type in OF_FLOATS:  # DequantizeLinear computes the weight
         float_product = linear(node, lambda value: info.shape(value) or ())
         if float_product is None or float_product.scale != 1.0:
             return None
@@ -161,7 +161,7 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
 
 
 def _operand_sources(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
-    """The operand of a product, then the values it is quantized from, ending at the tokens."""
+    """Yield the operand of a product, then the values before its quantization, up to the tokens."""
     value = product.inputs[OPERANDS[product.domain, product.op_type][0]]
     for _ in range(REACH):
         if value is None:
@@ -173,7 +173,7 @@ def _operand_sources(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
         if node.op_type in CONVERSIONS:
             inner = node.inputs[0]
             if node.op_type == "DequantizeLinear" and not _is_quantize(inner):
-                return  # of bytes that another operator computes, such as Gather
+                return  # another operator, such as Gather, computes the bytes
             value = inner
         elif node.op_type in ("Div", "Mul") and not node.domain:
             # Divided by the largest value of its row, or smoothed by channel.

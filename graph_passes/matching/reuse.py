@@ -147,7 +147,7 @@ def _sliced(node: ir.Node, heads: np.ndarray, info: ShapeInfo) -> np.ndarray | N
 
 
 def _is_of_heads(node: ir.Node) -> bool:
-    """Whether the axis of a Gather, Split or Concat is that of the heads."""
+    """Whether the axis of a Gather, Split or Concat counts heads."""
     default = 0 if node.op_type in ("Gather", "Split") else None
     return node.attributes.get_int("axis", default) in (HEADS, HEADS - 4)
 
@@ -155,7 +155,7 @@ def _is_of_heads(node: ir.Node) -> bool:
 def reused_heads(
     sources: HeadSources, own_probabilities: ir.Value | None, node: ir.Node
 ) -> tuple[Reused, ...]:
-    """The reused heads: those from values other than ``own_probabilities``.
+    """The reused heads, which come from values other than ``own_probabilities``.
 
     Raises:
         MatchFailure: The own heads are incomplete or out of order.
@@ -211,7 +211,7 @@ def joining_node(context: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value]
 
 
 def whole_values(parts: Sequence[ir.Value], info: ShapeInfo) -> ir.Value | None:
-    """The value (B, H, T, V) of which ``parts`` are all heads in order, if there is one."""
+    """The value (B, H, T, V) that ``parts`` divide by heads, in order; None if there is none."""
     node = parts[0].producer()
     for _ in range(REACH):
         is_part = node is not None and node.op_type in (*CASTS, *SELECTIONS)

@@ -59,7 +59,7 @@ def apply_position_factor(
 
 
 def depends_on(value: ir.Value, source: ir.Value) -> bool:
-    """Whether the elements of ``value`` are computed from those of ``source``."""
+    """Whether the elements of ``value`` depend on the elements of ``source``."""
     pending = [value]
     seen = {value}
     while pending:

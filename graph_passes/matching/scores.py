@@ -70,7 +70,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
     """Match the input of a softmax; None if it contains no product of activations.
 
     Raises:
-        MatchFailure: There are two products, or the axis is not that of the keys.
+        MatchFailure: The scores come from two products, or the axis does not count keys.
     """
     path = _find_scores(softmax.logits, reader, REACH, {})
     if path is None:
@@ -198,7 +198,7 @@ def axis_order(labels: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _step_in_order(step: LogitStep, labels: np.ndarray) -> LogitStep:
-    """Add the permutation of the logits at a step, which its mask is broadcast to."""
+    """Add to a step the permutation of the logits to which its mask is broadcast."""
     if not isinstance(step, PositionBias | Mask | Weighted):
         return step
     order = axis_order(labels)
@@ -233,7 +233,7 @@ def match_context(softmax: SoftmaxMatch, logits: LogitsMatch, reader: LayoutRead
     """Match the product of the probabilities with the values.
 
     Raises:
-        MatchFailure: There is no such product, or it does not contract the keys.
+        MatchFailure: No product is found, or it does not contract the keys.
     """
     nodes: list[ir.Node] = []
     value = softmax.probabilities

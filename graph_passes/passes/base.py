@@ -1,7 +1,7 @@
 """The interface of all passes, and their registry.
 
-A pass is one class in one file of this package. Its name is used by plan.json, reports,
-``inspect`` and the documentation. Its objects hold the parameters by block, as plan.json lists
+A pass is one class in one file of this package. plan.json, reports, ``inspect`` and the
+documentation use its name. An object of the class holds the parameters by block, as plan.json lists
 them.
 """
 
@@ -52,8 +52,8 @@ FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
 """Blocks to rewrite with their parameters, in order of execution."""
 
 MomentsOf = Callable[[Collection[str], bool], Mapping[str, TokenMoments]]
-"""Returns the token moments of the named blocks, as far as they are known. True refits blocks that
-earlier passes changed first."""
+"""A function from names of blocks to their token moments, as far as known. With True, it first
+refits the blocks that earlier passes changed."""
 
 PACKAGE = "graph_passes.passes"
 
@@ -76,9 +76,9 @@ class NoParams(BaseModel):
 
 
 class RewritePass(ir.passes.InPlacePass):
-    """A pass, which changes a graph in place.
+    """The base class of all passes, which change a graph in place.
 
-    A run has these stages, in this order. A subclass defines those that it needs.
+    A run has these stages, in this order. A subclass defines the stages that it needs.
 
     1. ``validate`` raises InvalidArgument if the parameters do not fit the model.
     2. ``prepare`` edits the graph so that the later stages can read it, e.g. decomposes operators.
@@ -90,7 +90,7 @@ class RewritePass(ir.passes.InPlacePass):
         name: Identifies the pass in plans, reports and options; empty for a pass outside of plans.
         lossy: Whether outputs change by more than rounding.
         order: Requests and searches apply passes in ascending order; a plan.json may have any
-            other. Fusions of operators start at 100.
+            order. Fusions of operators start at 100.
         targets: The parameters by block; empty for a pass of the whole graph.
     """
 
@@ -103,8 +103,8 @@ class RewritePass(ir.passes.InPlacePass):
         """Register a named pass; ``class Mine(RewritePass, replace=True)`` replaces another.
 
         Raises:
-            InvalidArgument: Another pass has the name, or a pass of plans is lossy and of the whole
-                graph: outputs are refitted by block.
+            InvalidArgument: Another pass has the name, or a named lossy pass has no blocks as
+                targets: outputs are refitted by block.
         """
         super().__init_subclass__(**kwargs)
         if cls.__dict__.get("name"):
@@ -116,7 +116,7 @@ class RewritePass(ir.passes.InPlacePass):
                     code="pass.lossy",
                 )
             if not cls.__module__.startswith(f"{PACKAGE}."):
-                _import_passes()  # foreign passes come after those of this package
+                _import_passes()  # passes of other packages come last
             PASSES.add(cls, replace=replace)
 
     # ---- the run ---------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class RewritePass(ir.passes.InPlacePass):
     # ---- the stages, overridden by passes -------------------------------------------------------
 
     def validate(self, analyses: Analyses) -> None:
-        """Raise InvalidArgument if the parameters do not fit the model. The graph stays as it is.
+        """Raise InvalidArgument if the parameters do not fit the model. The graph does not change.
 
         By default, any model fits.
         """
@@ -164,9 +164,9 @@ class RewritePass(ir.passes.InPlacePass):
         return False
 
     def check(self, analyses: Analyses) -> None:
-        """Raise CannotRewrite if the pass does not apply. The graph stays as it is.
+        """Raise CannotRewrite if the pass does not apply. The graph does not change.
 
-        By default, it applies.
+        By default, the pass applies to every model.
         """
 
     @abstractmethod
@@ -198,7 +198,7 @@ class RewritePass(ir.passes.InPlacePass):
         return self
 
     def unfitted(self, analyses: Analyses) -> Self:
-        """The same with placeholders for the weights, for models that are only timed."""
+        """The pass with placeholders for the weights, for models that are only timed."""
         return self
 
     def approximation_error(self, name: str) -> float | None:
@@ -283,10 +283,10 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     @classmethod
     @abstractmethod
     def refusal(cls, block: Block, params: Params | None, analyses: Analyses) -> Refusal | None:
-        """Why a block cannot be rewritten; None if it can. Nothing is raised.
+        """Return why a block cannot be rewritten; None if it can. The method raises no error.
 
         Args:
-            block: A block of the prepared graph, or of the model as it is if ``params`` is None.
+            block: A block of the prepared graph; of the unprepared graph if ``params`` is None.
             params: Parameters that are valid for the block; None checks only whether any
                 parameters could apply.
         """
@@ -304,7 +304,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     def validate_params(cls, block: Block, params: Params) -> None:
         """Raise InvalidArgument if the parameters do not fit the block.
 
-        By default, all that ``Params`` allows fit.
+        By default, all values of the type ``Params`` fit.
         """
 
     @classmethod

@@ -57,7 +57,7 @@ WEAK_FILL = -1e3
 
 
 class Mixing(BaseModel, frozen=True, extra="forbid"):
-    """Which of the shared dimensions each head reads: all (dense), or some of them (sparse).
+    """The shared dimensions that each head reads: all (dense mixing) or some (sparse mixing).
 
     If R is large enough, each head of sparse mixing has its own dimensions. Under rotary positions,
     dense mixing shares the elements of one key head of all groups, from 2 to G*K (exact); in sparse
@@ -326,7 +326,7 @@ def _check_rank(block: AttentionBlock, rank: int) -> None:
 def collaborate_refusal(
     block: AttentionBlock, *, caches: bool = False, shared: bool = False
 ) -> Refusal | None:
-    """Why the queries and keys of a block cannot be reduced; None if they can.
+    """Return why the queries and keys of a block cannot be reduced; None if they can.
 
     Args:
         caches: Cached keys may be rewritten too; not under rotary positions.
@@ -339,7 +339,7 @@ def collaborate_refusal(
 
 
 def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
-    """Why the pairs of elements under rotary positions cannot be reduced; None if they can."""
+    """Return why pairs of elements under rotary positions cannot be reduced; None if they can."""
     if refusal := quantized_refusal(block):
         return refusal
     parts = (block.q, block.k)
@@ -365,7 +365,7 @@ def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
 
 
 def _scores_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the scores of a block cannot be replaced; None if they can."""
+    """Return why the scores of a block cannot be replaced; None if they can."""
     if block.softmax is None:
         return decomposition_refusal(block)
     if block.softmax.axes != (0, 1, 2) and len(block.softmax.axes) != 4:
@@ -374,7 +374,7 @@ def _scores_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
-    """Why the queries and keys of a block cannot be factored; None if they can.
+    """Return why the queries and keys of a block cannot be factored; None if they can.
 
     Args:
         caches: Cached keys may be rewritten too.

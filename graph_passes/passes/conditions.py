@@ -24,7 +24,7 @@ QK_NORM = Refusal("qk_norm", "q/k norm is applied between projections and scores
 
 
 def quantized_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the weights of a block cannot be rewritten, if one is quantized; None if they can."""
+    """Return why the weights of a block cannot be rewritten; None if no weight is quantized."""
     for name, part in (("queries", block.q), ("keys", block.k), ("values", block.v)):
         if part.is_quantized:
             what = f"its {name} are projected by quantized weights"
@@ -36,7 +36,7 @@ def quantized_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def returned_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why values of a block must keep their shapes, as graph outputs; None if they can change."""
+    """Return why shapes inside a block cannot change; None if none of them is a graph output."""
     values = [v for part in (block.k, block.v) for node in part.nodes for v in node.outputs]
     if block.softmax is None:
         values += block.product.outputs[1:]
@@ -52,7 +52,7 @@ def returned_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def no_output_projection_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the output projection of a block cannot be rewritten; None if it can."""
+    """Return why the output projection of a block cannot be rewritten; None if it can."""
     if block.output is None:
         return Refusal(
             "no_output_projection", "its context is not the direct input of an output projection"
@@ -61,7 +61,7 @@ def no_output_projection_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def rotary_or_norm_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the projections of a block cannot be multiplied with each other; None if they can."""
+    """Return why the projections of a block cannot be multiplied together; None if they can."""
     parts = (block.q, block.k, block.v)
     if any(part.rotary_terms for part in parts):
         return Refusal(
@@ -73,7 +73,7 @@ def rotary_or_norm_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def no_probabilities_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the probabilities of a block cannot be read; None if they can."""
+    """Return why the probabilities of a block cannot be read; None if they can."""
     if block.own_probabilities is None:
         return Refusal(
             "probability_layout",
@@ -83,7 +83,7 @@ def no_probabilities_refusal(block: AttentionBlock) -> Refusal | None:
 
 
 def reused_refusal(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> Refusal | None:
-    """Why the probabilities of a block cannot change, if another reuses them; None if they can."""
+    """Return why reused probabilities of a block cannot change; None if no block reuses them."""
     owners: dict[ir.Value | None, str] = {}
     for other in blocks:
         for value in (other.probabilities, other.own_probabilities):

@@ -53,7 +53,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
     """Decompose the named blocks whose scores or probabilities are inside an operator.
 
     Returns:
-        Whether there are any.
+        Whether any block was decomposed.
     """
     fused = [
         block.name
@@ -66,7 +66,7 @@ def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
 
 
 def decomposition_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why a fused block cannot be decomposed; None if it can."""
+    """Return why a fused block cannot be decomposed; None if it can."""
     if not block.q.num_heads:
         return Refusal(
             "no_own_heads", "it has no scores: its heads reuse the probabilities of another layer"
@@ -111,7 +111,7 @@ def _decompose(block: AttentionBlock, info: ShapeInfo) -> None:
 def _heads(
     block: AttentionBlock, part: Projection, name: str, scale: float, info: ShapeInfo
 ) -> ir.Value:
-    """An operand as (B, H, T, K): as it is, or emitted with ``scale`` if the operator splits heads.
+    """An operand (B, H, T, K): unchanged, or emitted with ``scale`` if the operator splits heads.
 
     Each key/value head is repeated for the consecutive query heads of its group, if the graph has
     not done so before the operator.

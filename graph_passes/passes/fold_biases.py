@@ -39,7 +39,7 @@ class FoldBiases(RewritePass):
     def rewrite_graph(self, analyses: Analyses) -> bool:
         model = analyses.model
         modified = False
-        # Names may come from the biases: plans and blocks in float32 refer to them.
+        # Names of blocks may come from biases; plans and ``float_blocks`` refer to these names.
         pin_all_names(analyses)
         for graph in (model.graph, *model.graph.subgraphs()):
             for node in list(graph):
@@ -57,7 +57,7 @@ class _Map:
 
     Attributes:
         weight: W.
-        node: The node that adds c, its input ``place``.
+        node: The node that adds c; c is its input ``place``.
     """
 
     weight: ir.Value

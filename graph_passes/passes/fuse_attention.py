@@ -64,7 +64,7 @@ class FuseAttention(AttentionPass[FusedOperator]):
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
     grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
     dimensions are refused: the operator would compute H*K' columns instead of R. Products with
-    quantized weights stay as they are, so that operators that contain the projections are refused.
+    quantized weights do not change, so that operators that contain the projections are refused.
     Blocks that are this operator already do not change. The model imports com.microsoft if needed;
     its operators support bfloat16 on a GPU only.
 
@@ -104,7 +104,7 @@ def fusion_refusal(
     info: ShapeInfo | None = None,
     opsets: Mapping[str, int] | None = None,
 ) -> Refusal | None:
-    """Why a block cannot become this operator; None if it can, or is it already.
+    """Return why a block cannot become this operator; None if it can, or is it already.
 
     Args:
         info: Shapes, if known: masks may have too many axes.
@@ -159,7 +159,7 @@ def fusion_refusal(
 
 
 def _shared_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why values that others read cannot be inside one operator; None if they can."""
+    """Return why inner values with other readers cannot be inside an operator; None if they can."""
     if _escapes(block, [block.product]):
         return Refusal(
             "probabilities_shared",

@@ -96,7 +96,7 @@ def fusible_gelus(model: ir.Model) -> list[str]:
 def gelu_refusal(
     block: FeedForwardBlock, info: ShapeInfo, opsets: Mapping[str, int]
 ) -> Refusal | None:
-    """Why the activation of a block cannot be one GELU operator; None if it can."""
+    """Return why the activation of a block cannot be one GELU operator; None if it can."""
     if block.is_gated:
         return Refusal("gated", "its activation is gated by a second product")
     if any(node.domain == MICROSOFT for node in block.nodes):
@@ -124,7 +124,7 @@ def _gelu(
             continue
         if info.known[value].dtype != info.known[activation].dtype:  # between casts
             continue
-        # In half precision, both may be near.
+        # In half precision, both GELUs may be within the tolerance.
         errors: dict[Operator, float] = {
             "Gelu": _error(hidden, _exact(z), z),
             "FastGelu": _error(hidden, _approximate(z), z),

@@ -33,7 +33,7 @@ class FuseSkipNorm(RewritePass):
 
     Exact except for rounding; in half precision the operator sums in half precision. It reads and
     writes memory once instead of three times, which is faster on a GPU. ONNX Runtime's CPU kernel
-    is slower than the separate nodes: use ``FuseResiduals`` there. Norms do not change if the sum
+    is slower than the separate nodes: use ``FuseResiduals`` on CPUs. Norms do not change if the sum
     broadcasts, if its rank is not 2 or 3, or if they have several axes or a scale that is not
     constant. The model imports com.microsoft.
     """
@@ -48,7 +48,7 @@ class FuseSkipNorm(RewritePass):
         norms = _fusible(analyses)
         info = small_shapes(analyses)
         if norms:
-            pin_all_names(analyses)  # they may come from the biases: plans refer to them
+            pin_all_names(analyses)  # names of blocks, to which plans refer, may come from biases
             analyses.model.opset_imports.setdefault(MICROSOFT, 1)
         for norm in norms:
             _fuse(norm, info)
@@ -115,7 +115,7 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
     graph = norm.graph
     total = _sum_before(norm)
     assert residual_sum is not None and gain is not None and isinstance(graph, ir.Graph)
-    # Names of nodes need not be unique; those of values are, also in bodies.
+    # Names of nodes need not be unique; names of values are, also in bodies.
     make = Inserter(graph, total, f"{norm.outputs[0].name}/fused")
     size = constant_shape(gain)[0]
     product, residual = total.inputs

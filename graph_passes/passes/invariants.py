@@ -87,7 +87,7 @@ def interface(model: ir.Model) -> Interface:
 
 
 def keeps_inputs_and_outputs(expected: Interface, model: ir.Model) -> list[str]:
-    """Names, types and axes of inputs and outputs are those of the expected interface."""
+    """Inputs and outputs have the names, types and axes of the expected interface."""
     actual = interface(model)
     changed = [
         f"{old.name!r} became {tuple(new)}"
@@ -206,7 +206,7 @@ def check_invariants(expected: Interface, model: ir.Model, *, after: str) -> Non
         after: The name of the pass, for the error.
 
     Raises:
-        InvariantBroken: Naming the invariant, the pass and the first violation.
+        InvariantBroken: An invariant is violated; the error names it and the pass.
     """
     for invariant in INVARIANTS:
         violations = invariant(expected, model)

@@ -90,7 +90,7 @@ def check_mask(
     """Check that a mask has an entry for each head or neuron of a block.
 
     Raises:
-        InvalidArgument: It has another length.
+        InvalidArgument: The mask has another length.
     """
     if len(mask) != size:
         raise InvalidArgument(
@@ -101,7 +101,7 @@ def check_mask(
 
 
 def _keep_heads(block: AttentionBlock, heads: np.ndarray, info: ShapeInfo) -> None:
-    """Replace a block by some of its heads, or by its bias if there are none."""
+    """Replace a block by some of its heads; without heads, by its bias."""
     assert block.output is not None
     if not len(heads):
         width = block.output.matrix().shape[1]

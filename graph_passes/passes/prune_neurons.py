@@ -43,10 +43,10 @@ def mask_to_hex(mask: Sequence[int]) -> str:
 
 
 def mask_from_hex(text: str) -> list[int]:
-    """Read what ``mask_to_hex`` wrote.
+    """Read a mask from the format of ``mask_to_hex``.
 
     Raises:
-        ValueError: The text is not such a mask.
+        ValueError: The text is not a mask in this format.
     """
     parts = HEX_MASK.fullmatch(text)
     size, digits = (int(parts[1]), parts[2]) if parts else (0, "")
@@ -115,7 +115,7 @@ class PruneNeurons(FeedForwardPass[NeuronMask]):
         return neurons_refusal(block)
 
     def check(self, analyses: Analyses) -> None:
-        """Also check that blocks that share weights lose the same neurons.
+        """Check that no block is refused, and that blocks that share weights lose the same neurons.
 
         Raises:
             CannotRewrite: A block is refused, or another node reads its weights.
@@ -165,7 +165,7 @@ _Cuts = Mapping[_Place, Mapping[int, _Indices]]
 
 
 def neurons_refusal(block: FeedForwardBlock) -> Refusal | None:
-    """Why neurons cannot be removed from a block; None if they can."""
+    """Return why neurons cannot be removed from a block; None if they can."""
     if block.is_quantized:
         return Refusal("quantized", f"its weights are quantized: {REWRITE_FIRST}")
     behind = [value for operand in block.operands() for value in _behind(operand.value)]

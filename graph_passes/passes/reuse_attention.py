@@ -110,13 +110,13 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         """Check the edges of all targets together: a source must not be reused itself.
 
         Raises:
-            InvalidArgument: An edge is not from a head to an exact head of an earlier layer.
+            InvalidArgument: An edge does not lead to a head that an earlier layer computes.
         """
         check_edges(self.targets, self.find(analyses))
         super().validate(analyses)
 
     def prepare(self, analyses: Analyses) -> bool:
-        """Decompose fused blocks that change, and sources: only plain operators show masks."""
+        """Decompose fused targets and fused sources: probabilities must be values of the graph."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
         changed = {block.name for block, _ in self._changed(analyses)}
         return decompose_fused(analyses, sources | changed)
@@ -129,7 +129,7 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
 
 
 def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> Refusal | None:
-    """Why ``block`` cannot reuse the probabilities of any block of ``earlier``; None if it can."""
+    """Return why ``block`` cannot reuse probabilities of ``earlier`` blocks; None if it can."""
     refusal = (
         quantized_refusal(block)
         or returned_refusal(block)
@@ -160,10 +160,10 @@ def reuse_refusal(block: AttentionBlock, earlier: Sequence[AttentionBlock]) -> R
 
 
 def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, ReusedHeads]:
-    """Convert head indices of the original model to those after pruning.
+    """Convert head indices of the original model to head indices after pruning.
 
     Args:
-        edges: With head indices of the original model.
+        edges: Edges with head indices of the original model.
         masks: 1 for each head that stays, by layer; layers that keep all heads may be missing.
     """
     places = {
@@ -181,7 +181,7 @@ def renumbered(edges: Edges, masks: Mapping[str, Sequence[int]]) -> dict[str, Re
 
 
 def source_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why the probabilities of a block cannot be reused by another; None if they can."""
+    """Return why the probabilities of a block cannot be reused by another; None if they can."""
     if block.softmax is None:
         return decomposition_refusal(block)
     return no_probabilities_refusal(block)
@@ -190,7 +190,7 @@ def source_refusal(block: AttentionBlock) -> Refusal | None:
 def _lengths_refusal(
     block: AttentionBlock, other: AttentionBlock, runs: Sequence[ShapeInfo]
 ) -> Refusal | None:
-    """Why a block cannot have the query and key lengths of ``other``; None if it can."""
+    """Return why a block cannot have the query and key lengths of ``other``; None if it can."""
     for role, mine, theirs in (("queries", block.x, other.x), ("keys", block.y, other.y)):
         for info in runs:
             shapes = [None if (s := info.shape(v)) is None else s[:-1] for v in (mine, theirs)]
@@ -203,7 +203,7 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
     """Check that every edge leads from a head to a head of an earlier layer that is not reused.
 
     Raises:
-        InvalidArgument: Naming the first edge that does not.
+        InvalidArgument: An edge does not; the error names the first such edge.
     """
     place = {block.name: index for index, block in enumerate(blocks)}
     for name, heads in edges.items():

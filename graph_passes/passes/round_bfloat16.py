@@ -18,8 +18,8 @@ class RoundInFloat32(ir.passes.InPlacePass):
     Before: z = f(x, W) in bfloat16
     After:  z = float32(bfloat16(f(x, W))) in float32
 
-    Equals a kernel that sums in float32 and rounds once, except for the order of summation. It
-    measures the loss of bfloat16 on machines without such kernels, and is slower than float32.
+    The result equals that of a kernel that sums in float32 and rounds once, except for the order of
+    summation. Use the pass to measure the loss of bfloat16 without such kernels; it is slow.
     Constants keep their values. Inputs and outputs of type bfloat16 become float32.
     """
 

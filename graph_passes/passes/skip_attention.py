@@ -69,7 +69,7 @@ class Replacement(BaseModel):
 
     Attributes:
         kind: An affine map of the input, or a constant.
-        map: Its weights; by default zeros, which are fitted later. Not part of plan.json.
+        map: The weights, which are not in plan.json; by default zeros, which are fitted later.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -130,7 +130,7 @@ class SkipAttention(AttentionPass[Replacement]):
 
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:
-    """Why an affine map cannot replace a block; None if it can."""
+    """Return why an affine map cannot replace a block; None if it can."""
     if refusal := quantized_refusal(block) or no_output_projection_refusal(block):
         return refusal
     assert block.output is not None
@@ -147,7 +147,7 @@ def _check_shapes(block: AttentionBlock, output: OutputProjection, affine: Affin
     """Check that a map has the input and output size of a block.
 
     Raises:
-        InvalidArgument: It has other sizes.
+        InvalidArgument: The map has other sizes.
     """
     sizes = (block.input_size, output.matrix().shape[1])
     weight = None if affine.weight is None else affine.weight.shape

@@ -97,8 +97,8 @@ class _Cache:
 
     Attributes:
         past: The input of the graph.
-        axis: Its axis of tokens.
-        joins: The nodes that join it with new keys or values; all other readers take its shape.
+        axis: The token axis of the input.
+        joins: The nodes that join ``past`` with new keys or values; other readers take its shape.
     """
 
     past: ir.Value
@@ -170,7 +170,7 @@ class _BatchAxis(NamedTuple):
 
 
 def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
-    """The axis of a remaining input that is the batch of the caches; None if there is none."""
+    """The axis of a remaining input that is the batch of the caches; None without such an axis."""
     axes = {
         str(size)
         for cache in caches
@@ -186,7 +186,7 @@ def _batch_source(graph: ir.Graph, caches: list[_Cache]) -> _BatchAxis | None:
 
 
 def _new_lengths(graph: ir.Graph) -> Mapping[str, str]:
-    """The axes of past and new tokens together -> the axis of the new ones."""
+    """Map each axis of past and new tokens together to the axis of the new tokens."""
     past, new, totals = cached_axes(graph, named_axes(graph))
     names = {str(dim) for value in graph.inputs for dim in value.shape or ()}
     sums = {name for name in names if name != past and past in name.replace("+", " ").split()}

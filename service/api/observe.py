@@ -28,8 +28,8 @@ VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class ObserveRequests:
     """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
 
-    It releases the resources of a request (``hold``) after the answer. A valid id of the
-    client is kept. An unexpected exception is logged with its traceback and answered with 500.
+    The middleware releases the resources of a request (``hold``) after the answer. A valid id of
+    the client is kept. An unexpected exception is logged with its traceback and answered with 500.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:

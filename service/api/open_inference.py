@@ -69,10 +69,10 @@ UNSUPPORTED = {
         "request the scores, or POST /predict",
     ),
 }
-"""Parameters of requests and tensors that are refused: (what is wrong, how to fix it)."""
+"""Refused parameters of requests and tensors, each with (what is wrong, how to fix it)."""
 
 BINARY = {"schema": {"type": "string", "format": "binary"}}
-"""OpenAPI description of a body of JSON that raw tensors follow."""
+"""OpenAPI description of a body with JSON and raw tensors after it."""
 
 
 class OutputParameters(Extensible):
@@ -139,8 +139,8 @@ class ModelMetadata(Body):
     platform: str
     """The runtime and the format, for example "onnxruntime_onnx"."""
     parameters: dict[str, Any]
-    """``runtime``, ``precision``, ``refused``: why another runtime does not run it, by name; and
-    ``long_rows``, if another runtime runs rows of more than ``above`` tokens."""
+    """``runtime``; ``precision``; ``refused``: why other runtimes do not run the model, by name;
+    and ``long_rows``, if another runtime runs rows of more than ``above`` tokens."""
     inputs: list[TensorMetadata]
     outputs: list[TensorMetadata]
 

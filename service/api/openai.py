@@ -3,8 +3,8 @@
 https://platform.openai.com/docs/api-reference/embeddings
 
 As in OpenAI's API, a text that is too long is refused and not truncated. Token ids are passed to
-the model unchanged, with the special tokens that POST /tokenize returns. Ids without them, such as
-those of OpenAI's own tokenizer, are refused, unless ``any_token_ids`` is set.
+the model unchanged, with the special tokens that POST /tokenize returns. Ids without special
+tokens, such as ids of OpenAI's own tokenizer, are refused, unless ``any_token_ids`` is set.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERRORS: dict[int, tuple[str, str | None]] = {
     401: ("invalid_request_error", "invalid_api_key"),
     429: ("requests", "rate_limit_exceeded"),
 }
-"""OpenAI's type and code of a status; other statuses have the type of their class."""
+"""OpenAI's error type and code by status; another status has the type of its class (4xx, 5xx)."""
 
 
 def _one_kind(value: Any) -> Any:
@@ -81,7 +81,7 @@ class Embedding(Body):
 
 
 class OpenAIUsage(Body):
-    """Numbers of tokens without padding; both are equal."""
+    """The number of tokens without padding, as ``prompt_tokens`` and as ``total_tokens``."""
 
     prompt_tokens: int
     total_tokens: int
@@ -137,7 +137,7 @@ router = APIRouter(
 
 
 unversioned = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=router.responses)
-"""The routes of this interface without /v1, as text-embeddings-inference has it."""
+"""The routes without /v1, as in text-embeddings-inference."""
 
 
 def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
@@ -148,7 +148,7 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
     param = None
     if isinstance(error, UnknownModel):
         param, code = "model", "model_not_found"
-    elif isinstance(error, UnknownField):  # OpenAI does not name it in ``param``
+    elif isinstance(error, UnknownField):  # OpenAI does not name the field in ``param``
         text = f"Unrecognized request argument supplied: {error.field}"
     elif isinstance(error, InvalidField):
         param = error.field or None

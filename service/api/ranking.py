@@ -29,7 +29,7 @@ router = APIRouter(
 
 
 def _texts_of(value: Any) -> Any:
-    """The texts of documents, which may be objects with a text."""
+    """The texts of documents; a document is a text or an object with a text."""
     if not isinstance(value, list):
         return value
     return [document.get("text") if isinstance(document, dict) else document for document in value]
@@ -62,7 +62,7 @@ class CohereResult(Body):
 
     index: int
     relevance_score: float
-    """The activation of the model for the logit; the sigmoid, 0 to 1, if none."""
+    """The logit after the activation of the model; after the sigmoid (0 to 1) if it states none."""
     document: CohereDocument | None = None
 
 
@@ -99,11 +99,11 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
 
 
 def query_pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:
-    """The query, after the default prompt of a cross-encoder, with each text."""
+    """Pairs of the query, after the default prompt of a cross-encoder, and each text."""
     return [(engine.model.artifact.prompt() + query, text) for text in texts]
 
 
 def ranked_by_score(logits: np.ndarray, activation: Activation | None) -> list[tuple[int, float]]:
-    """(index, score) by decreasing logit (texts, 1); equal ones keep their order."""
+    """(index, score) by decreasing logit (texts, 1); texts with equal logits keep their order."""
     scores = scores_of(logits, activation)
     return [(int(at), float(scores[at, 0])) for at in np.argsort(-logits[:, 0], kind="stable")]

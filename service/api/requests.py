@@ -70,7 +70,7 @@ class Body(BaseModel):
 
 
 class Extensible(Body):
-    """The supported parameters; others belong to extensions and are ignored."""
+    """The supported parameters; other parameters belong to extensions and are ignored."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -78,9 +78,9 @@ class Extensible(Body):
 def model_route(
     router: APIRouter, path: str, method: str = "GET", **options: Any
 ) -> Callable[[F], F]:
-    """Decorator: serve ``path`` below a model, and below one version of it.
+    """Return a decorator that serves ``path`` below a model, and below one version of the model.
 
-    ``options`` are those of ``APIRouter.add_api_route``.
+    ``options`` are arguments of ``APIRouter.add_api_route``.
     """
 
     def add(function: F) -> F:
@@ -100,7 +100,7 @@ def _declare_version(version: str) -> None:
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """Get the engine of a model to read its description; use ``acquire_engine`` to run it.
 
-    Arguments and errors are those of ``acquire_engine``.
+    See ``acquire_engine`` for the arguments and errors.
     """
     repository: Repository = request.app.state.repository
     return repository.engine(name, version or request.path_params.get("version"))
@@ -109,10 +109,10 @@ def get_engine(request: Request, name: str | None = None, version: str | None = 
 def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
     """Acquire the engine of a model until this request is answered.
 
-    Call it after the body was read: a slow client must not keep an old version in memory.
+    Call the function after reading the body: a slow client must not keep an old version in memory.
 
     Args:
-        name: None if there is only one model.
+        name: The name of the model; None for the only model.
         version: None for the version in the path, else the highest.
 
     Raises:
@@ -167,7 +167,7 @@ async def read_body(request: Request) -> bytes | bytearray:
             415,
             f"content-encoding {encoding[:32]!r} is not supported; send gzip, deflate or neither",
         )
-    # Before the first read, which would answer "100 Continue" to a client that waits for it.
+    # Before the first read: reading answers "100 Continue" to a client that waits for it.
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
@@ -180,7 +180,7 @@ async def read_body(request: Request) -> bytes | bytearray:
         budget.take(size)
         taken += size
 
-    # Once, not for each chunk: a client may send single bytes.
+    # One release for the whole body, not one for each chunk: a client may send single bytes.
     hold(request, lambda: budget.give_back(taken))
     body: bytes | bytearray = bytearray()
     try:
@@ -236,9 +236,9 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
 
 
 def deadline_of(request: Request, timeout_us: int | None = None) -> float:
-    """When the time limit of a request ends, on the clock of ``perf_counter``.
+    """Return the time at which the limit of a request ends, on the clock of ``perf_counter``.
 
-    It starts with the last byte of the body (``read_body``).
+    The time limit starts with the last byte of the body (``read_body``).
 
     Args:
         timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
@@ -283,13 +283,13 @@ async def run_task(
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it if the client disconnects, so that it is not computed.
+    """Await ``work``, and cancel it if the client disconnects.
 
     Raises:
         ClientGone: The client disconnected.
     """
     task = asyncio.ensure_future(work)
-    # The body was read: the next message is the disconnect.
+    # The body is read: the next message is the disconnect.
     disconnect = asyncio.ensure_future(request.receive())
     disconnect.add_done_callback(lambda _: task.cancel())
     try:

@@ -93,7 +93,8 @@ async def _in_parts(content: Any) -> Any:
         return orjson.Fragment(orjson.dumps(np.ascontiguousarray(content), option=JSON))
     if isinstance(content, dict):
         return {name: await _in_parts(one) for name, one in content.items()}
-    if isinstance(content, np.ndarray | list) and not isinstance(content[0], list):  # of no arrays
+    # A list of lists holds no arrays.
+    if isinstance(content, np.ndarray | list) and not isinstance(content[0], list):
         return [await _in_parts(one) for one in content]
     return content
 

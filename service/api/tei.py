@@ -2,7 +2,7 @@
 
 https://huggingface.github.io/text-embeddings-inference
 
-Routes answer for the only model, or for ``default_model``; below ``/models/NAME`` for another one.
+Routes answer for the only model or ``default_model``, and below ``/models/NAME`` for that model.
 As extensions, requests may name ``model`` and ``version``. Unknown fields are ignored, as in TEI.
 """
 
@@ -95,7 +95,7 @@ ROUTES = (
     "/decode", "/info", "/health",
 )  # fmt: skip
 PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")
-"""Paths with errors of this form; "/" is that path only."""
+"""Prefixes of the paths with errors of this form; "/" stands for that path alone."""
 
 ERRORS: dict[type[AttnserveError], tuple[int, ErrorType]] = {
     EmptyBatch: (400, "Empty"),
@@ -144,7 +144,7 @@ def _declare_name(name: str) -> None:
 
 
 def _route(path: str, method: str = "POST", **options: Any) -> Callable[[F], F]:
-    """Decorator: serve ``path``, and the same below a model."""
+    """Return a decorator that serves ``path``, also below a model."""
 
     def add(function: F) -> F:
         add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
@@ -174,7 +174,7 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
 
 @_route("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
-    """One vector per token of each text, special tokens too, not pooled."""
+    """One vector per token of each text, including special tokens, without pooling."""
     engine = _engine(request, body)
     answer = await run_task(
         request, engine, "tokens", _prompted(engine, body), truncate=body.truncate, side=body.side
@@ -300,7 +300,7 @@ async def info(request: Request) -> Info:
 
 @_route("/health", "GET", response_class=Response)
 async def health(request: Request) -> Response:
-    """200 if the model runs; without a name, if the server is ready."""
+    """200 if the model of the path runs; without a model in the path, if the server is ready."""
     name, repository = request.path_params.get("name"), request.app.state.repository
     if not (repository.ready if name is None else repository.runs(get_engine(request, name))):
         raise NotReady("unhealthy", "wait until the models are loaded, or see the log")
@@ -309,7 +309,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/ping", response_class=Response)
 async def ping(request: Request) -> Response:
-    """Answer as /health does."""
+    """The same answer as /health."""
     return await health(request)
 
 

@@ -57,7 +57,7 @@ def _to_list(value: Any) -> list[str]:
 
 
 def _to_sequences(value: Any) -> tuple[bool, list[str | tuple[str, str]]]:
-    """(whether it is a batch, its texts and pairs)."""
+    """(whether the value is a batch, the texts and pairs)."""
     is_batch = type(value) is list and not all(isinstance(item, str) for item in value)
     items = value if is_batch else [[value] if isinstance(value, str) else value]
     is_valid = all(
@@ -90,10 +90,10 @@ Sequences = Annotated[
 
 
 class TeiBody(Body):
-    """Shared fields; both are extensions."""
+    """Shared fields, which are extensions of this server."""
 
     model: Name | None = None
-    """The model; by default that of the path, the only one, or the default model."""
+    """Name of the model; by default the model of the path, the only model, or the default model."""
     version: Name | None = None
     """Version of the model; the highest if omitted."""
 
@@ -106,12 +106,12 @@ class Prompted(Body):
 
 
 class TruncationOptions(Body):
-    """What happens to texts that are too long."""
+    """Treatment of texts that are too long."""
 
     truncate: bool = False
     """Truncate texts that are too long; false refuses them."""
     truncation_direction: Literal["Left", "Right", "left", "right"] = "right"
-    """The side at which they lose tokens."""
+    """The side at which texts lose tokens."""
 
     @property
     def side(self) -> Side:
@@ -165,7 +165,7 @@ class SimilarityInput(Body):
 
 
 class SimilarityParameters(Prompted, TruncationOptions):
-    """How the texts are embedded."""
+    """Options of the embedding of the texts."""
 
 
 class SimilarityRequest(TeiBody):
@@ -250,16 +250,16 @@ class Info(Body):
     """The served model and the limits of the server."""
 
     model_id: str
-    """What was exported, else the name of the model."""
+    """The id or folder of the exported model, else the name of the model."""
     model_sha: str | None = None
     model_dtype: str
-    """The data types that the model computes with."""
+    """The data types in which the model computes."""
     model_type: ClassifierType | EmbeddingType | RerankerType
     served_model_name: str
     max_concurrent_requests: NonNegativeInt
     """Maximum number of waiting texts."""
     max_input_length: NonNegativeInt
-    """Maximum number of tokens of a text; that of a request if the model has no limit."""
+    """Maximum number of tokens of a text; of a request if the model has no limit."""
     max_batch_tokens: NonNegativeInt
     max_batch_requests: NonNegativeInt | None = None
     max_client_batch_size: NonNegativeInt

@@ -96,7 +96,7 @@ def decode_all(tensors: Sequence[InputTensor], raw: memoryview) -> dict[str, np.
         raw: The bytes after the JSON: the binary tensors, in order.
 
     Raises:
-        InvalidData: Data is missing, given twice, or does not fit its shape and datatype; or too
+        InvalidData: Data is missing, given twice, does not fit its shape and datatype, or has too
             few or too many bytes.
     """
     arrays: dict[str, np.ndarray] = {}

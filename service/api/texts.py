@@ -1,4 +1,4 @@
-"""Routes for texts with the tokens of the answer: embeddings, classes, similarity and token ids.
+"""Routes for texts: embeddings, classes, similarity and token ids, with the number of tokens.
 
 ``tei.py`` has the same tasks in the form of text-embeddings-inference.
 """
@@ -171,7 +171,7 @@ async def embed_texts(
     Vectors are cut to ``options.dimensions`` and then normalized.
 
     Args:
-        side: The side at which long texts lose tokens; None for that of the tokenizer.
+        side: The side at which long texts lose tokens; None for the tokenizer's own.
         normalize: None if the model normalizes.
         default_prompt: Use the default prompt of the model for ``prompt_name`` None.
 
@@ -196,7 +196,7 @@ async def embed_texts(
 def with_prompt(
     engine: Engine, texts: Sequence[Text], name: str | None, *, default_prompt: bool = True
 ) -> list[Text]:
-    """Put a prompt of the model before texts; ids have none.
+    """Put a prompt of the model before texts; token ids have no prompt.
 
     Raises:
         InvalidField: The model has no such prompt, or token ids were sent for it.
@@ -223,7 +223,7 @@ def with_prompt(
 def with_token_ids(
     engine: Engine, inputs: Sequence[str | list[int]], field: str, *, is_checked: bool = True
 ) -> list[str | Encoding]:
-    """Texts, and token ids as ``Encoding``; ids are not checked here if not ``is_checked``.
+    """Convert token ids to ``Encoding``; texts stay. Ids are not checked without ``is_checked``.
 
     Raises:
         InvalidField: Ids do not begin and end with the special tokens of the model, and

@@ -78,7 +78,7 @@ class RepositoryRequest(Body):
     parameters: dict[str, Any] = Field(default={})
 
 
-# In threads: the series of all workers are files.
+# Plain functions run in threads: the series of all workers are files.
 @router.get("/models/stats", response_model=ModelStatistics)
 def all_statistics(request: Request) -> Response:
     """Exact statistics of all loaded models, since their first loading."""
@@ -87,7 +87,7 @@ def all_statistics(request: Request) -> Response:
 
 @model_route(router, "/stats", response_model=ModelStatistics)
 def model_statistics(request: Request, name: str) -> Response:
-    """Statistics of every version of a model, or of one."""
+    """Statistics of every version of a model, or of the version in the path."""
     version = request.path_params.get("version")
     versions = [version] if version else request.app.state.repository.versions(name)
     return _statistics(request, [get_engine(request, name, number) for number in versions])

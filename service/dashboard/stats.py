@@ -28,7 +28,7 @@ def report(repository: Repository) -> dict[str, Any]:
                 "card": engine.model.card,
             }
             for engine, of in loaded
-            if of in states and of in series  # not loaded at the moment
+            if of in states and of in series  # others are not loaded at the moment
         ],
     }
 

@@ -45,8 +45,8 @@ def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
     options: dict[str, Any] = {
         "name": NAME,
         "ray_actor_options": {"num_cpus": ray.cpus, "num_gpus": ray.gpus},
-        # Ray's default is 5 requests per replica, which is too few to form batches; its proxy
-        # answers 503 above. With this limit the replica's own queue answers 429 first.
+        # Ray's default is 5 requests per replica, which is too few to form batches; above that,
+        # Ray's proxy answers 503. With this limit the replica's own queue answers 429 first.
         "max_ongoing_requests": 2 * (settings.max_queue + settings.concurrency),
         "graceful_shutdown_timeout_s": ray.drain_s,
     }
@@ -176,7 +176,7 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
             "check it with ray status",
             code="ray.address",
         ) from error
-    # Replace Ray's handlers: this one interrupts it also while it waits for the replicas to start.
+    # Replace Ray's handlers: this one also interrupts the wait for the start of the replicas.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler)
     try:

@@ -14,7 +14,7 @@ FollowUp = Callable[[], Awaitable[None]]
 """Callback after the answer was sent."""
 
 RowOutputs = tuple[np.ndarray, ...]
-"""The outputs of one row, each with a batch axis of size 1; for a text one, see ``run_task``."""
+"""The outputs of one row, each with a batch axis of size 1; a text has one (``run_task``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +33,12 @@ class Answer:
 
     @property
     def runtimes(self) -> list[str]:
-        """The names of the runtimes that computed it."""
+        """The names of the runtimes that computed the answer."""
         return list(dict.fromkeys(batch.result.runtime for batch, _ in self.result.batches))
 
     @property
     def macs(self) -> int | None:
-        """The request's share of the MACs of the padded batches; None if they cannot be counted."""
+        """The request's share of the MACs of the padded batches; None if MACs cannot be counted."""
         macs = 0
         for batch, count in self.result.batches:
             if batch.result.macs is None:
@@ -54,14 +54,14 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorAnswer(Answer):
-    """The requested outputs of tensors, by name."""
+    """The answer to a request of tensors: the requested outputs by name, and the cost."""
 
     outputs: Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextAnswer(Answer):
-    """The vectors of texts.
+    """The answer to a request of texts: the vectors of the texts, and the cost.
 
     Attributes:
         vectors: One row per text, or per token of all texts; see ``Engine.run_task``.

@@ -21,7 +21,7 @@ from service.engine.row_queue import AnyRow, P, Queue, R, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 
 STUCK_S = 30.0
-"""Time after the end of its last request from which a running run counts as stuck."""
+"""Seconds after the end of all its requests from which a run counts as stuck."""
 
 RECENT_RUNS = 32
 """Number of recent runs from which the duration of a run is estimated."""
@@ -34,8 +34,8 @@ ANSWER_MARGIN = 0.12
 class BatchResult:
     """One result per row, and the nanoseconds before, in and after the session.
 
-    ``macs`` counts the whole batch with its padding; None if they cannot be counted. ``runtime``
-    names what ran it.
+    ``macs`` counts the whole batch with its padding; None if the graph cannot be counted.
+    ``runtime`` is the name of the runtime.
     """
 
     results: Sequence[Any]
@@ -46,7 +46,7 @@ class BatchResult:
 
 @dataclass(frozen=True, eq=False)
 class BatchRun:
-    """One run of rows of one key: ``tokens`` without padding, start and end in seconds."""
+    """One run of rows of equal key: ``tokens`` without padding, start and end in seconds."""
 
     rows: int
     longest: int
@@ -57,7 +57,7 @@ class BatchRun:
 
     @property
     def padded_tokens(self) -> int:
-        """Rows times the longest row."""
+        """Number of rows times the tokens of the longest row."""
         return self.rows * self.longest
 
 
@@ -65,9 +65,9 @@ class BatchRun:
 class RequestResult(Generic[P, R]):
     """The rows of a request with their results, and the time of its stages.
 
-    ``batches`` pairs each run that had rows of this request with their number. ``compute_ms`` is
-    the time in which at least one of them ran, ``prepare_ms`` the time in which rows were prepared,
-    and ``queue_ms`` the rest.
+    ``batches`` pairs each run that had rows of this request with the number of these rows.
+    ``compute_ms`` is the time in which at least one of these runs ran, ``prepare_ms`` the time in
+    which rows were prepared, and ``queue_ms`` the rest.
     """
 
     rows: Sequence[Row[P, R]]
@@ -89,7 +89,7 @@ class _OpenRequest:
     rows: list[AnyRow] = field(default_factory=list)
     queued_at: float = 0.0
     has_waited: bool = False
-    """Whether no slot was free when its rows were queued."""
+    """Whether no slot was free when the rows of the request were queued."""
     prepare_s: float = 0.0
     remaining: int = 0
     batches: list[tuple[BatchRun, int]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _OpenRequest:
 
 @dataclass(eq=False)
 class _SlotRun:
-    """A run in a slot, or a preparation of rows, with the requests that wait for it."""
+    """A slot's run or preparation of rows, with the requests that wait for the result."""
 
     requests: set[_OpenRequest]
     stop: Stop = field(default_factory=Stop)
@@ -108,7 +108,7 @@ class Batcher:
     """Runs rows in batches.
 
     The event loop and the threads of the pool both start batches: a thread that finishes a run
-    takes the next batch itself, because the loop may be busy. ``_lock`` guards what both change.
+    takes the next batch itself, because the loop may be busy. ``_lock`` guards the shared state.
 
     Args:
         run: Computes the payloads of rows of one key, in a thread; one result per payload.
@@ -139,8 +139,8 @@ class Batcher:
         self._max_wait = max_wait_ms / 1e3
         self._concurrency = concurrency
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
-        # Rows are prepared in other threads than runs, and short texts in another than long ones,
-        # so that they do not wait for them.
+        # Preparation has its own threads, so that it does not wait for runs; short texts have a
+        # thread of their own, so that they do not wait for long ones.
         self._prepare_pool = ThreadPoolExecutor(1, "prepare")
         self._short_pool = ThreadPoolExecutor(1, "prepare-short")
         self._lock = threading.Lock()
@@ -151,12 +151,12 @@ class Batcher:
         self._runs: set[_SlotRun] = set()
         self._recent_runs: deque[tuple[int, float]] = deque(maxlen=RECENT_RUNS)
         """Padded tokens and seconds of each recent run."""
-        self._loop: asyncio.AbstractEventLoop  # that of the requests; set by the first one
+        self._loop: asyncio.AbstractEventLoop  # the loop of the requests; set by the first request
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def waiting(self) -> int:
-        """Waiting rows, including those that are being prepared."""
+        """Number of waiting rows, including rows in preparation."""
         return len(self.queue) + self._preparing
 
     @property
@@ -300,7 +300,7 @@ class Batcher:
             request.future.set_exception(error)
 
     def _withdraw(self, request: _OpenRequest) -> None:
-        """Remove waiting rows of an answered request, and cancel runs that only it waits for."""
+        """Remove waiting rows of an answered request, and cancel runs for this request alone."""
         with self._lock:
             if request.remaining:
                 for row in request.rows:
@@ -346,7 +346,7 @@ class Batcher:
         count: int,
         in_slot: bool,
     ) -> None:
-        """Prepare and enqueue the rows of a request; in a slot, run what is due."""
+        """Prepare and enqueue the rows of a request; in a slot, also run due batches."""
         rows: Sequence[AnyRow] = ()
         error: Exception | None = None
         start = perf_counter()
@@ -381,7 +381,7 @@ class Batcher:
             self._loop.call_soon_threadsafe(self._deliver, done)
 
     def _compute(self, rows: list[AnyRow]) -> list[tuple[list[AnyRow], BatchRun | Exception]]:
-        """Run a batch. If it fails, run each request separately: only faulty requests fail."""
+        """Run a batch; after a failure, run each request separately: only faulty requests fail."""
         start = perf_counter()
         run = _SlotRun({row.request for row in rows})
         with self._lock:
@@ -412,7 +412,7 @@ class Batcher:
         return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, start, ended, result))]
 
     def _take_batch(self, freed: int = 0) -> list[AnyRow] | None:
-        """Free finished slots, then take a slot and the due batch; None if either is missing."""
+        """Free ``freed`` slots, then take a slot and the due batch; None if either is missing."""
         with self._lock:
             self._free_slots += freed
             now = perf_counter()
@@ -448,7 +448,7 @@ class Batcher:
         return past[-self._concurrency - 1] if len(past) > self._concurrency else 0.0
 
     def _will_miss_deadline(self, request: _OpenRequest, end: float) -> bool:
-        """Whether a run with this end would be too late for ``request``, which is then refused.
+        """Whether a run that ends then is too late for ``request``; such a request is refused.
 
         A request that found a free slot always runs: the expected duration would otherwise never
         be corrected after one slow run.

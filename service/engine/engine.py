@@ -3,7 +3,7 @@
 A request is checked against the model, accepted or refused (``Overloaded``), split into rows, and
 assembled from the results of its rows. Texts are tokenized in a thread, not on the event loop.
 After a failure of the session the engine is not ready: it retries the session, then reloads the
-model until it runs. A request that does not fit into memory fails alone.
+model until the model runs. A request that does not fit into memory fails alone.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ log = logging.getLogger("attnserve")
 
 
 class RowKey(NamedTuple):
-    """What the rows of one run have in common.
+    """The common properties of the rows of one run.
 
     Attributes:
-        task: None for tensors.
-        outputs: The names of the outputs that they need.
-        group: What else must be equal. For texts their runtime and, without a mask, their length;
-            for tensors their shapes, or a unique object if the row runs alone.
+        task: The task of texts; None for tensors.
+        outputs: The names of the outputs that the rows need.
+        group: Further properties. For texts the runtime and, without a mask, the length; for
+            tensors the shapes, or a unique object if the row runs alone.
     """
 
     task: TextTask | None
@@ -148,12 +148,12 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether the model can run; a full queue does not matter."""
+        """Whether the model can run; a full queue does not affect readiness."""
         return self._broken is None and not self._is_stuck
 
     @property
     def reason(self) -> str:
-        """Why the engine is not ready; empty if it is."""
+        """The reason why the engine is not ready; empty if it is."""
         stuck = "a run does not end" if self._is_stuck else ""
         return hide_folders(self._broken or stuck, self.settings.model)
 
@@ -176,7 +176,7 @@ class Engine:
             inputs: Every input of the model, by name.
             outputs: Names of the outputs to return, in this order; all if empty.
             deadline: On the clock of ``perf_counter``; None for none.
-            hold: Waits until this number of bytes is free for the answer, before the deadline.
+            hold: Waits for free memory, given the bytes of the answer and the deadline.
 
         Raises:
             InvalidData: The inputs do not fit the model, or an output is unknown.
@@ -233,9 +233,9 @@ class Engine:
             task: A row holds the embedding of a text ("embed"), the logits of its classes
                 ("classify"), or the logit of a query and a text ("rerank"). See ``task_vectors``.
                 "tokens" has one row per token of all texts (``TextAnswer.lengths``).
-            texts: At least one.
+            texts: One or more texts.
             truncate: Truncate texts that are too long; False refuses them.
-            side: The side at which they lose tokens; None for that of the tokenizer.
+            side: The side at which texts lose tokens; None for the tokenizer's own.
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
@@ -288,7 +288,7 @@ class Engine:
         *,
         deadline: float | None = None,
     ) -> Sequence[T]:
-        """The result of ``work`` for each text, computed by the tokenizer; the model is not run.
+        """Return the result of ``work`` for each text. Only the tokenizer runs, not the model.
 
         Raises:
             NotFound: The model has no tokenizer.
@@ -350,7 +350,7 @@ class Engine:
 
     @contextmanager
     def _counted(self) -> Generator[int]:
-        """Count a request while it is open, and its failure; yields its start in nanoseconds."""
+        """Count an open request and its failure; yield the start of the request in nanoseconds."""
         start_ns = perf_counter_ns()
         self.in_flight += 1
         self.acquire()
@@ -369,7 +369,7 @@ class Engine:
     def _record_success(
         self, result: RequestResult[Any, RowOutputs], started_ns: int, computed_ns: int
     ) -> None:
-        """Record an answered request, from its start and the end of its last run."""
+        """Record an answered request, which started and was computed at these times."""
         now_ns = perf_counter_ns()
         runs = [batch.result.stage_ns for batch, _ in result.batches]
         before, inside, after = map(sum, zip(*runs, strict=True))
@@ -442,8 +442,8 @@ class Engine:
     def _failed(self, error: ModelFailed) -> None:
         """Handle a failure of the session: pause until the model runs again.
 
-        A failed allocation may be caused by one large request: the model stays ready if it still
-        runs the warm-up example.
+        One large request may cause a failed allocation: the model stays ready if it still runs the
+        warm-up example.
         """
         if self._recovering is None or self._recovering.done():
             if not isinstance(error, OutOfMemory):
@@ -473,5 +473,5 @@ class Engine:
             self.batcher.resume()
 
     def _replace(self) -> None:
-        self.model.close()  # the old session goes first: there may be no memory for both
+        self.model.close()  # free the old session first: there may be no memory for both
         self.model = self._reload()

@@ -1,8 +1,8 @@
-"""Loads, replaces and frees the models of one process.
+"""Load, replace and free the models of one process.
 
 A new version is loaded and warmed up before the old one stops; the old one answers its accepted
 requests before its session is freed. A model whose operators are fused in the background is
-replaced in the same way when that has ended.
+replaced in the same way after the fusion.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelLoader:
     """The loaded models of this process.
 
     Args:
-        settings: The path, and how to serve its models.
+        settings: The path of the models, and the settings of the service.
         metrics: Receives the measurements of the engines.
         shadow: Receives the rows of answered requests.
         folder: Folder for the results of load checks; see ``LoadChecker``.
@@ -52,7 +52,7 @@ class ModelLoader:
     Attributes:
         by_name: The engines by name and version.
         loading: The names and versions that are being loaded.
-        failures: Why loads failed, by name and version.
+        failures: The reasons of failed loads, by name and version.
         missing: Models that could not be loaded at the start.
         known: The names of the models that were last found on disk.
         started: Whether the start has ended. Until then, a path that cannot be read is an error of
@@ -116,12 +116,12 @@ class ModelLoader:
         ]
 
     async def replace(self, name: str, versions: Collection[str] | None = None) -> None:
-        """Load ``versions`` of ``name``, None for all; they replace the loaded ones.
+        """Load ``versions`` of ``name``, None for all, and replace the loaded versions.
 
-        A version that cannot be loaded does not keep the others from it.
+        If one version cannot be loaded, the other versions are replaced nevertheless.
 
         Raises:
-            UnknownModel: It is not on disk.
+            UnknownModel: The model is not on disk.
             AttnserveError: A version cannot be loaded; the loaded one stays in place.
         """
         async with self._changing:
@@ -151,7 +151,7 @@ class ModelLoader:
                 finally:
                     self.loading.discard(key)
                 following[version] = engine
-            if following:  # otherwise those that were loaded stay
+            if following:  # otherwise the loaded versions stay
                 self.by_name[name] = following
                 for engine in serving.values():
                     if engine not in following.values():
@@ -163,7 +163,7 @@ class ModelLoader:
         """Retire all versions of a model.
 
         Raises:
-            UnknownModel: It is neither loaded nor on disk.
+            UnknownModel: The model is neither loaded nor on disk.
         """
         async with self._changing:
             if name not in self.by_name and name not in await asyncio.to_thread(self.find):
@@ -175,7 +175,7 @@ class ModelLoader:
             self.failures.pop(name, None)
 
     def retire(self, engine: Engine) -> None:
-        """Refuse new requests for an engine, and free it when the accepted ones are answered."""
+        """Refuse new requests for an engine, let it answer the accepted ones, then free it."""
         versions = self.by_name[engine.name]
         del versions[engine.version]
         if not versions:
@@ -194,7 +194,7 @@ class ModelLoader:
             await asyncio.gather(*self._retiring)
 
     async def close(self) -> None:
-        """Answer the accepted requests, then free all models; they can be loaded again."""
+        """Answer the accepted requests, then free all models. Models can be loaded again."""
         self.stop()
         for engine in self.engines():
             self.retire(engine)
@@ -209,7 +209,7 @@ class ModelLoader:
         served_engine = self.by_name.get(name, {}).get(version)
 
         def is_served(checked: CheckResult) -> bool:
-            """Whether ``served_engine`` runs it, and nothing new is known of its fusion."""
+            """Whether ``served_engine`` runs these files, and their fusion has no new result."""
             if (
                 served_engine is None
                 or not served_engine.ready
@@ -239,7 +239,7 @@ class ModelLoader:
     def _serve(
         self, name: str, version: str, location: ModelLocation, checked_model: CheckedModel
     ) -> Engine:
-        """Create the engine of a loaded model; it is replaced after a fusion in the background."""
+        """Create the engine of a loaded model; a fusion in the background replaces the engine."""
 
         def reload() -> Model:
             again = self._load(name, version, location)
@@ -267,10 +267,10 @@ class ModelLoader:
     async def _serve_fused(
         self, engine: Engine, location: ModelLocation, fusion: Future[CheckResult]
     ) -> None:
-        """Replace an engine by the engine of the fused model, after the fusion."""
+        """Wait for the fusion, then replace an engine by the engine of the fused model."""
         name, version = engine.name, engine.version
         checked = await asyncio.wrap_future(fusion)
-        # One after the other: a replacement holds the old and the new weights.
+        # One replacement at a time: it holds the old and the new weights.
         async with self._alone(), self._changing:
             if self.by_name.get(name, {}).get(version) is not engine or self._checker.is_closed:
                 return
@@ -280,7 +280,7 @@ class ModelLoader:
                 return
             try:
                 checked_model = await asyncio.to_thread(self._load, name, version, location)
-            except Exception as error:  # the model is served as it is
+            except Exception as error:  # the model is served without the fusion
                 log.warning("%s version %s is not fused: %s", name, version, error)
                 engine.model.operators = self._shown(OperatorReport(why=str(error)))
                 return
@@ -288,7 +288,7 @@ class ModelLoader:
             if checked_model.identity != engine.content:  # the files were replaced
                 await asyncio.to_thread(checked_model.model.close)
                 return
-            if checked_model.fusion is not None:  # its result was not stored: do not retry forever
+            if checked_model.fusion is not None:  # the result was not stored: do not retry forever
                 reason = "the result of the load check could not be stored"
                 engine.model.operators = OperatorReport(why=reason)
                 await asyncio.to_thread(checked_model.model.close)
@@ -306,7 +306,7 @@ class ModelLoader:
         """Load the model; None if ``is_served``, see ``load_checked``.
 
         Raises:
-            InvalidModel: It cannot be loaded, or changed during loading.
+            InvalidModel: The model cannot be loaded, or changed during loading.
         """
         settings = self.settings.for_model(name)
         options = RunnerOptions(
@@ -331,7 +331,7 @@ class ModelLoader:
         return checked_model
 
     def _shown(self, operators: OperatorReport) -> OperatorReport:
-        """A report of operators without paths of this server, because clients see it."""
+        """The report of operators without paths of this server, because clients see the report."""
         hide = partial(hide_folders, served=self.settings.model)
         fused = operators.fused
         if fused is not None:
@@ -349,7 +349,7 @@ class ModelLoader:
 
         Raises:
             InvalidModel: The file or folder does not exist or cannot be read.
-            NotReady: The path was readable when the server started, and is not now.
+            NotReady: The path was readable when the server started, but is no longer.
         """
         try:
             models = find_models(self.settings.model, must_exist=self.started)
@@ -364,7 +364,7 @@ class ModelLoader:
 
 
 def log_operators(engine: Engine) -> None:
-    """Log the operator fusion of a model, or why there was none."""
+    """Log the operator fusion of a model, or the reason for no fusion."""
     done = engine.model.operators
     if done.fused is not None:
         attention, gelu = done.fused.attention, done.fused.gelu

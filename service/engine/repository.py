@@ -1,4 +1,4 @@
-"""Model repository: the served models, and their loading and unloading by clients.
+"""Model repository: the served models, which clients can load and unload.
 
 The path is an .onnx file, an artifact folder, or a folder of models in Triton's layout:
 NAME/VERSION/model.onnx, or NAME/model.onnx for version 1. All versions of a model are loaded; the
@@ -27,8 +27,8 @@ from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 
 MAX_LOADS = 8
-"""Maximum number of running and waiting loads. They run one at a time, because each reads all files
-of its model and needs memory for its weights beside the served ones."""
+"""Maximum number of running and waiting loads. Loads run one at a time, because each reads all
+files of a model and needs memory for its weights in addition to the served weights."""
 
 log = logging.getLogger("attnserve")
 audit = logging.getLogger("attnserve.audit")
@@ -49,7 +49,7 @@ class Repository:
     """The models under one path.
 
     Args:
-        settings: The path, and how to serve its models.
+        settings: The path of the models, and the settings of the service.
         metrics: Receives the measurements of the engines.
         folder: The folder that several workers share; None for a single process.
         worker: The number of this worker.
@@ -85,7 +85,7 @@ class Repository:
 
         Args:
             name: None for the only model, or ``default_model``.
-            version: None for the highest.
+            version: None for the highest version.
 
         Raises:
             NotFound: Unknown model or version.
@@ -142,7 +142,7 @@ class Repository:
         return self.why_not_ready(engine) is None
 
     def why_not_ready(self, engine: Engine) -> str | None:
-        """Why a process that serves its requests cannot run ``engine``; None if all can."""
+        """The reason why a serving process cannot run ``engine``; None if all processes can."""
         return None if engine.ready else engine.reason
 
     @property
@@ -190,9 +190,9 @@ class Repository:
         """Load every model.
 
         Raises:
-            AttnserveError: No model could be loaded; the error of the first one. Also raised if the
-                original of ``settings.shadow`` could not be loaded, or fits none of the models, and
-                if there is no ``default_model``.
+            AttnserveError: No model could be loaded (the error of the first model), the original of
+                ``settings.shadow`` could not be loaded or fits none of the models, or there is no
+                ``default_model``.
         """
         if self.loader.started:
             return
@@ -225,7 +225,7 @@ class Repository:
         self.loader.started = True
 
     async def load(self, name: str) -> None:
-        """Load the versions of ``name`` on disk; they replace the loaded ones.
+        """Load the versions of ``name`` on disk, and replace the loaded versions.
 
         A version whose files are unchanged is not loaded again. If a version cannot be loaded, the
         loaded one stays in place, and the other versions are loaded nevertheless.
@@ -274,7 +274,7 @@ class Repository:
         self.shadow.close()
 
     def log_operators(self) -> None:
-        """Log the operator fusion of each loaded version, or why there was none."""
+        """Log the operator fusion of each loaded version, or the reason for no fusion."""
         for engine in self.engines():
             log_operators(engine)
 

@@ -10,8 +10,8 @@ from service.errors import NotFound, TooLarge
 from service.settings import Settings
 
 SHORT_CHARACTERS = 2000
-"""Maximum number of characters of a request whose texts are tokenized in the thread of the run if
-it is free, else separately from longer texts (``Batcher.submit_from``). It takes about 1 ms."""
+"""Maximum number of characters of a request with short texts. Tokenizing them takes about 1 ms, in
+the thread of a free slot, or else in another thread than longer texts (``Batcher.submit_from``)."""
 
 
 def check_limit(count: int, limit: int, what: str) -> None:
@@ -29,13 +29,13 @@ def check_size(
     row: Mapping[str, tuple[int, ...]],
     outputs: Sequence[str],
 ) -> int:
-    """Refuse a request that needs too much memory, by its shapes and the shapes of one row.
+    """Refuse a request that needs too much memory, by the shapes of its inputs and of one row.
 
     Returns:
-        The bytes of its output tensors.
+        The size of the output tensors in bytes.
 
     Raises:
-        TooLarge: Its outputs, or an operator of its run, have too many bytes.
+        TooLarge: The outputs of the request, or an operator of its run, have too many bytes.
     """
     size = model.signature.output_bytes(shapes, outputs)
     check_limit(size, settings.max_tensor_bytes, "bytes of output tensors")
@@ -53,11 +53,11 @@ def check_texts(model: Model, settings: Settings, texts: Sequence[Text | Encodin
     """Refuse too many or too long texts.
 
     Returns:
-        Whether they are short in total (``SHORT_CHARACTERS``).
+        Whether the texts are short in total (``SHORT_CHARACTERS``).
 
     Raises:
         NotFound: The model has no tokenizer.
-        TooLarge: There are too many texts, or one has too many characters.
+        TooLarge: There are too many texts, or a text has too many characters.
     """
     if model.encoder is None:
         raise NotFound(

@@ -1,9 +1,9 @@
 """The queue of rows: which rows share a run.
 
 A **row** is one text, or one index of the batch axis of tensors. Rows of equal key can share a
-batch, which is padded to its longest row. The cost of a batch is its padded tokens (rows x longest)
-and stays within a budget. A row that is longer than the budget runs alone. The queue has no clock
-and no threads.
+batch, which is padded to its longest row. The cost of a batch is its number of padded tokens (rows
+x longest row), and stays within a budget. A row that is longer than the budget runs alone. The
+queue has no clock and no threads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True, eq=False)
 class Row(Generic[P, R]):
-    """A unit of work that can share a run with rows of the same ``key``.
+    """A unit of work: one text, or one index of the batch axis of tensors.
 
     Attributes:
         key: Rows of equal key can share a run.
@@ -30,7 +30,7 @@ class Row(Generic[P, R]):
         real_tokens: Number of tokens without the padding of a model with a fixed length; None if
             equal to ``tokens``.
         request: The request of the row; set by the batcher.
-        number: Position in the order of arrival; set by the queue.
+        number: The position in the order of arrival; set by the queue.
         result: The result of the run; set by the batcher.
     """
 
@@ -49,12 +49,12 @@ AnyRow = Row[Any, Any]
 class Queue:
     """Waiting rows, and the choice of rows that run together.
 
-    Requests take turns, so that a short one does not wait for all rows of a large one. A batch
-    consists of the oldest row of the request whose turn it is and the rows of the closest lengths,
-    up to the budget. A row joins only if its added padding costs no more than a separate run.
+    Requests take turns, so that a short request does not wait for all rows of a large one. A batch
+    consists of the oldest row of the next request and the rows of the closest lengths, up to the
+    budget. A row joins only if its added padding costs no more than a separate run.
 
     Args:
-        budget: Padded tokens of a batch: rows x longest row. A longer row runs alone.
+        budget: Maximum number of padded tokens of a batch: rows x longest row.
         overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
         max_rows: Maximum rows of a batch; None for no limit.
     """
@@ -82,7 +82,7 @@ class Queue:
         return self._waiting.keys()
 
     def add(self, row: AnyRow) -> None:
-        """Add a row to those of its request; a new request has the last turn."""
+        """Add a row to the rows of its request; a new request has the last turn."""
         row.number = self._next
         self._next += 1
         self._waiting.setdefault(row.request, OrderedDict())[row.number] = row
@@ -115,7 +115,7 @@ class Queue:
         while self.max_rows is None or high - low < self.max_rows:
             size = high - low + 1
             longest = rows[high - 1][0]
-            # Of each neighbor: the padding that it would add, and whether it is the longer one.
+            # For each neighbor: the padding that it would add, and whether it is the longer one.
             padding_costs: list[tuple[int, bool]] = []
             if low > 0 and size * longest <= budget:
                 padding_costs.append((longest - rows[low - 1][0], False))

@@ -42,10 +42,10 @@ from service.settings import Settings
 T = TypeVar("T")
 
 MAX_PENDING = 8
-"""Maximum number of rows that wait for an empty queue or for the child; others are skipped."""
+"""Maximum number of rows that wait for an empty queue or for the child; more are skipped."""
 
 MAX_LINES = 1000
-"""Maximum number of texts that wait to be written; others are dropped."""
+"""Maximum number of texts that wait to be written; more are dropped."""
 
 MAX_FILES = 64
 """Maximum number of rows of other workers that wait for worker 0."""
@@ -92,7 +92,7 @@ class Shadow:
                 _warn,
                 timeout_s=settings.probe_timeout_s,
             )
-        # By version: the checksum of the model's files, and its report.
+        # The checksum of the model's files, and its report, by version.
         self._reports: dict[str, tuple[str, dict[str, Any]]] = {}
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ class Shadow:
             self._original.close()
 
     def reports(self) -> dict[Version, dict[str, Any]]:
-        """The quality of each model that is compared; see ``LiveReport``."""
+        """The quality report of each compared model; see ``LiveReport``."""
         written = self._reports
         if self._folder is not None and not self._is_first:
             with suppress(OSError, ValueError):
@@ -140,7 +140,7 @@ class Shadow:
         rows: Sequence[Row[Encoding, RowOutputs] | Row[Feed, RowOutputs]],
         texts: Sequence[object] = (),
     ) -> FollowUp | None:
-        """Create the callback after the answer; None for most requests.
+        """Create the callback that follows the answer; None for a request outside of the samples.
 
         Args:
             names: Names of the outputs.
@@ -186,9 +186,9 @@ class Shadow:
         for path in list(self._folder.glob("*.row"))[:free]:
             try:
                 content = path.read_bytes()
-                path.unlink()  # first: a file that cannot be read is not read again
+                path.unlink()  # before the read: a damaged file is not read again
                 sample = pickle.loads(content)  # written by a worker, in a private folder
-            except Exception:  # it must not end the loop that follows loads
+            except Exception:  # a damaged file must not end the loop that follows loads
                 log.exception("a row to compare could not be read")
                 continue
             self._spawn(self._when_idle(sample))

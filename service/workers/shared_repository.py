@@ -30,7 +30,7 @@ TICK_S = 0.1
 """Interval of the checks for a new target state, and of status updates."""
 
 MAX_RETRIES = 4
-"""Repeated attempts to reach a target state, after 1, 2, 4 and 8 s."""
+"""Maximum number of repeated attempts to reach a target state, after 1, 2, 4 and 8 s."""
 
 log = logging.getLogger("attnserve")
 
@@ -57,7 +57,7 @@ class SharedRepository(Repository):
         self._error: AttnserveError | None = None
         self._attempts, self._retry_at = 0, 0.0
         self._following: asyncio.Task[None] | None = None
-        # Not the lock of the target state: two tasks of this worker may apply the same state.
+        # In addition to the lock of the target state: two tasks of this worker may apply one state.
         self._applying = asyncio.Lock()
 
     # -- state over all workers -------------------------------------------------------------------
@@ -83,7 +83,7 @@ class SharedRepository(Repository):
         return f"not ready in worker {others[0].worker}" if others else None
 
     def states(self) -> list[VersionState]:
-        """The versions that are loaded here, with the queue and requests of all workers."""
+        """The versions loaded in this worker, with the queues and requests of all workers."""
         theirs = [state for peer in self._peers() for state in peer.models]
 
         def merged(state: VersionState) -> VersionState:
@@ -110,8 +110,8 @@ class SharedRepository(Repository):
         The other workers wait for worker 0, so that an invalid model is reported once.
 
         Raises:
-            InvalidModel: No model can be loaded: the files differ from those that the other workers
-                serve, or see ``load``.
+            InvalidModel: No model can be loaded, or the files differ from the files that the other
+                workers serve.
         """
         while (target := self._state.target()) is None and self._worker > 0:
             await asyncio.sleep(TICK_S)
@@ -124,7 +124,7 @@ class SharedRepository(Repository):
         self._require_models()
         self.loader.missing |= {name for name, model in target.models.items() if model.failures}
         try:
-            await self.shadow.start()  # of worker 0 if it is a replacement
+            await self.shadow.start()  # in worker 0 if it is a replacement
         except AttnserveError as error:
             log.warning("the original is not loaded: %s", str(error).replace("\n", "; "))
         self.loader.started = True
@@ -170,7 +170,7 @@ class SharedRepository(Repository):
             AttnserveError: The target state cannot be reached.
         """
         await self.start()
-        async with self._state.lock():  # it must not change between reaching it and serving
+        async with self._state.lock():  # the target must not change between reaching it and serving
             await self._follow_target()
             self._require_models()
             self._following = asyncio.get_running_loop().create_task(self._run())
@@ -196,7 +196,7 @@ class SharedRepository(Repository):
     # -- internal ---------------------------------------------------------------------------------
 
     def _require_models(self) -> None:
-        """Raise the error of a model if none is loaded; otherwise the others are served."""
+        """Raise the error of a model if no model is loaded; loaded models are served despite it."""
         if self._error is not None and not self.loader.by_name:
             raise self._error
 
@@ -231,10 +231,10 @@ class SharedRepository(Repository):
             await asyncio.sleep(TICK_S)
 
     async def _follow_target(self) -> None:
-        """Reach a new target state; one that could not be reached is tried again.
+        """Reach a new target state; retry after a failure.
 
-        If it still cannot be reached, this process ends, and the supervisor starts another one,
-        unless the reason is a file, which a restart does not change.
+        If all attempts fail, this process ends, and the supervisor starts another one, unless the
+        reason is a file, which a restart does not change.
         """
         async with self._applying:
             target = self._state.target()
@@ -253,7 +253,7 @@ class SharedRepository(Repository):
             self._attempts += 1
 
     async def _apply(self, target: TargetState) -> None:
-        """Load and unload models until they equal ``target``; store one error.
+        """Load and unload models until the loaded ones equal ``target``; store one error.
 
         An error that a restart may fix has precedence over an error of a file.
         """
@@ -289,7 +289,7 @@ class SharedRepository(Repository):
         self.loader.failures[name] = dict(target.failures)
 
     def _set_target(self, *names: str) -> int:
-        """Set the versions of ``names`` that are loaded here as the target of all workers.
+        """Make the versions of ``names`` that this worker has loaded the target of all workers.
 
         The caller holds the lock.
 
@@ -314,7 +314,7 @@ class SharedRepository(Repository):
         The supervisor kills a worker that hangs, and removes its status.
 
         Raises:
-            AttnserveError: A worker could not reach it.
+            AttnserveError: A worker could not reach the target state.
         """
         while any(peer.generation < generation for peer in self._peers()):
             await asyncio.sleep(TICK_S / 5)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TargetModel:
-    """The checksum of each version of a model to serve, and why other versions failed to load."""
+    """The checksum of each version of a model to serve, and the reasons of failed versions."""
 
     contents: dict[str, str]
     failures: dict[str, str]
@@ -60,10 +60,10 @@ class Status:
     """State of one worker.
 
     Attributes:
-        serving: It accepts connections and has loaded the target state.
-        ready: It has reached the target state, and all its models can run.
-        generation: Generation of the target state that it last tried to reach.
-        error: Why it could not reach that state, or could not start.
+        serving: Whether the worker accepts connections and has loaded the target state.
+        ready: Whether the worker has reached the target state, and all its models can run.
+        generation: Generation of the last target state that the worker tried to reach.
+        error: The reason why the worker could not reach that state, or could not start.
         models: State of each loaded version.
     """
 
@@ -133,7 +133,7 @@ class SharedState:
     # -- workers ----------------------------------------------------------------------------------
 
     def status(self, worker: int) -> Status | None:
-        """The status of a worker; None if it is not running, or has none yet."""
+        """The status of a worker; None if the worker is not running, or has not reported yet."""
         return self._read(f"worker-{worker}.json", Status)
 
     def serving(self, *, but: int | None = None) -> list[Status]:
@@ -156,7 +156,7 @@ class SharedState:
         self._write(f"seconds-{os.getpid()}.json", seconds)
 
     def seconds(self) -> dict[Version, dict[int, Second]]:
-        """The recent seconds of each version in all workers, including those that have exited."""
+        """The recent seconds of each version in all workers, including exited workers."""
         merged: dict[Version, dict[int, Second]] = {}
         for path in self.path.glob("seconds-*.json"):
             for model, version, seconds in self._read(path.name, list[ModelSeconds]) or ():
@@ -181,5 +181,5 @@ class SharedState:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    """The parser of ``kind``, which takes milliseconds to build."""
+    """Build the parser of ``kind`` once, because that takes milliseconds."""
     return TypeAdapter(kind)

@@ -5,7 +5,7 @@ forwards SIGTERM and SIGINT, and waits until the workers have answered the accep
 loads no model and answers no request.
 
 Each worker listens on its own socket on Linux (SO_REUSEPORT): the kernel distributes connections,
-and a dead worker loses only its own. Elsewhere the workers share one socket.
+and a dead worker loses only its own. On other systems the workers share one socket.
 
 ``uvicorn.supervisors.Multiprocess`` (tried with uvicorn 0.54) lacks these properties:
 
@@ -41,26 +41,26 @@ from service.settings import Settings
 from service.workers.shared_state import SharedState
 
 BACK_OFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Delay before a restart, by the number of previous failures in a row."""
+"""Seconds before a restart, by the number of previous failures in a row."""
 
 MAX_FAILURES = 3
-"""Give up after this many failures in a row of one worker, if no other worker serves."""
+"""Failures in a row of one worker after which the server gives up, if no other worker serves."""
 
 STABLE_S = 10.0
-"""A worker that served for this time resets its count of failures."""
+"""Seconds of serving that reset the count of failures of a worker."""
 
 POLL_S = 0.1
 """Interval of the checks of each worker."""
 
 END_S = 10.0
-"""A worker that has not ended this long after the time to drain is killed."""
+"""Seconds after the time to drain at which a worker that has not ended is killed."""
 
 HANG_S = 60.0
-"""A worker that sends no heartbeat for this time is killed. Time is counted in checks, so that the
-sleep of a suspended machine does not count."""
+"""Seconds without a heartbeat after which a worker is killed. Time is counted in checks, so that
+the sleep of a suspended machine does not count."""
 
 IMPORT_S = 120.0
-"""Time limit of the first heartbeat of a worker, which imports the program before."""
+"""Seconds until the first heartbeat of a worker, which first imports the program."""
 
 log = logging.getLogger("attnserve")
 
@@ -124,7 +124,7 @@ class _Supervisor:
         self._interrupted = False
         self._own_sockets = sys.platform == "linux"
         if self._own_sockets:
-            # After bind: binding without SO_REUSEPORT has detected another server on the address.
+            # After bind: without SO_REUSEPORT, bind detects another server on the address.
             address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
     async def run(self) -> None:
@@ -235,7 +235,7 @@ class _Supervisor:
                 if status is not None and status.serving:
                     worker.serving_since = monotonic()
                     self._on_serving(worker)
-                elif self._state.complete:  # its models were loaded before
+                elif self._state.complete:  # all workers have served: models can be loaded
                     starting_s += POLL_S
                     if starting_s > self._settings.probe_timeout_s:
                         worker.kill("does not come to serve")
@@ -252,14 +252,14 @@ class _Supervisor:
                 process_group=0,  # signals of the terminal reach the supervisor only
             )
             task = self._settings, number, self._state, listener.fileno()
-        with suppress(BrokenPipeError, ConnectionResetError):  # it has exited: ``_wait`` notices
-            # The pipe stays open: its end tells the worker that this process has exited.
-            ours.sendall(pickle.dumps(task))  # not in the environment: it holds the API keys
+        with suppress(BrokenPipeError, ConnectionResetError):  # ``_wait`` handles the exit
+            # The socket stays open: its end tells the worker that this process has exited.
+            ours.sendall(pickle.dumps(task))  # not in the environment: the task holds the API keys
         ours.setblocking(False)
         return _Worker(number, process, ours)
 
     def _listener(self) -> socket.socket:
-        """The socket for one worker, closed here once the worker has inherited it."""
+        """The socket of one worker; closed in this process once the worker has inherited it."""
         if not self._own_sockets:
             return self._address.dup()
         address = self._address

@@ -1,8 +1,8 @@
 """Entry point of one worker process, started by the supervisor.
 
 Standard input is a socket of the supervisor. The worker reads its task (a pickle) from it and sends
-heartbeats, which need no file, so that a full disk does not count as a hang. If they cannot be
-sent, the supervisor has exited, and the worker drains and exits too.
+heartbeats, which need no file, so that a full disk does not count as a hang. If a heartbeat cannot
+be sent, the supervisor has exited, and the worker drains and exits too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _WorkerServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._beating = asyncio.create_task(self._beat())
         open_port = partial(super().startup, sockets)
-        if self._state.complete:  # the others serve: no connection must come here before
+        if self._state.complete:  # others serve: this worker must not get connections yet
             await self._shared.join(open_port)
         else:
             await open_port()

@@ -1,8 +1,8 @@
 """ONNX operators in PyTorch, by domain and name.
 
-Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An input that is
-left out is None. Shapes, axes and other integers that an operator reads on the host are tensors on
-the CPU (``GraphModule`` keeps them there), so that no operator waits for the GPU.
+Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An omitted input is
+None. Shapes, axes and other integers that an operator reads on the host are tensors on the CPU
+(``GraphModule`` keeps them there), so that no operator waits for the GPU.
 """
 
 from attnserve.recovery.operators import (

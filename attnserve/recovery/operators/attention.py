@@ -72,7 +72,7 @@ def _attend_capped(
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(B, T, H*K) -> (B, H, T, K); four axes are left as they are."""
+    """(B, T, H*K) -> (B, H, T, K); an input with four axes does not change."""
     return x if x.ndim == 4 else x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 

@@ -157,7 +157,7 @@ def _gather_nd(call: Call, x: Tensor, indices: Tensor) -> Tensor:
 
 
 def _adds(call: Call) -> bool:
-    """Whether elements are added to those of the input, in place of replacing them."""
+    """Whether updates are added to elements of the input instead of replacing them."""
     reduction = call.text("reduction", "none")
     if reduction not in ("none", "add"):
         raise call.unsupported(f"its reduction is {reduction}")
