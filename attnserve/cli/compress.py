@@ -211,7 +211,9 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
                 (
                     name,
                     f"{each.kept} of {each.count}"
-                    f" {'heads' if each.kind == 'attention' else 'neurons'}{each.config.size}",
+                    f" {'heads' if each.kind == 'attention' else 'neurons'}"
+                    + ("" if each.head_size is None else f" x {each.head_size}")
+                    + ("" if each.rank is None else f" of {each.rank} shared"),
                     each.operator + (", float32" if each.in_float else ""),
                     each.ms_before,
                     each.ms_after,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -58,53 +58,24 @@ SHARED_FRACTION = 2 / 3
 class BlockConfig:
     """A block after a rewrite; of each block, a search chooses one of several configurations.
 
+    Here, heads or neurons are only removed; each subclass is another kind of rewrite. Callers do
+    not test the class.
+
     Attributes:
-        kept: The number of remaining heads or neurons; 0 if an affine map replaces the attention.
-        head_size: The dimensions of queries and keys, including one of the content term; None if
-            they are not truncated.
-        rank: R, the number of dimensions that the heads share, of which each reads ``head_size``;
-            None if they share none.
-        source: The name of the attention whose probabilities the heads reuse
-            (``ReusePair.reusing``); None if they reuse none.
-        reused_heads: The head that each kept head reuses; numbers before pruning. Not recorded.
-        reuse_loss: The loss at the model's output if all heads are reused; not recorded.
+        plain_operators: The name in plan.json of the plain operators that compute it; None if fused
+            ones can.
+        is_fitted: Whether one of its passes is fitted to the moments of tokens. If not, the output
+            of the block is refitted before the loss of the change is measured.
+        kept: The number of remaining heads or neurons.
+        reused_heads: The head that each kept head reuses; numbers before pruning.
     """
 
+    plain_operators: ClassVar[PlainOperators | None] = None
+    is_fitted: ClassVar[bool] = False
     kept: int
-    head_size: int | None = None
-    rank: int | None = None
-    source: str | None = None
-    reused_heads: ReusedHeads = field(default_factory=dict[int, SourceHead], compare=False)
-    reuse_loss: float = field(default=float("inf"), compare=False)
-
-    @property
-    def plain_operators(self) -> PlainOperators | None:
-        """The name in plan.json of the plain operators that compute it; None if fused ones can."""
-        if self.is_replaced:
-            return "skip"
-        if self.source is not None:
-            return "reuse"
-        return None if self.rank is None else "sparse"
-
-    @property
-    def is_replaced(self) -> bool:
-        """Whether an affine map, which is refitted, replaces the attention."""
-        return self.kept == 0
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether one of its passes is fitted to the moments of tokens."""
-        return self.head_size is not None
-
-    def is_unreduced(self, count: int) -> bool:
-        """Whether all heads or neurons, ``count`` of them, stay as they are."""
-        return self == BlockConfig(count)
-
-    @property
-    def size(self) -> str:
-        """The size of a kept head's queries and keys; empty if the block keeps its own size."""
-        own = "" if self.head_size is None else f" x {self.head_size}"
-        return own if self.rank is None else f"{own} of {self.rank} shared"
+    reused_heads: ReusedHeads = field(
+        default_factory=dict[int, SourceHead], init=False, compare=False
+    )
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -112,18 +83,14 @@ class BlockConfig:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.compare}
 
     @property
-    def sort_key(self) -> tuple[int, int, int]:
-        """The key that sorts configurations in reports: by change, then by number of heads."""
-        return self.head_size or 0, self.rank or 0, self.kept
+    def change(self) -> str:
+        """Identifies the change besides removal, for any number of heads; empty if none."""
+        return self.plain_operators or ""
 
     @property
     def less_lossy(self) -> BlockConfig | None:
-        """For shared dimensions, the configuration with as many separate dimensions of each head.
-
-        Its loss is smaller. So the loss of shared dimensions is measured only if they are faster.
-        None for other configurations.
-        """
-        return None if self.rank is None else replace(self, rank=None)
+        """A configuration that loses less, so that this one is of use only if it is faster."""
+        return None
 
     def outruns(self, latencies: Mapping[BlockConfig, Latencies]) -> bool:
         """Whether there is no ``less_lossy``, or it takes ``MIN_REMOVAL_GAIN`` times as long."""
@@ -132,95 +99,143 @@ class BlockConfig:
             other in latencies and MIN_REMOVAL_GAIN * latencies[self].mean < latencies[other].mean
         )
 
-    def with_heads(self, kept: int) -> BlockConfig:
-        """The same with fewer heads, which share proportionally fewer dimensions.
-
-        Without attention, it is unchanged.
-        """
-        if self.is_replaced:
-            return self
-        rank = self.rank and max(self.rank * kept // self.kept // MULTIPLE, 1) * MULTIPLE
-        return replace(self, kept=kept, rank=rank)
-
     def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-        """The passes that give a block the configuration.
-
-        The pass that reuses probabilities (``apply_reuse``) concerns two blocks, and is not among
-        them.
-
-        Args:
-            mask: 1 for each head or neuron that is kept, ``kept`` of them.
-        """
-        if self.is_replaced:
-            return [SkipAttention({block.name: "affine"})]
-        passes: list[BlockPass[Any, Any]] = []
-        if not all(mask):
-            prune = PruneNeurons if isinstance(block, FeedForwardBlock) else PruneHeads
-            passes.append(prune({block.name: mask}))
-        if self.head_size is not None:
-            assert isinstance(block, AttentionBlock)
-            # With as many dimensions as the heads have, nothing is shared.
-            rank = self.rank or self.kept * block.head_size
-            mixing = Mixing(rank=rank, head_size=self.head_size - 1)
-            passes.append(Collaborate({block.name: mixing}))
-        return passes
+        """The passes that give a block the configuration; ``mask`` is 1 for each part to keep."""
+        prune = PruneNeurons if isinstance(block, FeedForwardBlock) else PruneHeads
+        return [] if all(mask) else [prune({block.name: mask})]
 
     def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        """1 for each head or neuron of a group that ``passes`` keep: all if it is replaced.
-
-        Args:
-            curves: The losses of each group that can be reduced, by its key.
-        """
-        if self.source is not None:
-            return [int(head in self.reused_heads) for head in range(group.count)]
-        if self.kept in (0, group.count):
-            return [1] * group.count
-        return curves[group.key].mask(self.kept)
+        """1 for each head or neuron of a group that is kept; ``curves`` by the key of a group."""
+        return [1] * self.kept if self.kept == group.count else curves[group.key].mask(self.kept)
 
     def loss(self, curve: LossCurve) -> float:
         """The predicted loss at the model's output; infinite if the change was not measured.
 
         Losses of removal and of other changes are added; removed heads lose nothing by a change.
-
-        Args:
-            curve: The losses of the block.
         """
-        if self.is_replaced:
-            return dict(curve.changed).get(self, math.inf)
-        removal = curve.at(curve.count - self.kept)
-        if self.source is not None:
-            return removal + self.reuse_loss * self.kept / curve.count
-        if self.head_size is None:
-            return removal
-        changes = {change.with_heads(self.kept): loss for change, loss in curve.changed}
-        return removal + self.kept / curve.count * changes.get(self, math.inf)
+        return curve.at(curve.count - self.kept)
 
     def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
         """What a group loses by it, in words: a clause for the removal, and one for the change."""
-        if self.is_replaced:
-            return [f"replacing it by an affine map loses {self.loss(curve):.4f}"]
         removed = group.count - self.kept
-        reasons: list[str] = []
-        if removed:
-            reasons.append(
-                f"the {removed} removed {group.noun} hold {curve.own_loss[removed]:.1%} of its "
-                "output that the others cannot reproduce"
-            )
-        if self.head_size is not None:
-            shared = "" if self.rank is None else f" of {self.rank} shared ones"
-            lost = self.loss(curve) - curve.at(removed)
-            reasons.append(
-                f"queries and keys of {self.head_size} dimensions{shared} lose {lost:.4f}"
-            )
-        if self.source is not None:
-            reused = f"reusing the probabilities of {self.source} in all heads loses "
-            reasons.append(f"{reused}{self.reuse_loss:.4f}")
-        return reasons
+        lost = f"{curve.own_loss[removed]:.1%} of its output that the others cannot reproduce"
+        return [f"the {removed} removed {group.noun} hold {lost}"] if removed else []
 
     def __str__(self) -> str:
-        if self.is_replaced:
-            return "none"
-        return f"{self.kept}{self.size}" + ("" if self.source is None else f" as {self.source}")
+        return str(self.kept)
+
+
+@dataclass(frozen=True)
+class Truncated(BlockConfig):
+    """Heads whose queries and keys have fewer dimensions.
+
+    Attributes:
+        head_size: The number of dimensions that each head reads, as in ``Mixing``.
+    """
+
+    is_fitted: ClassVar[bool] = True
+    head_size: int
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Its ``head_size`` is K of the rewritten block, with the dimension of the content term."""
+        return {**super().recorded, "head_size": self.head_size + 1}
+
+    @property
+    def change(self) -> str:
+        return f"{super().change} x {self.head_size}"
+
+    @property
+    def sharing(self) -> str:
+        """How many dimensions the heads share, in words; empty if they share none."""
+        return ""
+
+    def mixing(self, block: AttentionBlock) -> Mixing:
+        """The dimensions of a block's heads: with as many as before, nothing is shared."""
+        return Mixing(rank=self.kept * block.head_size, head_size=self.head_size)
+
+    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+        assert isinstance(block, AttentionBlock)
+        return [*super().passes(block, mask), Collaborate({block.name: self.mixing(block)})]
+
+    def loss(self, curve: LossCurve) -> float:
+        change = curve.changed.get(self.change, math.inf)
+        return super().loss(curve) + self.kept / curve.count * change
+
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        size = f"{self.recorded['head_size']} dimensions{self.sharing and self.sharing + ' ones'}"
+        lost = self.loss(curve) - super().loss(curve)
+        return [*super().reasons(group, curve), f"queries and keys of {size} lose {lost:.4f}"]
+
+    def __str__(self) -> str:
+        return f"{self.kept} x {self.recorded['head_size']}{self.sharing}"
+
+
+@dataclass(frozen=True)
+class Shared(Truncated):
+    """Heads whose queries and keys read some of R (``rank``) dimensions, which they share."""
+
+    plain_operators: ClassVar[PlainOperators | None] = "sparse"
+    rank: int
+
+    @property
+    def sharing(self) -> str:
+        return f" of {self.rank} shared"
+
+    @property
+    def less_lossy(self) -> Truncated:
+        return Truncated(self.kept, self.head_size)
+
+    def mixing(self, block: AttentionBlock) -> Mixing:
+        return Mixing(rank=self.rank, head_size=self.head_size)
+
+
+@dataclass(frozen=True)
+class Reusing(BlockConfig):
+    """Heads that reuse the probabilities of another attention, by a pass of both (``apply_reuse``).
+
+    Attributes:
+        source: The name of the other attention.
+        reuse_loss: The loss at the model's output if all heads are reused.
+    """
+
+    plain_operators: ClassVar[PlainOperators | None] = "reuse"
+    reused_heads: ReusedHeads = field(compare=False)
+    source: str
+    reuse_loss: float = field(compare=False)
+
+    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
+        return [int(head in self.reused_heads) for head in range(group.count)]
+
+    def loss(self, curve: LossCurve) -> float:
+        return super().loss(curve) + self.reuse_loss * self.kept / curve.count
+
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        reused = f"reusing the probabilities of {self.source} in all heads loses "
+        return [*super().reasons(group, curve), f"{reused}{self.reuse_loss:.4f}"]
+
+    def __str__(self) -> str:
+        return f"{self.kept} as {self.source}"
+
+
+@dataclass(frozen=True)
+class Replaced(BlockConfig):
+    """An affine map in place of an attention."""
+
+    plain_operators: ClassVar[PlainOperators | None] = "skip"
+    kept: Literal[0] = 0
+
+    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+        return [SkipAttention({block.name: "affine"})]
+
+    def loss(self, curve: LossCurve) -> float:
+        return curve.changed.get(self.change, math.inf)
+
+    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+        return [f"replacing it by an affine map loses {self.loss(curve):.4f}"]
+
+    def __str__(self) -> str:
+        return "none"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -231,14 +246,14 @@ class LossCurve:
         order: Heads or neurons in the order of their removal.
         own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
         gone, loss: Measured numbers of removals, and the loss at the model's output for each.
-        changed: Losses of other changes: of all heads, or of the removed attention.
+        changed: Losses of other changes (``BlockConfig.change``) of all heads.
     """
 
     order: tuple[int, ...]
     own_loss: tuple[float, ...]
     gone: tuple[int, ...]
     loss: tuple[float, ...]
-    changed: tuple[tuple[BlockConfig, float], ...] = ()
+    changed: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def count(self) -> int:
@@ -295,32 +310,29 @@ class ReusePair:
         stays = curve.mask(kept)
         source = self.source.names[0]
         heads = {head: (source, reused) for head, reused in enumerate(self.heads) if stays[reused]}
-        return BlockConfig(kept, source=source, reused_heads=heads, reuse_loss=self.loss)
+        return Reusing(kept, heads, source, self.loss)
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
-    """The configurations of a block besides the whole block; some may be impossible."""
+    """The configurations of a block in the order of reports; some may be impossible."""
     if isinstance(block, FeedForwardBlock):
         step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
-        return [BlockConfig(kept) for kept in range(step, block.num_neurons, step)]
-    step = max(block.num_heads // MAX_CONFIGS, 1)
-    numbers = (*range(step, block.num_heads, step), block.num_heads)
-    configs = [BlockConfig(kept) for kept in numbers[:-1]]
-    if (cut := _shorter(block)) is not None:
-        configs += [BlockConfig(kept, cut) for kept in numbers]
-        own = block.num_heads * (cut - 1)
-        if (rank := int(SHARED_FRACTION * own) // MULTIPLE * MULTIPLE) and block.num_heads > 1:
-            configs.append(BlockConfig(block.num_heads, cut, rank))
-    if not block.k.is_cached and not (returned_refusal(block) or skip_refusal(block)):
-        configs.append(BlockConfig(0))
+        numbers = (*range(step, block.num_neurons, step), block.num_neurons)
+        return [BlockConfig(kept) for kept in numbers]
+    heads, half = block.num_heads, block.head_size // 2
+    step = max(heads // MAX_CONFIGS, 1)
+    numbers = (*range(step, heads, step), heads)
+    can_replace = not (block.k.is_cached or returned_refusal(block) or skip_refusal(block))
+    configs: list[BlockConfig] = [Replaced()] if can_replace else []
+    configs += [BlockConfig(kept) for kept in numbers]
+    if half and half % MULTIPLE == 0 and not sharing_refusal(block):
+        size = half - 1  # one dimension is left for the content term
+        configs += [Truncated(kept, size) for kept in numbers]
+        rank = int(SHARED_FRACTION * (heads * size)) // MULTIPLE * MULTIPLE
+        if rank and heads > 1:
+            ranks = [max(rank * kept // heads // MULTIPLE, 1) * MULTIPLE for kept in numbers]
+            configs += [Shared(kept, size, rank) for kept, rank in zip(numbers, ranks, strict=True)]
     return configs
-
-
-def _shorter(block: AttentionBlock) -> int | None:
-    """Half of the head size, if queries and keys can be truncated to it."""
-    half = block.head_size // 2
-    is_possible = half and half % MULTIPLE == 0 and not block.k.is_cached
-    return half if is_possible and not sharing_refusal(block) else None
 
 
 def apply_config(

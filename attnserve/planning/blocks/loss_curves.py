@@ -142,7 +142,7 @@ def loss_curves(
         if changes and group.key in changes and group.key in curves
     }
     for key, changed in others.changes(wanted).items():
-        curves[key] = replace(curves[key], changed=tuple(changed))
+        curves[key] = replace(curves[key], changed=changed)
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]
     return BlockLosses(curves, tuple(others.pairs(faster)), {})
 
@@ -203,7 +203,7 @@ class _ChangeLosses:
 
     def changes(
         self, wanted: Mapping[BlockGroup, Sequence[BlockConfig]]
-    ) -> dict[str, list[tuple[BlockConfig, float]]]:
+    ) -> dict[str, dict[str, float]]:
         """Measure each change of the groups with one block; impossible changes are left out."""
         single = {group: configs for group, configs in wanted.items() if len(group.blocks) == 1}
         names = [g.names[0] for g, configs in single.items() if any(c.is_fitted for c in configs)]
@@ -213,7 +213,7 @@ class _ChangeLosses:
             _decompose(plain, names)
             blocks = [block for block in find_attention(plain).blocks if block.name in names]
             moments = collect_moments(plain, blocks, self.batches, context=self.silent)
-        losses: dict[str, list[tuple[BlockConfig, float]]] = {}
+        losses: dict[str, dict[str, float]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
             block = group.blocks[0]
             name = block.name
@@ -221,8 +221,8 @@ class _ChangeLosses:
                 new = plain.clone() if config.is_fitted else self.model.clone()
                 with suppress(AttnserveError):  # an impossible change is left out
                     apply_config(new, block, config, moments.get(name))
-                    loss = self._loss(new, name, [name] if config.is_replaced else [])
-                    losses.setdefault(group.key, []).append((config, loss))
+                    loss = self._loss(new, name, [] if config.is_fitted else [name])
+                    losses.setdefault(group.key, {})[config.change] = loss
             self.context.progress("measure changes", done, len(single))
         return losses
 

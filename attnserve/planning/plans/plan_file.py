@@ -23,7 +23,6 @@ from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Lengths, Target
-from attnserve.planning.blocks.configurations import BlockConfig
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -47,7 +46,7 @@ class Decision(RecordedWithNulls, frozen=True):
 
     Attributes:
         kept, count: The number of heads or neurons afterwards and before.
-        head_size: The truncated size of queries and keys, if they are truncated.
+        head_size: K of truncated queries and keys, with the dimension of the content term.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
         operator: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
@@ -70,10 +69,6 @@ class Decision(RecordedWithNulls, frozen=True):
     predicted_loss: float
     why: str
     in_float: bool = False
-
-    @property
-    def config(self) -> BlockConfig:
-        return BlockConfig(self.kept, self.head_size, self.rank, self.source)
 
 
 class Point(RecordedWithNulls, frozen=True):

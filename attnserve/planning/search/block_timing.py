@@ -62,7 +62,8 @@ class BlockLatency:
     Attributes:
         original: The latencies of the block as exported.
         operator: The fastest operator of the unreduced block.
-        configs: The latencies of each configuration, computed by ``operator``.
+        configs: The latencies of each configuration in the order of reports, computed by
+            ``operator``.
         operators: The latencies of the unreduced block, computed by each fused operator.
     """
 
@@ -70,11 +71,6 @@ class BlockLatency:
     operator: BlockOperator
     configs: Mapping[BlockConfig, Latencies]
     operators: Mapping[BlockOperator, Latencies]
-
-    @property
-    def unreduced(self) -> Latencies:
-        """The latencies of the unreduced block, computed by ``operator``."""
-        return self.operators.get(self.operator, self.original)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,18 +241,16 @@ class BlockTimer:
         start = times[None if fastest == AS_EXPORTED else fastest]
         fused_ms: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
-        unreduced = {BlockConfig(count): start}
-        if is_frozen:
-            return BlockLatency(times[None], fastest, unreduced, fused_ms)
-        wanted = configs_of(block)
-        configs = self._time_configs(part, wanted, fastest, original)
-        faster = [config for config in configs if config.outruns(configs)]
-        # Each with the numbers of heads with which the less lossy one is timed.
-        fewer = [config.with_heads(other.kept) for config in faster for other in wanted
-                 if config.with_heads(other.kept).less_lossy == other]  # fmt: skip
-        if fewer:
-            configs |= self._time_configs(part, fewer, fastest, original)
-        return BlockLatency(times[None], fastest, {**configs, **unreduced}, fused_ms)
+        whole = BlockConfig(count)
+        wanted = [whole] if is_frozen else configs_of(block)
+        # Those that must outrun others are timed with fewer heads only if they do so with all.
+        later = [each for each in wanted if each.less_lossy is not None and each.kept < count]
+        first = [each for each in wanted if each not in (whole, *later)]
+        configs = {whole: start} | self._time_configs(part, first, fastest, original)
+        if all(each.outruns(configs) for each in configs):
+            configs |= self._time_configs(part, later, fastest, original)
+        in_order = {each: configs[each] for each in wanted if each in configs}
+        return BlockLatency(times[None], fastest, in_order, fused_ms)
 
     def _time_configs(
         self,
@@ -275,7 +269,7 @@ class BlockTimer:
             if smaller is not None:
                 parts[config] = smaller
         converted = self._convertible(parts)
-        times = self._measure(original, converted)
+        times = self._measure(original, converted) if converted else {}
         return {config: times[config] for config in converted}
 
     def _time_pair(
@@ -306,10 +300,11 @@ class BlockTimer:
         times = timed([source.count])
         if not times:
             return {}, 0.0
-        saved_ms = sum(block.unreduced.mean for block in latencies) - times[source.count].mean
+        whole = BlockConfig(source.count)
+        saved_ms = sum(block.configs[whole].mean for block in latencies) - times[source.count].mean
         if saved_ms > 0:
-            numbers = {config.kept for config in latencies[0].configs if not config.is_replaced}
-            times |= timed(sorted(numbers - {source.count}))
+            numbers = {config.kept for config in latencies[0].configs}
+            times |= timed(sorted(numbers - {0, source.count}))
         return times, saved_ms
 
     def _reusing_parts(self, source: BlockGroup, reader: BlockGroup, kept: int) -> Sequence[Part]:

@@ -34,12 +34,11 @@ class UnitConfig:
     @property
     def sources(self) -> set[str]:
         """The attention blocks whose probabilities others of the unit reuse."""
-        return {config.source for config in self.group_configs if config.source is not None}
+        return {name for each in self.group_configs for name, _ in each.reused_heads.values()}
 
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
-        pairs = zip(self.group_configs, groups, strict=True)
-        return all(config.is_unreduced(group.count) for config, group in pairs)
+        return self.group_configs == tuple(BlockConfig(group.count) for group in groups)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +68,7 @@ def changes_to_measure(group: BlockGroup, timed: BlockLatency) -> list[BlockConf
     return [
         config
         for config in timed.configs
-        if config.kept in (0, group.count)
-        and not config.is_unreduced(group.count)
-        and config.outruns(timed.configs)
+        if config.change and config.kept in (0, group.count) and config.outruns(timed.configs)
     ]
 
 
@@ -169,7 +166,7 @@ class Estimates:
             if not all(config in latency.configs for latency in times):
                 continue
             ms = Latencies.total([latency.configs[config] for latency in times])
-            if config.is_unreduced(group.count):
+            if config == BlockConfig(group.count):
                 loss = 0.0
             elif curve is None or not ms.keeps_up_with(original):
                 continue

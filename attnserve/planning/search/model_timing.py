@@ -75,7 +75,6 @@ class ModelTiming:
                 if latency is None or id(latency) in seen:
                     continue
                 seen.add(id(latency))
-                configs = sorted(latency.configs, key=lambda config: config.sort_key)
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
@@ -84,7 +83,7 @@ class ModelTiming:
                     "as_exported": list(latency.original),
                     "written": latency.operator,
                     "forms": {name: list(ms) for name, ms in latency.operators.items()},
-                    "kept": {str(config): list(latency.configs[config]) for config in configs},
+                    "kept": {str(config): list(ms) for config, ms in latency.configs.items()},
                 })  # fmt: skip
         for pair in self.pairs:
             if id(pair.times) not in seen:

@@ -23,7 +23,11 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.blocks.configurations import (
     BlockConfig,
     LossCurve,
+    Replaced,
     ReusePair,
+    Reusing,
+    Shared,
+    Truncated,
     configs_of,
 )
 from attnserve.planning.blocks.groups import Block, BlockGroup, group_blocks
@@ -38,6 +42,7 @@ from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidModel
+from graph_passes.passes.skip_attention import SkipAttention
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import CountedTable
 
@@ -46,7 +51,7 @@ Build = Callable[..., Path]
 
 CONTEXT = RunContext(ONE_THREAD)
 
-REPLACED = BlockConfig(0)
+REPLACED = Replaced()
 """An affine map in place of an attention."""
 
 
@@ -222,17 +227,15 @@ def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
 
 
 def test_shared_config_must_outrun_separate_dimensions():
-    shared, separate = BlockConfig(4, 8, 16), BlockConfig(4, 8)
+    shared, separate = Shared(4, 7, 16), Truncated(4, 7)
     assert shared.less_lossy == separate
     assert separate.less_lossy is None and BlockConfig(4).less_lossy is None
-    assert REPLACED.less_lossy is None and shared.with_heads(2).less_lossy == BlockConfig(2, 8)
+    assert REPLACED.less_lossy is None
 
 
-def test_config_texts_and_order_name_the_size():
-    configs = [BlockConfig(4, 8, 16), BlockConfig(2, 8), BlockConfig(4), REPLACED]
-    assert [config.size for config in configs] == [" x 8 of 16 shared", " x 8", "", ""]
+def test_config_texts_name_the_size():
+    configs = [Shared(4, 7, 16), Truncated(2, 7), BlockConfig(4), REPLACED]
     assert [str(config) for config in configs] == ["4 x 8 of 16 shared", "2 x 8", "4", "none"]
-    assert sorted(configs, key=lambda config: config.sort_key) == configs[::-1]
 
 
 def test_checkpoint_losses_round_trip(
@@ -240,7 +243,8 @@ def test_checkpoint_losses_round_trip(
     tmp_path: Path,
 ):  # fmt: skip
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
-    changes = ((REPLACED, 0.1), (BlockConfig(4, 4, 8), 0.2))
+    configs = REPLACED, Truncated(4, 3), Shared(4, 3, 8)
+    changes = {config.change: 0.1 * place for place, config in enumerate(configs)}
     written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
@@ -363,11 +367,11 @@ def test_time_blocks_times_truncated_heads(
 ):
     for group in filter(cut_attention, groups):
         configs = timed[group.blocks[0]].configs
-        truncated = {config for config in configs if config.is_fitted and config.rank is None}
-        assert truncated == {BlockConfig(kept, 4) for kept in range(1, 5)}
+        truncated = {config for config in configs if type(config) is Truncated}
+        assert truncated == {Truncated(kept, 3) for kept in range(1, 5)}
         for kept in range(1, 5):
-            assert [*configs[BlockConfig(kept, 4)]] < [*configs[BlockConfig(kept)]]
-        assert {config for config in configs if config.rank is not None} == {BlockConfig(4, 4, 8)}
+            assert [*configs[Truncated(kept, 3)]] < [*configs[BlockConfig(kept)]]
+        assert {config for config in configs if type(config) is Shared} == {Shared(4, 3, 8)}
 
 
 class FastSharing(CountedTable):
@@ -387,8 +391,8 @@ def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(
     found = BlockTimer(bert, FastSharing(None, ONE_THREAD), feeds).time_blocks(groups)
     for group in filter(cut_attention, groups):
         configs = found[group.blocks[0]].configs
-        shared = {config for config in configs if config.rank is not None}
-        assert shared == {BlockConfig(4, 4, 8), *(BlockConfig(kept, 4, 4) for kept in (1, 2, 3))}
+        shared = {config for config in configs if type(config) is Shared}
+        assert shared == {Shared(4, 3, 8), *(Shared(kept, 3, 4) for kept in (1, 2, 3))}
 
 
 @pytest.mark.parametrize("export", [("eager", "dynamo", 18), ("sdpa", "dynamo", 23)], ids=str)
@@ -400,25 +404,23 @@ def test_loss_curves_of_other_changes(
     model = load_model(folder / "model.onnx")
     batches = list(load_inputs(sentences, model, open_artifact(folder), split=False).fit)
     groups = group_blocks(model, read_attention(model).blocks, ffn=False)
-    configs = BlockConfig(4, 4), BlockConfig(4, 4, 8), REPLACED
+    configs = Truncated(4, 3), Shared(4, 3, 8), REPLACED
     changes = {group.key: configs for group in filter(cut_attention, groups)}
     found = loss_curves(
         model, groups, batches, changes=changes, new_meter=meters(model), context=CONTEXT
     ).curves
     for group in filter(cut_attention, groups):
         curve = found[group.key]
-        losses = dict(curve.changed)
-        assert tuple(losses) == configs
-        assert (
-            0 < losses[BlockConfig(4, 4)] < losses[BlockConfig(4, 4, 8)] < 0.5
-        )  # sharing costs more
+        losses = {config: curve.changed[config.change] for config in configs}
+        assert len(curve.changed) == len(configs)
+        assert 0 < losses[Truncated(4, 3)] < losses[Shared(4, 3, 8)] < 0.5  # sharing costs more
         assert 0 < losses[REPLACED] < 1.5
-        assert BlockConfig(4, 4).loss(curve) == losses[BlockConfig(4, 4)]
-        assert BlockConfig(2, 4).loss(curve) == pytest.approx(
-            curve.at(2) + losses[BlockConfig(4, 4)] / 2
+        assert Truncated(4, 3).loss(curve) == losses[Truncated(4, 3)]
+        assert Truncated(2, 3).loss(curve) == pytest.approx(
+            curve.at(2) + losses[Truncated(4, 3)] / 2
         )
-        assert BlockConfig(4, 4, 8).with_heads(2).loss(curve) == pytest.approx(
-            curve.at(2) + losses[BlockConfig(4, 4, 8)] / 2
+        assert Shared(2, 3, 4).loss(curve) == pytest.approx(
+            curve.at(2) + losses[Shared(4, 3, 8)] / 2
         )
         assert BlockConfig(2).loss(curve) == curve.at(2)
         assert REPLACED.loss(curve) == losses[REPLACED]
@@ -426,8 +428,8 @@ def test_loss_curves_of_other_changes(
 
 def test_config_unmeasured_loss_is_infinite(curves: dict[str, LossCurve]):
     for curve in curves.values():
-        assert curve.changed == ()
-        assert BlockConfig(2, 4).loss(curve) == REPLACED.loss(curve) == float("inf")
+        assert curve.changed == {}
+        assert Truncated(2, 3).loss(curve) == REPLACED.loss(curve) == float("inf")
 
 
 def test_configs_of_small_heads_are_not_truncated(groups: list[BlockGroup]):
@@ -443,12 +445,12 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     timed: dict[Block, BlockLatency], groups: list[BlockGroup]
 ):
     group = next(filter(cut_attention, groups))
-    own, shared = BlockConfig(4, 4), BlockConfig(4, 4, 8)
+    own, shared = Truncated(4, 3), Shared(4, 3, 8)
     configs = {
         BlockConfig(4): Latencies((5.0,), (5.0,)),
         BlockConfig(2): Latencies((3.0,), (3.0,)),
         own: Latencies((4.0,), (4.0,)),
-        BlockConfig(2, 4): Latencies((2.0,), (2.0,)),
+        Truncated(2, 3): Latencies((2.0,), (2.0,)),
     }
     for ms, wanted in ((4.0, [own]), (3.9, [own]), (3.8, [own, shared])):
         with_shared = {**configs, shared: Latencies((ms,), (9.0,))}
@@ -459,19 +461,29 @@ def test_changes_to_measure_sharing_only_if_faster_than_separate(
     assert changes_to_measure(group, with_skip) == [own, REPLACED]
 
 
-def test_block_config_of_fewer_heads_shares_fewer_dimensions():
-    """In proportion, in multiples of 8, and never none."""
-    assert BlockConfig(12, 16, 120).with_heads(6) == BlockConfig(6, 16, 56)
-    assert BlockConfig(12, 16, 120).with_heads(12) == BlockConfig(12, 16, 120)
-    assert BlockConfig(4, 4, 8).with_heads(1) == BlockConfig(1, 4, 8)
-    assert BlockConfig(12, 16).with_heads(3) == BlockConfig(3, 16)
+@pytest.mark.parametrize(("multiple", "ranks"), [(4, (4, 4, 4, 8)), (1, (2, 4, 6, 8))])
+def test_configs_of_fewer_heads_share_fewer_dimensions(
+    groups: list[BlockGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    multiple: int,
+    ranks: tuple[int, ...],
+):
+    """In proportion, in multiples, and never none; all kinds of configurations in order."""
+    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", multiple)
+    for group in filter(cut_attention, groups):
+        assert configs_of(group.blocks[0]) == [
+            REPLACED,
+            *(BlockConfig(kept) for kept in range(1, 5)),
+            *(Truncated(kept, 3) for kept in range(1, 5)),
+            *(Shared(kept, 3, rank) for kept, rank in enumerate(ranks, start=1)),
+        ]
 
 
 @pytest.mark.parametrize(
     ("config", "text"),
-    [(BlockConfig(8), "8"), (REPLACED, "none"), (BlockConfig(8, 16), "8 x 16"),
-     (BlockConfig(8, 16, 80), "8 x 16 of 80 shared"),
-     (BlockConfig(8, source="first"), "8 as first")],
+    [(BlockConfig(8), "8"), (REPLACED, "none"), (Truncated(8, 15), "8 x 16"),
+     (Shared(8, 15, 80), "8 x 16 of 80 shared"),
+     (Reusing(8, {}, "first", 0.1), "8 as first")],
 )  # fmt: skip
 def test_block_config_text(config: BlockConfig, text: str):
     assert str(config) == text
@@ -512,7 +524,7 @@ def test_time_pairs_and_configs_of_reuse(
     assert configs[0].group_configs == (BlockConfig(4), BlockConfig(4)) and configs[0].loss == 0
     reused = [o.group_configs for o in configs if o.sources == {pair.source.names[0]}]
     assert reused and all(
-        (a, b) == (BlockConfig(b.kept), BlockConfig(b.kept, source=pair.source.names[0]))
+        (a, b) == (BlockConfig(b.kept), Reusing(b.kept, {}, pair.source.names[0], 0.0))
         for a, b in reused
     )
     for a, b in pairwise(configs):
@@ -527,7 +539,7 @@ def test_reuse_pair_reader_keeps_the_heads_that_reuse_those_of_its_source(
     curve = replace(curves[source.key], order=(3, 0, 1, 2))
     assert curve.mask(2) == [0, 1, 1, 0]
     theirs = pair.reusing(2, curve)
-    assert theirs == BlockConfig(2, source=source.names[0])
+    assert theirs == Reusing(2, {}, source.names[0], 0.1)
     assert theirs.mask(reader, curves) == [1, 0, 0, 1]  # those that take heads 2 and 1
     assert theirs.reused_heads == {0: (source.names[0], 2), 3: (source.names[0], 1)}
 
@@ -571,22 +583,23 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup])
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "fields"),
     [
-        BlockConfig(4),
-        BlockConfig(4, 8),
-        BlockConfig(4, 8, 16),
-        BlockConfig(4, source="layer", reused_heads={0: ("layer", 1)}, reuse_loss=0.1),
-        REPLACED,
+        (BlockConfig(4), {"kept": 4}),
+        (Truncated(4, 7), {"kept": 4, "head_size": 8}),
+        (Shared(4, 7, 16), {"kept": 4, "head_size": 8, "rank": 16}),
+        (Reusing(4, {0: ("layer", 1)}, "layer", 0.1), {"kept": 4, "source": "layer"}),
+        (REPLACED, {"kept": 0}),
     ],
     ids=str,
 )
-def test_decision_records_every_configuration(config: BlockConfig) -> None:
+def test_decision_records_every_configuration(config: BlockConfig, fields: dict[str, Any]) -> None:
     written = Decision(
         block="layer", kind="attention", count=8, **config.recorded, operator="attention",
         ms_before=2.0, ms_after=1.0, predicted_loss=0.0, why="",
-    )  # fmt: skip
-    assert Decision.model_validate_json(written.model_dump_json()).config == config
+    ).to_json()  # fmt: skip
+    without = dict.fromkeys(("head_size", "rank", "source"))
+    assert {name: written[name] for name in ("kept", *without)} == {**without, **fields}
 
 
 @pytest.mark.parametrize(
@@ -594,14 +607,14 @@ def test_decision_records_every_configuration(config: BlockConfig) -> None:
     [
         (BlockConfig(4), None, ""),
         (REPLACED, "skip", "replacing it by an affine map loses 0.2500"),
-        (BlockConfig(4, 8), None, "queries and keys of 8 dimensions lose 0.0300"),
+        (Truncated(4, 7), None, "queries and keys of 8 dimensions lose 0.0300"),
         (
-            BlockConfig(4, 8, 16),
+            Shared(4, 7, 16),
             "sparse",
             "queries and keys of 8 dimensions of 16 shared ones lose 0.0400",
         ),
         (
-            BlockConfig(4, source="layer", reuse_loss=0.5),
+            Reusing(4, {}, "layer", 0.5),
             "reuse",
             "reusing the probabilities of layer in all heads loses 0.5000",
         ),
@@ -617,8 +630,9 @@ def test_configuration_names_its_operators_and_its_change(
 ) -> None:
     """All four heads are kept."""
     group = next(filter(cut_attention, groups))
-    losses = (REPLACED, 0.25), (BlockConfig(4, 8), 0.03), (BlockConfig(4, 8, 16), 0.04)
-    curve = replace(curves[group.key], changed=losses)
+    losses = {REPLACED: 0.25, Truncated(4, 7): 0.03, Shared(4, 7, 16): 0.04}
+    changed = {config.change: loss for config, loss in losses.items()}
+    curve = replace(curves[group.key], changed=changed)
     assert config.plain_operators == operators
     assert "; ".join(config.reasons(group, curve)) == change
     assert config.is_fitted == change.startswith("queries")
@@ -642,12 +656,12 @@ def test_config_of_a_reader_has_the_heads_and_the_loss_of_its_pair(
     assert kept.reused_heads == {}
 
 
-def test_config_without_attention_keeps_its_heads_until_it_is_replaced(
+def test_config_without_attention_removes_no_heads_before(
     groups: list[BlockGroup], curves: dict[str, LossCurve]
 ):
     group = next(filter(cut_attention, groups))
-    curve = replace(curves[group.key], changed=((REPLACED, 0.25),))
-    assert REPLACED.mask(group, curves) == [1] * 4
-    assert REPLACED.with_heads(2) == REPLACED
+    curve = replace(curves[group.key], changed={REPLACED.change: 0.25})
+    (replacing,) = REPLACED.passes(group.blocks[0], REPLACED.mask(group, curves))
+    assert replacing.name == SkipAttention.name
     (reason,) = REPLACED.reasons(group, curve)
     assert "0.2500" in reason
