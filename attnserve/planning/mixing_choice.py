@@ -67,8 +67,6 @@ class MixingComparison:
         outputs = compare(
             self.job.original, rewritten.model, rows, "calibration data", context=self.job.context
         ).outputs
-        if any(output.not_finite_rows for output in outputs):
-            return math.inf
         return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
@@ -156,17 +154,25 @@ def choose_mixing(
     }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
-    speeds = comparison.speeds(list(models.values()))
-    if speeds is None:
+    timed = comparison.speeds(list(models.values()))
+    if timed is None:
         return *built["dense"], None
-    reports: dict[MixingKind, MixingReport] = {
-        kind: MixingReport(mixing=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
-        for kind, (mean, slowest) in zip(models, speeds, strict=True)
-    }
+    speeds = dict(zip(models, timed, strict=True))
+
+    def report(kind: MixingKind) -> MixingReport:
+        error = errors.get(kind, math.inf)
+        mean, slowest = speeds[kind]
+        return MixingReport(
+            mixing=kind,
+            error=error if math.isfinite(error) else None,
+            speedup=mean,
+            slowest=slowest,
+        )
+
+    reports = {kind: report(kind) for kind in models}
     if _fastest(reports.values()).mixing == "sparse":
         fit("sparse", plans["sparse"][0])
-        error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
-        reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
+        reports["sparse"] = report("sparse")
     chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
     others = [report for report in reports.values() if report.mixing != chosen.mixing]
     lossier = [kind for kind, error in errors.items() if error > bound]
