@@ -23,7 +23,7 @@ from attnserve.planning.request.heads import (
 )
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
-from attnserve.planning.request.sharing import choose_mixings
+from attnserve.planning.request.sharing import allowed_mixings
 from graph_passes.analyses import Analyses
 from graph_passes.errors import Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -86,7 +86,7 @@ def _plan_request(request: Request) -> PlannedRequest:
     ]
     own_heads = _own_heads(request, skipped, masks, edges)
     plans: dict[MixingKind, list[Plan]] = {}
-    for kind, mixings in choose_mixings(request, own_heads):
+    for kind, mixings in allowed_mixings(request, own_heads):
         plan = Plan.merged([*others, Collaborate(mixings)])
         plans.setdefault(kind, []).append(plan)
     planned = PlannedRequest(plans, tuple(request.warnings))

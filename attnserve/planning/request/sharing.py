@@ -1,8 +1,8 @@
-"""Choose the mixing of the queries and keys of each layer of a request.
+"""The mixings that a request allows for the queries and keys of each layer.
 
-Its kind says which dimensions a head reads. With dense mixing, every head reads all R shared
-dimensions, as in the paper. With sparse mixing, a head reads some of them. With own dimensions,
-nothing is shared: each head is truncated separately.
+The kind of a mixing says which dimensions a head reads. With dense mixing, every head reads all R
+shared dimensions, as in the paper. With sparse mixing, a head reads some of them. With own
+dimensions, nothing is shared: each head is truncated separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from graph_passes.emit.collaborative import max_read_size, padded_size
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.collaborate import Mixing, collaborate_refusal, exact_rank
 
-__all__ = ["choose_mixings", "head_sizes"]
+__all__ = ["allowed_mixings", "head_sizes"]
 
 OWN_STEPS = 8
 """Maximum number of head sizes that are tried for own dimensions: 64 in multiples of 8."""
@@ -29,7 +29,7 @@ NEEDS_COLLAB_CACHE = Refusal(
 )
 
 
-def choose_mixings(
+def allowed_mixings(
     request: Request, own_heads: Mapping[str, int]
 ) -> list[tuple[MixingKind, dict[str, Mixing]]]:
     """The mixings by layer, for each kind of mixing that the request allows.
@@ -57,7 +57,10 @@ def choose_mixings(
         mixings = {block.name: each for block, each in outcomes if isinstance(each, Mixing)}
         if not choices:
             for block, outcome in outcomes:
-                _warn(request, block, outcome)
+                if isinstance(outcome, Refusal):
+                    request.leave(block, outcome)
+                elif outcome is not None:
+                    _warn(request, block, outcome)
         elif mixings.keys() != choices[0][1].keys() or mixings in [known for _, known in choices]:
             continue
         choices.append((kind, mixings))
@@ -94,14 +97,10 @@ def _ranks(request: Request, own_heads: Mapping[str, int]) -> dict[str, int]:
     return dict(zip(request.requested, collab_dk, strict=True))
 
 
-def _warn(request: Request, block: AttentionBlock, outcome: Mixing | Refusal | None) -> None:
-    """Warn of a layer that is left as it is, or whose mixing is not the requested one."""
-    if isinstance(outcome, Refusal):
-        request.leave(block, outcome)
-    if not isinstance(outcome, Mixing):
-        return
+def _warn(request: Request, block: AttentionBlock, mixing: Mixing) -> None:
+    """Warn of a layer that cannot have the requested mixing, or cannot be calibrated."""
     rewrites = request.rewrites
-    if outcome.is_dense and (rewrites.mixing == "sparse" or rewrites.head_dk is not None):
+    if mixing.is_dense and (rewrites.mixing == "sparse" or rewrites.head_dk is not None):
         request.warnings.append(
             f"{block.name} gets one shared key head: rotary positions rule out sparse mixing"
             if block.q.rotary_terms
@@ -109,7 +108,7 @@ def _warn(request: Request, block: AttentionBlock, outcome: Mixing | Refusal | N
             "share"
         )
     is_unobserved = request.job.data is not None and request.body_refusal(block) is not None
-    if is_unobserved and outcome.rank < exact_rank(block):
+    if is_unobserved and mixing.rank < exact_rank(block):
         request.warnings.append(
             f"{block.name} lies in the body of another node, which calibration cannot observe: "
             "it is factored by its weights alone"
