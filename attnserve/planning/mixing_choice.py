@@ -9,9 +9,8 @@ models with shared dimensions usually are slower.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -22,8 +21,7 @@ from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, SAME_ERROR
 from attnserve.literals import MixingKind
 from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.request.sharing import SizedMixing
+from attnserve.planning.plans.state import State
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
@@ -33,17 +31,6 @@ from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
 
-
-class MixedModel(Protocol):
-    """A model rewritten with one mixing, and its changes."""
-
-    @property
-    def model(self) -> ir.Model: ...
-    @property
-    def applied(self) -> ApplyReport: ...
-
-
-Mixed = TypeVar("Mixed", bound=MixedModel)
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a rewritten model must not be slower either, if the model takes them."""
@@ -67,7 +54,7 @@ class MixingComparison:
     def job(self) -> Job:
         return self.timer.job
 
-    def error(self, rewritten: MixedModel) -> float:
+    def error(self, rewritten: State) -> float:
         """The largest relative error of an output on data; of the weights without data."""
         if self.job.data is None:
             errors = [
@@ -80,8 +67,6 @@ class MixingComparison:
         outputs = compare(
             self.job.original, rewritten.model, rows, "calibration data", context=self.job.context
         ).outputs
-        if any(output.not_finite_rows for output in outputs):
-            return math.inf
         return max(output.relative_error for output in outputs)
 
     def sketch(self, plan: Plan) -> ir.Model:
@@ -135,54 +120,60 @@ def _speedups(times: np.ndarray) -> list[Speedup]:
 
 
 def choose_mixing(
-    plans: Mapping[SizedMixing, Plan],
-    build: Callable[[Plan], Mixed],
+    plans: Mapping[MixingKind, Sequence[Plan]],
+    build: Callable[[Plan], State],
     comparison: MixingComparison,
-) -> tuple[Mixed, MixingChoice | None]:
-    """Build the model with each mixing, compare them, and return the fastest one.
+) -> tuple[Plan, State, MixingChoice | None]:
+    """Build the model with each kind of mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
     the fastest.
 
     Args:
-        plans: By mixing, the dense one first; own dimensions in several sizes, ascending.
+        plans: By kind; own dimensions have several plans, in ascending size.
         build: Applies a plan.
 
     Returns:
-        The built model, and the report; that with dense mixing and None if they cannot be timed.
+        The chosen plan, its model, and the report; dense mixing and None if they cannot be timed.
     """
-    built: dict[MixingKind, Mixed] = {"dense": build(plans[SizedMixing("dense")])}
-    errors: dict[MixingKind, float] = {"dense": comparison.error(built["dense"])}
+    built: dict[MixingKind, tuple[Plan, State]] = {}
+    errors: dict[MixingKind, float] = {}
+
+    def fit(kind: MixingKind, plan: Plan) -> None:
+        built[kind] = plan, build(plan)
+        errors[kind] = comparison.error(built[kind][1])
+
+    fit("dense", plans["dense"][0])
     bound = SAME_ERROR * errors["dense"]
-    for mixing in (mixing for mixing in plans if mixing.kind == "own"):
-        built["own"] = build(plans[mixing])
-        errors["own"] = comparison.error(built["own"])
+    for plan in plans.get("own", ()):
+        fit("own", plan)
         if errors["own"] <= bound:
             break
     models: dict[MixingKind, ir.Model] = {
-        kind: rewritten.model for kind, rewritten in built.items() if errors[kind] <= bound
+        kind: state.model for kind, (_, state) in built.items() if errors[kind] <= bound
     }
-    sparse = plans.get(SizedMixing("sparse"))
-    if sparse is not None:
-        models["sparse"] = comparison.sketch(sparse)
-    speeds = comparison.speeds(list(models.values()))
-    if speeds is None:
-        return built["dense"], None
-    reports: dict[MixingKind, MixingReport] = {
-        kind: MixingReport(mixing=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
-        for kind, (mean, slowest) in zip(models, speeds, strict=True)
-    }
-    if sparse is not None and _fastest(reports).mixing == "sparse":
-        built["sparse"] = build(sparse)
-        errors["sparse"] = comparison.error(built["sparse"])
-        error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
-        reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
-    fitted: dict[MixingKind, MixingReport] = {
-        kind: report
-        for kind, report in reports.items()
-        if report.error is not None and report.error <= bound
-    }
-    chosen = _fastest(fitted)
+    for plan in plans.get("sparse", ()):
+        models["sparse"] = comparison.sketch(plan)
+    timed = comparison.speeds(list(models.values()))
+    if timed is None:
+        return *built["dense"], None
+    speeds = dict(zip(models, timed, strict=True))
+
+    def report(kind: MixingKind) -> MixingReport:
+        error = errors.get(kind, math.inf)
+        mean, slowest = speeds[kind]
+        return MixingReport(
+            mixing=kind,
+            error=error if math.isfinite(error) else None,
+            speedup=mean,
+            slowest=slowest,
+        )
+
+    reports = {kind: report(kind) for kind in models}
+    if _fastest(reports.values()).mixing == "sparse":
+        fit("sparse", plans["sparse"][0])
+        reports["sparse"] = report("sparse")
+    chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
     others = [report for report in reports.values() if report.mixing != chosen.mixing]
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
@@ -192,16 +183,16 @@ def choose_mixing(
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     choice = MixingChoice(chosen=chosen.mixing, why=why, mixings=tuple(reports.values()))
-    return built[chosen.mixing], choice
+    return *built[chosen.mixing], choice
 
 
-def _fastest(reports: Mapping[MixingKind, MixingReport]) -> MixingReport:
+def _fastest(reports: Collection[MixingReport]) -> MixingReport:
     """The fastest mixing; of those that are about as fast, the one with the smallest error.
 
     Mixings that are slower than the original at some shape are taken only if all are.
     """
-    steady = [report for report in reports.values() if is_steady(report)]
-    eligible = steady or list(reports.values())
+    steady = [report for report in reports if is_steady(report)]
+    eligible = steady or reports
     most = max(report.speedup.value for report in eligible)
     near = [report for report in eligible if MIN_GAIN * report.speedup.value >= most]
     return min(near, key=lambda report: math.inf if report.error is None else report.error)

@@ -243,18 +243,17 @@ def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
     planned = plan_request(rewrites, job)
     timer = ServedTimer(job)
 
-    def build(plan: Plan) -> _Outcome:
+    def build(plan: Plan) -> State:
         _require_empty_caches(job, plan)
-        state = apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
-        return _Outcome(plan, state, timer)
+        return apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
 
-    if len(planned.by_mixing) > 1:
-        rewritten, mixing = choose_mixing(planned.by_mixing, build, MixingComparison(timer))
+    if len(planned.plans) > 1:
+        plan, state, mixing = choose_mixing(planned.plans, build, MixingComparison(timer))
         warnings = () if mixing is not None else (NOT_COMPARED,)
-        rewritten = replace(rewritten, warnings=warnings, mixing=mixing)
     else:
-        rewritten = build(planned.plan)
-    rewritten = replace(rewritten, warnings=(*planned.warnings, *rewritten.warnings))
+        plan, mixing, warnings = planned.plan, None, ()
+        state = build(plan)
+    rewritten = _Outcome(plan, state, timer, (*planned.warnings, *warnings), mixing=mixing)
     return rewritten if job.target.precision == "float32" else _convert(job, rewritten)
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from attnserve import bench, optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.cli.app import main
+from attnserve.literals import MixingOption
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.optimize import OptimizeReport
@@ -116,11 +117,29 @@ def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     assert matches.unmatched == ()
 
 
-def test_optimize_cached_keys_without_collab_cache_is_refused(gpt2: Path, tmp_path: Path):
+@pytest.mark.parametrize("mixing", ["dense", "sparse"])
+def test_optimize_cached_keys_without_collab_cache_is_refused(
+    mixing: MixingOption, gpt2: Path, tmp_path: Path
+):
     with raises(CannotRewrite, "request.nothing", "`collab_cache`"):
-        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing="dense")
+        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing=mixing)
     with raises(CannotRewrite, "rewrite.cached", "`collab_cache`"):
-        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing="dense", layers=["0"])
+        optimize(gpt2, tmp_path / "new.onnx", collab_dk=10, mixing=mixing, layers=["0"])
+
+
+@pytest.mark.parametrize(
+    ("R", "options"),
+    [(10, {"mixing": "sparse"}), (10, {"head_dk": 4}), (EXACT, {"head_dk": 4})],
+    ids=str,
+)
+def test_optimize_sparse_mixing_of_cached_keys_is_dense(
+    R: int, options: dict[str, Any], gpt2: Path, tmp_path: Path
+):
+    """Every head reads the dimensions that the cache holds."""
+    report = optimize(gpt2, tmp_path / "new.onnx", collab_dk=R, collab_cache=True, **options)
+    assert [(change.rank, change.head_size) for change in report.changes] == [(R, None)] * LAYERS
+    warned = [warning for warning in report.record.warnings if "gets dense mixing" in warning]
+    assert len(warned) == LAYERS
 
 
 def test_optimize_cache_of_selected_layers(gpt2: Path, tmp_path: Path):

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnserve.checks.certify import require_attention
 from attnserve.job import Job
+from attnserve.literals import MixingKind
 from attnserve.options import Rewrites
 from attnserve.planning.blocks.configurations import MULTIPLE
 from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import loss_curves
-from attnserve.planning.heads.files import Masks, MutableEdges, layer_name
+from attnserve.planning.heads.files import Masks, MutableEdges
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.request.heads import (
     Replacements,
@@ -22,12 +23,12 @@ from attnserve.planning.request.heads import (
 )
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
-from attnserve.planning.request.sharing import SharingChooser, SizedMixing
+from attnserve.planning.request.sharing import allowed_mixings
 from graph_passes.analyses import Analyses
-from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.errors import Refusal
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.collaborate import Collaborate, Mixing
+from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
@@ -44,16 +45,17 @@ class PlannedRequest:
     """Plans of the float32 model, and warnings about requested rewrites that do not apply.
 
     Attributes:
-        by_mixing: Plans of the same rewrites by mixing; one if the request determines the mixing.
+        plans: Plans of the same rewrites by kind of mixing; one plan if the request determines the
+            mixing. Own dimensions have several plans, in ascending size.
     """
 
-    by_mixing: Mapping[SizedMixing, Plan]
+    plans: Mapping[MixingKind, Sequence[Plan]]
     warnings: tuple[str, ...]
 
     @property
     def plan(self) -> Plan:
         """The plan with the first mixing."""
-        return next(iter(self.by_mixing.values()))
+        return next(iter(self.plans.values()))[0]
 
 
 def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
@@ -83,11 +85,10 @@ def _plan_request(request: Request) -> PlannedRequest:
         PruneNeurons(_neurons(request)),
     ]
     own_heads = _own_heads(request, skipped, masks, edges)
-    plans: dict[SizedMixing, Plan] = {}
-    for mixing, dimensions in _shared(request, own_heads).items():
-        plan = Plan.merged([*others, Collaborate(dimensions)])
-        if plan.to_json() not in [known.to_json() for known in plans.values()]:
-            plans[mixing] = plan
+    plans: dict[MixingKind, list[Plan]] = {}
+    for kind, mixings in allowed_mixings(request, own_heads):
+        plan = Plan.merged([*others, Collaborate(mixings)])
+        plans.setdefault(kind, []).append(plan)
     planned = PlannedRequest(plans, tuple(request.warnings))
     if rewrites.are_given and not planned.plan.passes:
         raise request.nothing("rewritten as requested")
@@ -109,55 +110,6 @@ def _own_heads(
             )
             counts[block.name] = sum(1 for _ in computed)
     return counts
-
-
-def _shared(request: Request, own_heads: Mapping[str, int]) -> dict[SizedMixing, dict[str, Mixing]]:
-    """The shared dimensions of each layer, for each mixing that the request allows.
-
-    Args:
-        own_heads: The number of heads that compute their own probabilities, by layer.
-    """
-    if request.rewrites.collab_dk is None and request.rewrites.head_dk is None:
-        return {SizedMixing("dense"): {}}
-    chooser = SharingChooser(
-        request.rewrites,
-        own_heads=own_heads,
-        unobserved=[
-            block.name
-            for block in request.blocks
-            if request.job.data is not None and request.body_refusal(block)
-        ],
-    )
-    ranks = _ranks(request)
-    layers = [(block, ranks[block.name]) for block in request.blocks if block.name in ranks]
-    first, *more = chooser.mixings
-    by_mixing = {first: chooser.choose(layers, first)}
-    request.warnings += chooser.warnings
-    for mixing in more:
-        shared = chooser.choose(layers, mixing)
-        if shared.keys() == by_mixing[first].keys():  # a mixing may rule out some layers
-            by_mixing[mixing] = shared
-    return by_mixing
-
-
-def _ranks(request: Request) -> dict[str, int]:
-    """R of each layer."""
-    collab_dk = request.rewrites.collab_dk
-    if collab_dk is None:
-        return dict.fromkeys(request.requested, 1)  # set by the number of heads of each layer
-    if isinstance(collab_dk, int):
-        return dict.fromkeys(request.requested, collab_dk)
-    if isinstance(collab_dk, Mapping):
-        return {
-            layer_name(name, request.names, "collab_dk"): rank for name, rank in collab_dk.items()
-        }
-    if len(collab_dk) != len(request.requested):
-        raise InvalidArgument(
-            f"`collab_dk` has {len(collab_dk)} sizes for {len(request.requested)} layers",
-            "give one R, or one for each layer",
-            code="request.range",
-        )
-    return dict(zip(request.requested, collab_dk, strict=True))
 
 
 def _neurons(request: Request) -> Masks:

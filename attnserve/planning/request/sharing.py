@@ -1,128 +1,193 @@
-"""Choose R and the mixing of collaborative heads for each layer of a request.
+"""The mixings that a request allows for the queries and keys of each layer.
 
-A layer has one of three mixings. With dense mixing every head reads all R dimensions, as in the
-paper. With sparse mixing a head reads some of them. With own dimensions nothing is shared: each
-head is truncated separately.
+The kind of a mixing says which dimensions a head reads. With dense mixing, every head reads all R
+shared dimensions, as in the paper. With sparse mixing, a head reads some of them. With own
+dimensions, nothing is shared: each head is truncated separately.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from attnserve.literals import MixingKind
 from attnserve.options import Rewrites
+from attnserve.planning.heads.files import layer_name
+from attnserve.planning.request.request import Request
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.collaborative import max_read_size, padded_size
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.collaborate import Mixing, collaborate_refusal, exact_rank
 
-__all__ = ["SharingChooser", "SizedMixing"]
-
+__all__ = ["allowed_mixings", "head_sizes"]
 
 OWN_STEPS = 8
 """Maximum number of head sizes that are tried for own dimensions: 64 in multiples of 8."""
 
-
-class SizedMixing(NamedTuple):
-    """How the heads of all layers share query and key dimensions, if they do.
-
-    Attributes:
-        step: For own dimensions, the index of the head size; size 0 is the smallest whose heads
-            have at least R dimensions in all.
-    """
-
-    kind: MixingKind
-    step: int = 0
+NEEDS_COLLAB_CACHE = Refusal(
+    "cached", "its cached keys are an input of the graph: `collab_cache` rewrites the cache too"
+)
 
 
-@dataclass(eq=False)
-class SharingChooser:
-    """Chooses the shared dimensions of layers, as a request describes them.
+def allowed_mixings(
+    request: Request, own_heads: Mapping[str, int]
+) -> list[tuple[MixingKind, dict[str, Mixing]]]:
+    """The mixings by layer, for each kind of mixing that the request allows.
 
-    Attributes:
+    Own dimensions have several entries, in ascending size. All entries rewrite the same layers, and
+    the warnings of the request are those of the first entry.
+
+    Args:
         own_heads: By layer, the number of heads that compute their own probabilities once other
             rewrites are applied. Layers that lose all heads are missing.
-        unobserved: Layers that the calibration data cannot reach.
-        warnings: Receives the reasons of layers that are left as they are.
+
+    Raises:
+        InvalidArgument: A size is out of range.
+        CannotRewrite: A layer that the request names cannot be factored.
+    """
+    ranks = _ranks(request, own_heads)
+    layers = [
+        _Layer(request.rewrites, block, own_heads.get(block.name), ranks[block.name])
+        for block in request.blocks
+        if block.name in ranks
+    ]
+    choices: list[tuple[MixingKind, dict[str, Mixing]]] = []
+    for kind, step in _kinds(request.rewrites):
+        outcomes = [(layer.block, layer.mixing(kind, step)) for layer in layers]
+        mixings = {block.name: each for block, each in outcomes if isinstance(each, Mixing)}
+        if not choices:
+            for block, outcome in outcomes:
+                if isinstance(outcome, Refusal):
+                    request.leave(block, outcome)
+                elif outcome is not None:
+                    _warn(request, block, outcome)
+        elif mixings.keys() != choices[0][1].keys() or mixings in [known for _, known in choices]:
+            continue
+        choices.append((kind, mixings))
+    return choices
+
+
+def _kinds(rewrites: Rewrites) -> list[tuple[MixingKind, int]]:
+    """The kinds of mixing that a request allows; for own dimensions, each with its step."""
+    if rewrites.head_dk is not None:
+        return [("own" if rewrites.collab_dk is None else "sparse", 0)]
+    if rewrites.mixing != "auto":
+        return [(rewrites.mixing, 0)]
+    return [("dense", 0), ("sparse", 0), *(("own", step) for step in range(OWN_STEPS))]
+
+
+def _ranks(request: Request, own_heads: Mapping[str, int]) -> dict[str, int]:
+    """R by layer; for ``head_dk`` alone, the number of dimensions of all heads of the layer."""
+    collab_dk, head_dk = request.rewrites.collab_dk, request.rewrites.head_dk
+    if collab_dk is None:
+        requested = [] if head_dk is None else request.requested
+        return {name: own_heads.get(name, 0) * (head_dk or 0) for name in requested}
+    if isinstance(collab_dk, int):
+        return dict.fromkeys(request.requested, collab_dk)
+    if isinstance(collab_dk, Mapping):
+        return {
+            layer_name(name, request.names, "collab_dk"): rank for name, rank in collab_dk.items()
+        }
+    if len(collab_dk) != len(request.requested):
+        raise InvalidArgument(
+            f"`collab_dk` has {len(collab_dk)} sizes for {len(request.requested)} layers",
+            "give one R, or one for each layer",
+            code="request.range",
+        )
+    return dict(zip(request.requested, collab_dk, strict=True))
+
+
+def _warn(request: Request, block: AttentionBlock, mixing: Mixing) -> None:
+    """Warn of a layer that cannot have the requested mixing, or cannot be calibrated."""
+    rewrites = request.rewrites
+    if mixing.is_dense and (rewrites.mixing == "sparse" or rewrites.head_dk is not None):
+        request.warnings.append(
+            f"{block.name} gets one shared key head: rotary positions rule out sparse mixing"
+            if block.q.rotary_terms
+            else f"{block.name} gets dense mixing: its cache holds the dimensions that all heads "
+            "share"
+        )
+    is_unobserved = request.job.data is not None and request.body_refusal(block) is not None
+    if is_unobserved and mixing.rank < exact_rank(block):
+        request.warnings.append(
+            f"{block.name} lies in the body of another node, which calibration cannot observe: "
+            "it is factored by its weights alone"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Layer:
+    """A layer whose queries and keys are to be factored.
+
+    Attributes:
+        heads: The number of heads that compute their own probabilities once other rewrites are
+            applied; None if the layer loses all heads.
+        rank: The requested R.
     """
 
     rewrites: Rewrites
-    own_heads: Mapping[str, int]
-    unobserved: Collection[str]
-    warnings: list[str] = field(default_factory=list[str])
+    block: AttentionBlock
+    heads: int | None
+    rank: int
 
-    @property
-    def mixings(self) -> tuple[SizedMixing, ...]:
-        """The mixings that the request allows; several are compared later."""
-        rewrites = self.rewrites
-        if rewrites.head_dk is not None:
-            return (SizedMixing("sparse" if rewrites.collab_dk is not None else "own"),)
-        if rewrites.mixing != "auto":
-            return (SizedMixing(rewrites.mixing),)
-        own = (SizedMixing("own", step) for step in range(OWN_STEPS))
-        return (SizedMixing("dense"), SizedMixing("sparse"), *own)
-
-    def choose(
-        self, layers: Sequence[tuple[AttentionBlock, int]], mixing: SizedMixing
-    ) -> dict[str, Mixing]:
-        """The parameters of each layer that can be factored.
+    def mixing(self, kind: MixingKind, step: int) -> Mixing | Refusal | None:
+        """The mixing of a kind, or the reason why the layer is left; None if no head is left.
 
         Args:
-            layers: Each layer with its R, which is ignored if only ``head_dk`` is requested.
+            step: The index of the head size of own dimensions; size 0 is the smallest whose heads
+                have at least R dimensions in all.
 
         Raises:
             InvalidArgument: A size is out of range.
-            CannotRewrite: A layer that the request names cannot be factored.
+            CannotRewrite: The request names the layer, which cannot be factored.
         """
-        rewrites = self.rewrites
-        is_named = rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping)
-        dimensions: dict[str, Mixing] = {}
-        for block, asked_rank in layers:
-            outcome = self._refusal(block, mixing)
-            if outcome is None:
-                _check_sizes(rewrites, block, asked_rank)
-            own_heads = self.own_heads.get(block.name)
-            if own_heads is None or not (own_heads or outcome):
-                continue  # no head is left to factor
-            if outcome is not None and is_named:
-                raise outcome.error(block.name, "leave this layer out of `layers`")
-            rank, size = _sizes(rewrites, block, own_heads, asked_rank, mixing)
-            outcome = outcome or _mixing(block, own_heads, rank, size, cache=rewrites.collab_cache)
-            self.warnings += self._warnings(block, rank, size, outcome)
-            if not isinstance(outcome, Refusal):
-                dimensions[block.name] = outcome
-        return dimensions
-
-    def _warnings(
-        self, block: AttentionBlock, rank: int, size: int | None, outcome: Mixing | Refusal
-    ) -> Iterator[str]:
-        is_asked = self.rewrites.mixing == "sparse" or self.rewrites.head_dk is not None
-        if is_asked and size is None:
-            yield f"{block.name} gets " + (
-                "one shared key head: rotary positions rule out sparse mixing"
-                if block.q.rotary_terms
-                else "dense mixing: its cache holds the dimensions that all heads share"
-            )
-        if isinstance(outcome, Refusal):
-            yield f"{block.name} is left as it is: {outcome}"
-        elif block.name in self.unobserved and rank < exact_rank(block):
-            yield (
-                f"{block.name} lies in the body of another node, which calibration cannot observe: "
-                "it is factored by its weights alone"
-            )
-
-    def _refusal(self, block: AttentionBlock, mixing: SizedMixing) -> Refusal | None:
-        """Why the queries and keys of a block cannot be reduced by a mixing; None if they can."""
-        shared = self.rewrites.head_dk is None and mixing.kind != "own"
-        refusal = collaborate_refusal(block, caches=self.rewrites.collab_cache, shared=shared)
-        is_cached = refusal is not None and refusal.code == "cached"
-        if is_cached and collaborate_refusal(block, caches=True, shared=shared) is None:
+        rewrites, block = self.rewrites, self.block
+        head_size = self._head_size(kind, step)
+        refusal = self._refusal(shared=head_size is None)
+        if refusal is None:
+            _check_sizes(rewrites, block, self.rank)
+        if self.heads is None or not (self.heads or refusal):
+            return None
+        if refusal is not None:
+            if rewrites.layers is not None or isinstance(rewrites.collab_dk, Mapping):
+                raise refusal.error(block.name, "leave this layer out of `layers`")
+            return refusal
+        rank = self.rank if kind != "own" or head_size is None else self.heads * head_size
+        key_size = -(-self.heads * exact_rank(block) // block.num_heads)
+        is_truncated = bool(block.q.rotary_terms) and head_size is not None
+        if self.heads < block.num_heads and rank >= key_size and not is_truncated:
             return Refusal(
-                "cached",
-                "its cached keys are an input of the graph: `collab_cache` rewrites the cache too",
+                "nothing_shared",
+                f"R = {rank} >= {key_size}, the size of the keys of {self.heads} heads: nothing to "
+                "compress",
             )
+        return Mixing(rank=rank, head_size=head_size, cache=rewrites.collab_cache)
+
+    def _head_size(self, kind: MixingKind, step: int) -> int | None:
+        """The mean number of dimensions that a head reads; None if it reads all R."""
+        rewrites, block = self.rewrites, self.block
+        is_rotary = bool(block.q.rotary_terms)
+        if block.k.is_cached and not is_rotary:
+            return None  # the cache holds the dimensions that all heads share
+        if rewrites.head_dk is not None:
+            return rewrites.head_dk
+        if kind == "dense" or (kind == "sparse" and is_rotary):
+            return None
+        if rewrites.mixing == "auto" and self.rank >= exact_rank(block) and not is_rotary:
+            return None  # dense mixing is exact
+        sizes = head_sizes(block)
+        if kind == "sparse":
+            return min(self.rank, max(sizes, default=block.head_size))
+        sufficient = [size for size in sizes if size * (self.heads or 0) >= self.rank]
+        sizes = sufficient or sizes[-1:]
+        return sizes[min(step, len(sizes) - 1)] if sizes else None
+
+    def _refusal(self, *, shared: bool) -> Refusal | None:
+        """Why the queries and keys cannot be factored; None if they can."""
+        caches = self.rewrites.collab_cache
+        refusal = collaborate_refusal(self.block, caches=caches, shared=shared)
+        if refusal and collaborate_refusal(self.block, caches=True, shared=shared) is None:
+            return NEEDS_COLLAB_CACHE
         return refusal
 
 
@@ -170,49 +235,6 @@ def _check_rotary_sizes(rewrites: Rewrites, block: AttentionBlock, rank: int) ->
             "give one of them",
             code="request.conflict",
         )
-
-
-def _sizes(
-    rewrites: Rewrites, block: AttentionBlock, own: int, rank: int, mixing: SizedMixing
-) -> tuple[int, int | None]:
-    """R, and the mean number of dimensions that a head reads; None for dense mixing.
-
-    Args:
-        own: The number of heads that compute their own probabilities.
-        rank: The requested R.
-    """
-    size = rewrites.head_dk
-    if block.q.rotary_terms:
-        if size is None and mixing.kind == "own":
-            size = _head_size(block, own, rank, mixing)
-    elif mixing.kind != "dense" and not (rewrites.mixing == "auto" and rank >= exact_rank(block)):
-        size = None if block.k.is_cached else size or _head_size(block, own, rank, mixing)
-    if mixing.kind == "own" and (cut := rewrites.head_dk or size):
-        rank = own * cut  # nothing is shared: each head is truncated
-    return rank, size
-
-
-def _mixing(
-    block: AttentionBlock, own: int, rank: int, size: int | None, *, cache: bool
-) -> Mixing | Refusal:
-    """The parameters of a block with ``own`` heads, unless R is too large to compress anything."""
-    key_size = -(-own * exact_rank(block) // block.num_heads)
-    is_truncated = bool(block.q.rotary_terms) and size is not None
-    if own < block.num_heads and rank >= key_size and not is_truncated:
-        return Refusal(
-            "nothing_shared",
-            f"R = {rank} >= {key_size}, the size of the keys of {own} heads: nothing to compress",
-        )
-    return Mixing(rank=rank, head_size=size, cache=cache)
-
-
-def _head_size(block: AttentionBlock, own: int, rank: int, mixing: SizedMixing) -> int | None:
-    """The number of dimensions that a head reads; None if it cannot read fewer than its own."""
-    sizes = head_sizes(block)
-    if mixing.kind == "sparse":
-        return min(rank, max(sizes, default=block.head_size))
-    least = next((i for i, size in enumerate(sizes) if size * own >= rank), len(sizes))
-    return sizes[min(least + mixing.step, len(sizes) - 1)] if sizes else None
 
 
 def head_sizes(block: AttentionBlock) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,12 @@ import pytest
 
 from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
+from attnserve.literals import MixingKind
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.request.sharing import SizedMixing
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, time_twice_if_slow
 from graph_passes.analysis.constants import is_constant
@@ -30,7 +31,9 @@ from tests.jobs import job_of
 
 # Which form
 
-FORMS = [SizedMixing("dense"), SizedMixing("sparse"), *(SizedMixing("own", i) for i in range(3))]
+FORMS: tuple[MixingKind, ...] = ("dense", "sparse", "own", "own", "own")
+PLANS = [Plan() for _ in FORMS]
+DENSE, SPARSE, *OWN = PLANS
 
 
 def steady(value: float) -> Speedup:
@@ -39,50 +42,49 @@ def steady(value: float) -> Speedup:
 
 @dataclass(frozen=True)
 class Built:
-    """A built form, which is its own model."""
+    """A built form; its plan stands for its model."""
 
-    model: SizedMixing
+    model: Plan
 
 
 @dataclass
 class Comparison:
-    """Errors by form, and (mean, slowest) speed-ups by kind."""
+    """Errors by plan, and (mean, slowest) speed-ups by kind."""
 
-    plans: Mapping[SizedMixing, Plan]
-    errors: Mapping[SizedMixing, float]
+    errors: Sequence[float]
     known: Mapping[str, tuple[float, float]] | None
-    built: list[SizedMixing] = field(default_factory=list[SizedMixing])
+    built: list[Plan] = field(default_factory=list[Plan])
 
-    def build(self, plan: Plan) -> Built:
-        self.built.append(self.sketch(plan))
-        return Built(self.built[-1])
+    def build(self, plan: Plan) -> Any:
+        self.built.append(plan)
+        return Built(plan)
 
     def sketch(self, plan: Plan) -> Any:
-        return next(form for form, each in self.plans.items() if each is plan)
+        return plan
 
-    def error(self, form: Any) -> float:
-        return self.errors[form.model]
+    def error(self, rewritten: Any) -> float:
+        return self.errors[PLANS.index(rewritten.model)]
 
     def speeds(self, models: Sequence[Any]) -> list[tuple[Speedup, Speedup]] | None:
         if self.known is None:
             return None
-        found = [self.known[form.kind] for form in models]
+        found = [self.known[FORMS[PLANS.index(model)]] for model in models]
         return [(steady(mean), steady(slowest)) for mean, slowest in found]
 
 
 def choose(
     errors: Sequence[float], speeds: Mapping[str, tuple[float, float]] | None
-) -> tuple[SizedMixing, list[SizedMixing]]:
-    """The chosen form, and those that were built."""
-    known = dict(zip(FORMS, errors, strict=False))
-    comparison: Any = Comparison({form: Plan() for form in known}, known, speeds)
-    found, choice = choose_mixing(comparison.plans, comparison.build, comparison)
+) -> tuple[Plan, list[Plan]]:
+    """The plan of the chosen form, and those that were built."""
+    comparison: Any = Comparison(errors, speeds)
+    plans: dict[MixingKind, list[Plan]] = {}
+    for form, plan, _ in zip(FORMS, PLANS, errors, strict=False):
+        plans.setdefault(form, []).append(plan)
+    found, state, choice = choose_mixing(plans, comparison.build, comparison)
+    assert state.model is found
     assert (choice is None) == (speeds is None)
-    assert choice is None or choice.chosen == found.model.kind
-    return found.model, comparison.built
-
-
-DENSE, SPARSE, *OWN = FORMS
+    assert choice is None or choice.chosen == FORMS[PLANS.index(found)]
+    return found, comparison.built
 
 
 def test_choose_mixing_takes_the_fastest_form_of_at_most_the_dense_error():
@@ -111,6 +113,14 @@ def test_choose_mixing_of_equal_speed_takes_the_smaller_error():
     speeds = {"dense": (1.100, 1.0), "own": (1.095, 1.0), "sparse": (1.0, 1.0)}
     found, _ = choose((0.10, 0.2, 0.09), speeds)
     assert found == OWN[0]
+
+
+def test_choose_mixing_takes_a_form_whose_outputs_are_finite():
+    speeds = {"dense": (1.0, 1.0), "own": (1.1, 1.05), "sparse": (1.2, 1.0)}
+    found, _ = choose((0.10, math.inf, 0.09), speeds)
+    assert found == OWN[0]
+    found, _ = choose((math.inf, 0.10, 0.09), speeds)
+    assert found == SPARSE
 
 
 def test_choose_mixing_that_cannot_be_timed_is_dense():

@@ -624,7 +624,10 @@ def test_optimize_few_held_out_texts_are_warned_of(
     assert any("210 different rows of up to 29 tokens" in each for each in report.record.warnings)
 
 
-def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
+@pytest.mark.parametrize("options", [{"prune": 0.5}, {"collab_dk": 16, "mixing": "dense"}], ids=str)
+def test_optimize_strip_cache_with_another_rewrite_says_to_run_it_first(
+    options: dict[str, Any], tmp_path: Path
+):
     original = Cell("GPT-2, cached", "eager", "torchscript", 17).committed
     arrays = {
         "input_ids": np.arange(200).reshape(20, 10) % 60,
@@ -636,7 +639,7 @@ def test_optimize_strip_cache_with_pruning_says_to_run_it_first(tmp_path: Path):
             arrays[value.name or ""] = np.zeros((20, value.shape[1], 0, value.shape[3]), np.float32)
     np.savez(tmp_path / "ids.npz", **arrays)
     report = optimize(
-        original, tmp_path / "new.onnx", strip_cache=True, prune=0.5, calib=tmp_path / "ids.npz"
+        original, tmp_path / "new.onnx", strip_cache=True, calib=tmp_path / "ids.npz", **options
     )
     assert [each.name for each in report.plan.passes] == ["strip_cache"]
     assert len([line for line in report.record.warnings if "`strip_cache` alone" in line]) == 1
