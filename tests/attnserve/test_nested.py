@@ -16,8 +16,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
-from tests.graph_passes.graphs import D, H, K, attention
-from tests.graph_passes.test_bodies import if_model
+from tests.graph_passes.graphs import D, H, K, attention, if_model
 
 
 @pytest.fixture

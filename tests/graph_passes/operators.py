@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.models.opset import raise_opset
 from graph_passes.blocks import (
     Capped,
     Causal,
@@ -18,6 +19,7 @@ from graph_passes.blocks import (
     PositionBias,
     Scaled,
 )  # fmt: skip
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, V, graph, weights
 from tests.graph_passes.layouts import MEMORY
 
@@ -495,3 +497,9 @@ def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
             array[..., 0] = True
         arrays[value.name] = array.astype(value.dtype.numpy())
     return arrays
+
+
+def raised(model: ir.Model, form: FusedOperator) -> ir.Model:
+    """Raise the opset to one that has the operators of a form."""
+    raise_opset(model, OPSETS.get(form, 0))
+    return model

@@ -26,7 +26,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
-from tests.service.api.test_ranking import write_reranker
+from tests.service.tiny import write_reranker
 
 DOCUMENTS = 5
 

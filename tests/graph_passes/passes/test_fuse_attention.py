@@ -22,7 +22,7 @@ from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
-from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
+from graph_passes.emit.fused_attention import LOW, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
@@ -61,7 +61,7 @@ from tests.graph_passes.layouts import (
     returning,
     variant,
 )
-from tests.graph_passes.operators import OPERATORS, any_feeds
+from tests.graph_passes.operators import OPERATORS, any_feeds, raised
 
 EXACT = 1e-5
 """Fused attention equals the original except for the order of sums."""
@@ -80,12 +80,6 @@ PRODUCTS = {
 
 each_form = pytest.mark.parametrize("form", FORMS)
 each_microsoft_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "onnx"])
-
-
-def raised(model: ir.Model, form: FusedOperator) -> ir.Model:
-    """Raise the opset to one that has the operators of a form."""
-    raise_opset(model, OPSETS.get(form, 0))
-    return model
 
 
 def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
