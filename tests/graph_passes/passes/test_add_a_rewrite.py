@@ -84,8 +84,8 @@ BY_KEY = np.arange(5, dtype=np.float32)
 @pytest.fixture
 def remove_constant_bias() -> Iterator[type[AttentionPass[NoParams]]]:
     """The class, registered while a test runs."""
-    yield define_pass()
-    del PASSES._parts[NAME]
+    with PASSES.restored():
+        yield define_pass()
 
 
 def test_new_pass_is_registered_by_its_definition(
