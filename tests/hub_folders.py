@@ -366,9 +366,10 @@ def tokenizer(name: str, folder: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     pair = "[CLS] $A [SEP] [SEP] $B [SEP]" if name == "roberta" else "[CLS] $A [SEP] $B:1 [SEP]:1"
     made.post_processor = processors.TemplateProcessing(
-        single="$A [SEP]" if name == "qwen" else "[CLS] $A [SEP]", pair=pair,
+        single="$A [SEP]" if name == "qwen" else "[CLS] $A [SEP]",
+        pair=pair,
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )  # fmt: skip
+    )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
 

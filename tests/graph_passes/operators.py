@@ -18,7 +18,7 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Scaled,
-)  # fmt: skip
+)
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, V, graph, weights
 from tests.graph_passes.layouts import MEMORY
@@ -410,14 +410,10 @@ def grouped_case(body: str, inputs: str = GROUPED_INPUT, **changes: object) -> C
 
 GROUPED = {
     "heads side by side": grouped_case(grouped()),
-    "no cache": grouped_case(
-        grouped(operands="q, k, v, , , lengths, total"), NO_CACHE, past=False
-    ),
+    "no cache": grouped_case(grouped(operands="q, k, v, , , lengths, total"), NO_CACHE, past=False),
     "a scale of its own": grouped_case(grouped("scale = 0.37"), scale=0.37),
     "packed": grouped_case(
-        grouped(
-            operands="qkv, , , pk, pv, lengths, total", before="\n qkv = MatMul(x, Wpacked)"
-        )
+        grouped(operands="qkv, , , pk, pv, lengths, total", before="\n qkv = MatMul(x, Wpacked)")
     ),
     "rotary": grouped_case(
         grouped("do_rotary = 1", "q, k, v, pk, pv, lengths, total, cos, sin"), position="rope"
@@ -457,13 +453,12 @@ GROUPED = {
         position="bias",
     ),
     "all key/value heads of their own": grouped_case(
-        grouped(before=OWN_PARTS)
-        .replace("kv_num_heads = 2", "kv_num_heads = 4"),
+        grouped(before=OWN_PARTS).replace("kv_num_heads = 2", "kv_num_heads = 4"),
         GROUPED_INPUT.replace(f"[batch, {GROUPS}, past", "[batch, 4, past"),
         heads=(4, 4),
         constants={"Wk_own": normal(D, 64), "Wv_own": normal(D, 64)},
     ),
-}  # fmt: skip
+}
 
 OPERATORS = (
     {f"ai.onnx: {name}": case for name, case in ONNX.items()}

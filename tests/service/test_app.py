@@ -472,9 +472,10 @@ def test_endless_run_ends_with_its_request(tmp_path: Path) -> None:
     with TestClient(app) as client:
         for _ in range(2):
             answer = client.post(
-                "/v2/models/tiny/infer", json=endless_request(2**60),
+                "/v2/models/tiny/infer",
+                json=endless_request(2**60),
                 headers={"x-timeout-ms": "300"},
-            )  # fmt: skip
+            )
             assert answer.status_code == 504
             assert client.get("/v2/models/tiny/ready").status_code == 200
             answer = client.post("/v2/models/tiny/infer", json=endless_request(3))

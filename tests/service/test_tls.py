@@ -40,8 +40,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )  # fmt: skip
     subprocess.run(
         ["openssl", "rsa", "-aes256", "-in", key, "-out", locked, "-passout", f"pass:{PASSWORD}"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     return {"cert": cert, "key": key, "locked": locked}
 
 

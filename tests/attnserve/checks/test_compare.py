@@ -74,9 +74,10 @@ def test_compare_weights_batches_by_tokens(tmp_path: Path):
 def test_compare_ignores_padding(tmp_path: Path):
     # y = x * mask: wrong at padding only.
     first, second = pair(
-        tmp_path, "a = Constant<value_ints = [2]>() m = Unsqueeze(attention_mask, a)"
-        " f = Cast<to = 1>(m) y = Mul(x, f)"
-    )  # fmt: skip
+        tmp_path,
+        "a = Constant<value_ints = [2]>() m = Unsqueeze(attention_mask, a)"
+        " f = Cast<to = 1>(m) y = Mul(x, f)",
+    )
     batch = feed([[[3, 4], [5, 6]], [[1, 2], [7, 8]]], [[1, 1], [1, 0]])
     report = measured(first, second, batch)
     assert report.min_cosine == 1 and report.outputs[0].max_abs_error == 0
@@ -241,8 +242,9 @@ def test_verify_model_without_inputs(tmp_path: Path):
 def test_model_of_a_fixed_shape_is_compared_at_that_shape(tmp_path: Path):
     text = f"{HEADER} (int64[b, t] ids) => (float[b, t] y) {{ y = Cast<to = 1>(ids) }}"
     paths = [tmp_path / f"{name}.onnx" for name in ("any", "fixed", "int32")]
-    for path, new in zip(paths, (text, text.replace("b, t", "1, 16"),
-                                 text.replace("int64", "int32")), strict=True):  # fmt: skip
+    for path, new in zip(
+        paths, (text, text.replace("b, t", "1, 16"), text.replace("int64", "int32")), strict=True
+    ):
         ir.save(ir.from_onnx_text(new), path)
     assert verify(paths[0], paths[1]).mean_cosine == pytest.approx(1)
     np.savez(tmp_path / "rows.npz", ids=np.arange(160).reshape(10, 16))

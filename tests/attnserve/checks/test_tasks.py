@@ -132,8 +132,9 @@ def test_evaluate_retrieval_reads_beir_and_uses_prompts(corpus: Path, tmp_path: 
     lines(corpus / "queries.jsonl", '{"_id": "q1", "text": "east"}', "")
     lines(
         corpus / "corpus.jsonl",
-        '{"_id": "a", "title": "west", "text": "west"}', '{"_id": "b", "text": "north"}',
-    )  # fmt: skip
+        '{"_id": "a", "title": "west", "text": "west"}',
+        '{"_id": "b", "text": "north"}',
+    )
     lines(corpus / "qrels" / "test.tsv", "query-id\tcorpus-id\tscore", "q1\tb\t1")
     plain = evaluate(artifact(tmp_path, TOKENS), task="retrieval", data=corpus)
     assert plain.value == 1

@@ -47,9 +47,7 @@ def test_optimize_prints_costs_fidelity_and_warnings(cli: Cli, tiny: Path, tmp_p
     assert done.code == 0
     assert "parameters " in done.out and "cosine to the original: mean" in done.out
     assert "warning: " in done.err
-    assert "warning" not in cli(
-        "optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet"
-    ).err  # fmt: skip
+    assert "warning" not in cli("optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet").err
 
 
 def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path: Path):
@@ -228,7 +226,8 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "length of too many digits": (options("--seq", "9" * 5000), "--seq is '999"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "/nowhere.txt"),
     "second calibration file missing": (
-        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"], "/nowhere.txt"
+        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"],
+        "/nowhere.txt",
     ),
     "weights without files": (options("--calib-weights", "1,2"), "--calib-weights is 1, 2.* 0 fi"),
     "calibration empty": (text(""), r"calib\.txt"),
@@ -255,7 +254,7 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "record broken": (append("attnserve.json", b"{"), r"attnserve\.json"),
     "record no object": (append("attnserve.json", b"[]"), r"attnserve\.json"),
     "output on a device": (options("-o", "/dev/null/x"), "/dev/null"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -412,8 +412,9 @@ def test_export_dense_layers_are_part_of_the_graph(
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": mode})
     layers: list[Any] = []
     for folder, sizes, bias, activation in (
-        ("2_Dense", (32, 24), True, "Tanh"), ("3_Dense", (24, 16), False, "Identity"),
-    ):  # fmt: skip
+        ("2_Dense", (32, 24), True, "Tanh"),
+        ("3_Dense", (24, 16), False, "Identity"),
+    ):
         linear = torch.nn.Linear(*sizes, bias=bias)
         layers += [linear, getattr(torch.nn, activation)()]
         name = f"torch.nn.modules.activation.{activation}"

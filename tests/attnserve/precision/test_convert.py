@@ -1219,10 +1219,11 @@ def test_int8_weights_of_a_body_are_not_those_of_a_smoothed_activation():
             then_branch = then () => (float[b, s, 16] y) { y = MatMul(t, w) },
             else_branch = else () => (float[b, s, 16] z) { z = MatMul(t, w) }
         >""",
-        inputs="float[batch, sequence, 16] x", constants=arrays,
+        inputs="float[batch, sequence, 16] x",
+        constants=arrays,
         output="float[batch, sequence, 16] main, float[batch, sequence, 2000] other, "
-               "float[batch, sequence, 16] out",
-    )  # fmt: skip
+        "float[batch, sequence, 16] out",
+    )
     rows = [{"x": random.standard_normal((3, 4, 16)).astype(np.float32)} for _ in range(20)]
     before, after = (
         open_session(each).run(None, rows[0]) for each in (model, convert(model, "int8", rows))

@@ -108,8 +108,9 @@ def test_find_feed_forward_form_matches_and_pruning_equals_masking(form: str) ->
     scale = 0.5 if "transposed" in form else 1
     np.testing.assert_allclose(block.second.matrix(), scale * arrays["W2"])
     assert (block.bias is None) == ("b2" not in FORMS[form])
-    assert block.output.name == ("o" if "Gemm" in form or "out_shape" in FORMS[form]
-                                 or "each flattened" in form else "out")  # fmt: skip
+    assert block.output.name == (
+        "o" if "Gemm" in form or "out_shape" in FORMS[form] or "each flattened" in form else "out"
+    )
 
     def with_shapes() -> ir.Model:
         return ir.from_proto(onnx.shape_inference.infer_shapes(ir.to_proto(build(FORMS[form]))))

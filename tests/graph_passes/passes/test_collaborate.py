@@ -196,7 +196,7 @@ REFUSED = {
         {"mask": "\n m = Add(s, mask)\n shown = Identity(s)"},
         "scores_shared",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

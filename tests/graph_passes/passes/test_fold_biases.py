@@ -29,8 +29,9 @@ TOLERANCE = 1e-5
 
 def build(body: str, **more: np.ndarray) -> ir.Model:
     random = np.random.default_rng(0)
-    constants = {name: random.standard_normal(D).astype(np.float32)
-                 for name in ("gain", "beta", "c", "b")}  # fmt: skip
+    constants = {
+        name: random.standard_normal(D).astype(np.float32) for name in ("gain", "beta", "c", "b")
+    }
     constants |= {name: random.standard_normal((D, D)).astype(np.float32) for name in ("W", "V")}
     constants = {name: array for name, array in constants.items() if name in body}
     return graph(body, inputs=INPUTS, constants=constants | more)

@@ -216,8 +216,9 @@ def test_fuse_attention_sparse_layers_become_standard_heads(
     def build() -> ir.Model:
         model = layers(2, same=same)
         blocks, _ = find_attention(model)
-        sizes = {block.name: factor(blocks[0] if same else block, 2 * H, head_size=2)
-                 for block in blocks}  # fmt: skip
+        sizes = {
+            block.name: factor(blocks[0] if same else block, 2 * H, head_size=2) for block in blocks
+        }
         shared = next(iter(sizes.values()))
         sizes = dict.fromkeys(sizes, shared) if same else sizes
         return Collaborate.with_factors(sizes, sparse=True)(model).model

@@ -30,7 +30,7 @@ from tests.service.tiny import (
     write_classifier,
     write_encoder,
     write_model,
-)  # fmt: skip
+)
 
 
 def test_embed_averages_tokens_without_padding(client: TestClient) -> None:

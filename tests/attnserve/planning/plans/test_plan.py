@@ -11,7 +11,6 @@ import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.attnserve.planning.request.requests import NAMES, planned, stack
 
 from attnserve.checks.certify import Certified
 from attnserve.context import ONE_THREAD, RunContext
@@ -34,6 +33,7 @@ from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
 from graph_passes.passes.strip_cache import StripCache
+from tests.attnserve.planning.request.requests import NAMES, planned, stack
 from tests.errors import check_length, raises
 from tests.graph_passes.graphs import H, K, layers
 from tests.jobs import job_of

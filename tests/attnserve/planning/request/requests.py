@@ -52,9 +52,10 @@ def request_of(
     **request: Any,
 ) -> PlannedRequest:  # fmt: skip
     job = job_of(
-        stack()[0] if model is None else model, data=dataset or (data() if calibrated else None),
+        stack()[0] if model is None else model,
+        data=dataset or (data() if calibrated else None),
         context=RunContext(ONE_THREAD),
-    )  # fmt: skip
+    )
     return plan_request(Rewrites(**request), job)
 
 
