@@ -107,7 +107,6 @@ NO_MODALITY = {"modality_config": None, "module_output_name": None, "transformer
 """The file of the module Transformer before sentence-transformers 5.4."""
 
 SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
-SOFTMAX = "torch.nn.modules.activation.Softmax"
 OLD_CE: dict[str, Any] = {"modules.json": None, LIBRARY: None, SENTENCE: None}
 """A cross-encoder before sentence-transformers 5.4, which has no modules."""
 

@@ -46,8 +46,15 @@ def test_optimize_prints_costs_fidelity_and_warnings(cli: Cli, tiny: Path, tmp_p
     done = cli("optimize", tiny, "-o", tmp_path / "new", *DENSE, "--layers", 1)
     assert done.code == 0
     assert "parameters " in done.out and "cosine to the original: mean" in done.out
-    assert "warning: " in done.err
+    assert "warning: not calibrated" in done.err
     assert "warning" not in cli("optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet").err
+
+
+def test_optimize_table_shows_remaining_heads(cli: Cli, tiny: Path, tmp_path: Path):
+    masks = tmp_path / "masks.json"
+    masks.write_text('{"1": [1, 0, 1, 1]}')
+    done = cli("optimize", tiny, "--prune-heads", masks, "--no-refit", "--dry-run")
+    assert done.code == 0 and "prune" in done.out and "3 heads" in done.out
 
 
 def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path: Path):
@@ -253,6 +260,10 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     ),
     "record broken": (append("attnserve.json", b"{"), r"attnserve\.json"),
     "record no object": (append("attnserve.json", b"[]"), r"attnserve\.json"),
+    "reuse of no form": (options("--reuse", "some"), "--reuse is 'some'"),
+    "reuse of a missing file": (options("--reuse", "none.json"), r"--reuse none\.json"),
+    "masks of a missing file": (options("--prune-heads", "none.json"), r"--prune-heads none\.json"),
+    "rewrite without data": (options("--prune", 0.25), "--calib"),
     "output on a device": (options("-o", "/dev/null/x"), "/dev/null"),
 }
 

@@ -136,11 +136,6 @@ def test_optimize_default_output_of_a_file_is_beside_it_and_not_recorded(cli: Cl
     assert str(model.parent) not in record
 
 
-def test_optimize_failed_check_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
-    done = cli("optimize", model, "--collab-dk", 1, "--mixing", "dense", "--min-cosine", 1)
-    assert done.code == 1 and list(tmp_path.iterdir()) == [model]
-
-
 def test_optimize_second_model_in_a_folder_keeps_the_record_of_the_first(
     cli: Cli, model: Path, tmp_path: Path
 ):
