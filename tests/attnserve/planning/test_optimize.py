@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,28 +333,6 @@ def test_optimize_collaborative_layer_is_left_or_refused_if_requested(
 
 
 # External data
-
-
-@pytest.mark.timing(seconds=6)
-def test_optimize_external_data_is_read_and_written(tiny: Path, sentences: Path, tmp_path: Path):
-    inline, one, two, three = (tmp_path / name for name in ("inline", "one", "two", "three"))
-    optimize(tiny, inline, collab_dk=24, mixing="dense", layers=["0"], calib=sentences)
-    optimize(
-        tiny, one, collab_dk=24, mixing="dense", layers=["0"], calib=sentences, external_data=True
-    )
-    assert (one / "model.onnx.data").is_file()
-    assert open_artifact(one).record.files.keys() == {"model.onnx", "model.onnx.data"}
-    assert verify(inline, one).outputs[0].max_abs_error == 0
-    optimize(
-        one, two, collab_dk=16, mixing="dense", layers=["1"], calib=sentences, external_data=True
-    )
-    optimize(one, three, collab_dk=16, mixing="dense", layers=["1"], calib=sentences)
-    assert not (three / "model.onnx.data").exists()
-    shutil.rmtree(one)  # no copy reads it
-    assert verify(two, three).outputs[0].max_abs_error == 0
-    assert verify(tiny, two, data=sentences).min_cosine > 0.5
-    assert len(inspect(two).matches.blocks) == 2
-    open_session(two / "model.onnx")
 
 
 def test_optimize_fused_export_with_external_data_is_exact(
