@@ -483,16 +483,3 @@ def test_embed_output_with_fewer_rows_is_refused(
     assert client.post("/texts/embed", json={"inputs": ["a", "b"]}).status_code == 200
     assert client.post("/texts/embed", json={"inputs": ["a", "d"]}).status_code == 422
     assert client.post("/texts/embed", json={"inputs": "d"}).status_code == 422
-
-
-@pytest.mark.parametrize("route", ["/texts/embed", "/texts/tokenize"])
-def test_tokenizer_without_unknown_token_refuses_unknown_words(
-    start: Callable[..., TestClient], tmp_path: Path, route: str
-) -> None:
-    path = write_encoder(tmp_path / "m") / "tokenizer.json"
-    content = json.loads(path.read_text())
-    del content["model"]["vocab"]["[UNK]"]
-    path.write_text(json.dumps(content))
-    client = start(tmp_path / "m")
-    assert client.post(route, json={"inputs": "a"}).status_code == 200
-    assert client.post(route, json={"inputs": "strange"}).status_code == 422
