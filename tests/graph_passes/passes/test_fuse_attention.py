@@ -580,18 +580,6 @@ def test_fuse_attention_reused_probabilities_are_refused(form: FusedOperator) ->
 
 
 @each_form
-def test_fuse_attention_quantized_weights_stay_or_are_refused(form: FusedOperator) -> None:
-    """Operators that contain the projections would hold them as floats."""
-    parts = {"v": "\n Wd = DequantizeLinear(Wi, Ws)" + PARTS["v"].replace("Wv", "Wd")}
-    constants = {
-        "Wi": np.random.default_rng(0).integers(-9, 9, (D, H * V)).astype(np.int8),
-        "Ws": np.float32(0.1),
-    }
-    model = attention(constants=constants, **parts)
-    assert codes(model, form) == ["quantized" if form in ("attention", "merged") else ""]
-
-
-@each_form
 def test_fuse_attention_double_precision_is_refused(form: FusedOperator) -> None:
     doubles = {n: a.astype(np.float64) for n, a in weights().items() if n[0] in "Wbs"}
     inputs = f"double[batch, sequence, {D}] x, double[batch, 1, 1, sequence] mask"
@@ -755,9 +743,3 @@ def test_fuse_attention_groups_of_unequal_size_are_repeated(form: FusedOperator)
     pruned = model.clone()
     FuseAttention(dict.fromkeys(names, form))(model)
     assert_same_outputs(model, pruned, cell)
-
-
-@pytest.mark.parametrize("form", ["attention", "merged"])
-def test_fuse_attention_rotary_is_refused_by_operators_that_project(form: FusedOperator) -> None:
-    model = load_model(next(iter(ROTARY_EXPORTS)).committed)
-    assert set(codes(model, form)) == {"rotary"}
