@@ -151,6 +151,7 @@ CASES: dict[str, Case] = {
     "two dense": Case(
         modules=then("mean", dense(HIDDEN, 24, "SiLU"), dense(24, 8, "Sigmoid"), normalize)
     ),
+    "dense of the last token": Case(modules=then("lasttoken", dense(HIDDEN, 12, "Tanh"))),
     "dropout": Case(modules=then("cls", lambda to: to.Dropout(0.5), normalize)),
     "layer norm": Case(modules=then("mean", lambda to: to.LayerNorm(HIDDEN))),
     "dense of tokens": Case(
