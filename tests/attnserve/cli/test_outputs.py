@@ -38,13 +38,6 @@ def test_optimize_existing_output_needs_force(cli: Cli, model: Path, tmp_path: P
     assert cli("optimize", model, "-o", new, *DENSE, "--force").code == 0
 
 
-def test_optimize_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    for output in ("file/new.onnx", "file/a/b"):
-        done = cli("optimize", tiny, "-o", tmp_path / output, *DENSE)
-        refused(done, "file")
-
-
 DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
     "optimize": (
         "{name}-optimized",
