@@ -9,7 +9,8 @@ the registries when it is imported, which happens when an unknown name is looked
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, Protocol, TypeVar
@@ -90,6 +91,15 @@ class Registry(Generic[Part]):
             )
         self._parts[part.name] = part
         return part
+
+    @contextmanager
+    def restored(self) -> Generator[None]:
+        """Restore the present parts at the end of the context, as tests of added parts need."""
+        parts = {part.name: part for part in self}
+        try:
+            yield
+        finally:
+            self._parts = parts
 
     def __getitem__(self, name: str) -> Part:
         """The part of this name, of this package or of a plugin.

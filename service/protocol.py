@@ -127,8 +127,11 @@ class Protocol(HttpToolsProtocol):
         self._disconnect()
         super().connection_lost(exc)
 
+    def timeout_keep_alive_handler(self) -> None:
+        if self._is_between:  # uvicorn stops its timer at a complete head
+            super().timeout_keep_alive_handler()
+
     def data_received(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         while data and not self._refused:
             if self._receiving is None:
                 self._start_receiving(RECEIVE_S)
@@ -165,12 +168,6 @@ class Protocol(HttpToolsProtocol):
             self._refuse(TOO_LARGE)
         return data[size:]
 
-    def _should_upgrade(self) -> bool:
-        return False
-
-    def _unsupported_upgrade_warning(self) -> None:
-        self._refuse(MALFORMED)
-
     def on_headers_complete(self) -> None:
         sizes = (int(value) for name, value in self.headers if name == b"content-length")
         is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
@@ -178,6 +175,8 @@ class Protocol(HttpToolsProtocol):
         hosts = sum(name == b"host" for name, _ in self.headers)
         if hosts != 1 and (hosts or self.parser.get_http_version() == "1.1"):
             raise ValueError("RFC 9112, 3.2: exactly one Host")  # answered with 400
+        if self.parser.should_upgrade():
+            raise ValueError("CONNECT asks for a tunnel")
         self._body_left = math.inf if is_chunked else next(sizes, 0)
         self._tail = b""
         super().on_headers_complete()

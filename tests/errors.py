@@ -21,3 +21,9 @@ def raises(
     assert caught.value.code == code, f"{caught.value.code}: {caught.value}"
     for value in values:
         assert str(value) in str(caught.value)
+
+
+def check_length(error: AttnserveError) -> None:
+    """Two lines that fit on a screen, and the exit code of bad input."""
+    lines = str(error).splitlines()
+    assert error.exit_code == 2 and len(lines) == 2 and max(map(len, lines)) < 500

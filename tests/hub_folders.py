@@ -107,7 +107,6 @@ NO_MODALITY = {"modality_config": None, "module_output_name": None, "transformer
 """The file of the module Transformer before sentence-transformers 5.4."""
 
 SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
-SOFTMAX = "torch.nn.modules.activation.Softmax"
 OLD_CE: dict[str, Any] = {"modules.json": None, LIBRARY: None, SENTENCE: None}
 """A cross-encoder before sentence-transformers 5.4, which has no modules."""
 
@@ -152,6 +151,7 @@ CASES: dict[str, Case] = {
     "two dense": Case(
         modules=then("mean", dense(HIDDEN, 24, "SiLU"), dense(24, 8, "Sigmoid"), normalize)
     ),
+    "dense of the last token": Case(modules=then("lasttoken", dense(HIDDEN, 12, "Tanh"))),
     "dropout": Case(modules=then("cls", lambda to: to.Dropout(0.5), normalize)),
     "layer norm": Case(modules=then("mean", lambda to: to.LayerNorm(HIDDEN))),
     "dense of tokens": Case(
@@ -366,9 +366,10 @@ def tokenizer(name: str, folder: Path) -> None:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     pair = "[CLS] $A [SEP] [SEP] $B [SEP]" if name == "roberta" else "[CLS] $A [SEP] $B:1 [SEP]:1"
     made.post_processor = processors.TemplateProcessing(
-        single="$A [SEP]" if name == "qwen" else "[CLS] $A [SEP]", pair=pair,
+        single="$A [SEP]" if name == "qwen" else "[CLS] $A [SEP]",
+        pair=pair,
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )  # fmt: skip
+    )
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
 

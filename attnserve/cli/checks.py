@@ -103,9 +103,7 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
             "all" if applicable == len(rewrites) else f"{applicable} of {len(rewrites)}",
         )
         rows.append(row)
-    columns = (
-        "", "name", "form", "heads", ">scale:.4g", ">MMACs:.1f", ">error:.0e", "rewrites"
-    )  # fmt: skip
+    columns = ("", "name", "form", "heads", ">scale:.4g", ">MMACs:.1f", ">error:.0e", "rewrites")
     print_table(title, columns, rows, legend)
     for reason, layers_by_rewrite in layers_by_reason.items():
         for layers in dict.fromkeys(tuple(layers) for layers in layers_by_rewrite.values()):
@@ -158,9 +156,13 @@ def verify(
         if requirements.again:
             before, after = (None, original) if new is None else (original, new)
             guarantees = attnserve.verify_again(
-                after, before, comparison=comparison, eval_data=requirements.eval_data, run=run,
+                after,
+                before,
+                comparison=comparison,
+                eval_data=requirements.eval_data,
+                run=run,
                 progress=progress,
-            )  # fmt: skip
+            )
             report = guarantees.fidelity
         elif new is None:
             raise InvalidArgument(
@@ -177,17 +179,25 @@ def verify(
             f"{new or original} compared with {original if new else 'its original'} on"
             f" {report.data}",
             (
-                "output", ">max abs:.2e", ">mean abs:.2e", ">relative:.4f", ">mean cosine:.5f",
+                "output",
+                ">max abs:.2e",
+                ">mean abs:.2e",
+                ">relative:.4f",
+                ">mean cosine:.5f",
                 ">min cosine:.5f",
             ),
             [
                 (
-                    output.names, output.max_abs_error, output.mean_abs_error,
-                    output.relative_error, output.mean_cosine, output.min_cosine,
+                    output.names,
+                    output.max_abs_error,
+                    output.mean_abs_error,
+                    output.relative_error,
+                    output.mean_cosine,
+                    output.min_cosine,
                 )
                 for output in report.outputs
             ],
-        )  # fmt: skip
+        )
         print_qualities("quality", report)
         if guarantees is not None:
             _show_guarantees(guarantees)
@@ -267,9 +277,14 @@ def evaluate(
     with progress_bars(show) as progress:
         if mteb.mteb:
             report = attnserve.evaluate_mteb(
-                model, mteb.mteb, data=scoring.data, output=mteb.output, force=mteb.force, run=run,
+                model,
+                mteb.mteb,
+                data=scoring.data,
+                output=mteb.output,
+                force=mteb.force,
+                run=run,
                 progress=progress,
-            )  # fmt: skip
+            )
         else:
             report = attnserve.evaluate(model, scoring=scoring, run=run, progress=progress)
     content = report.to_json()
@@ -362,11 +377,15 @@ def _show_decoding(results: Sequence[Measurement], names: Sequence[str]) -> None
     print_table(
         "ms to the first token of a prompt, and to the next after it",
         (
-            "model", ">batch", ">prompt", ">first token:.2f", ">next token:.2f",
+            "model",
+            ">batch",
+            ">prompt",
+            ">first token:.2f",
+            ">next token:.2f",
             ">cache bytes per token:,",
         ),
         rows,
-    )  # fmt: skip
+    )
 
 
 def _latencies(result: Measurement) -> Sequence[object]:

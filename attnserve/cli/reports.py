@@ -68,7 +68,13 @@ def analyze(
     print_table(
         f"{model}: attention on {calib}",
         (
-            "", "name", "heads", ">similar", ">uniform:.2f", ">rank (99 %)", ">least energy",
+            "",
+            "name",
+            "heads",
+            ">similar",
+            ">uniform:.2f",
+            ">rank (99 %)",
+            ">least energy",
             ">kept (voting)",
         ),
         [
@@ -85,7 +91,7 @@ def analyze(
             for row, name in zip(rows, names, strict=True)
         ],
         legend,
-    )  # fmt: skip
+    )
     for block in analysis.not_analyzed:
         print_line(f"not analyzed: {block.name}: {block.reason}")
     assert analysis.output is not None

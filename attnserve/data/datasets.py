@@ -237,9 +237,10 @@ def _combined(datasets: Sequence[Dataset], weights: Sequence[float], *, length: 
     has_roles = any(len(dataset.query_lengths) for dataset in datasets)
     query_lengths = [
         length
-        for dataset in datasets if has_roles
+        for dataset in datasets
+        if has_roles
         for length in dataset.query_lengths or dataset.lengths
-    ]  # fmt: skip
+    ]
     checksums = "".join(source.sha256 for source in sources)
     counts = ("rows", "distinct_rows", "tokens", "fit_rows", "fit_tokens")
     fields: dict[str, Any] = {

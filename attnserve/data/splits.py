@@ -107,8 +107,10 @@ def weighted(splits: Sequence[FileParts], weights: Sequence[float]) -> list[File
                 code="data.no_fit",
             )
     least = min(len(split.parts[0]) / weight for split, weight in zip(splits, weights, strict=True))
-    return [_with_fit(split, round(weight * least))
-            for split, weight in zip(splits, weights, strict=True)]  # fmt: skip
+    return [
+        _with_fit(split, round(weight * least))
+        for split, weight in zip(splits, weights, strict=True)
+    ]
 
 
 def _with_fit(split: FileParts, count: int) -> FileParts:

@@ -428,11 +428,13 @@ def _record(report: ExportReport, settings: FolderSettings, source: str) -> Reco
     kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
     scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}
     packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
-    return Record.model_validate({
-        **settings.stated_of_text(),
-        **report.embedding.to_json(),
-        **scores,
-        **{key: fields[key] for key in kept},
-        "source": source,
-        "versions": package_versions(packages),
-    })  # fmt: skip
+    return Record.model_validate(
+        {
+            **settings.stated_of_text(),
+            **report.embedding.to_json(),
+            **scores,
+            **{key: fields[key] for key in kept},
+            "source": source,
+            "versions": package_versions(packages),
+        }
+    )

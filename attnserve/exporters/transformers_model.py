@@ -153,9 +153,13 @@ def load_network(
                 code="export.encoder_decoder",
             )
         network, loading = getattr(transformers, task.auto_class).from_pretrained(
-            source, config=config, attn_implementation=attention, dtype="float32",
-            output_loading_info=True, **options,
-        )  # fmt: skip
+            source,
+            config=config,
+            attn_implementation=attention,
+            dtype="float32",
+            output_loading_info=True,
+            **options,
+        )
     except InvalidArgument:
         raise
     except Exception as error:

@@ -213,9 +213,13 @@ def _evaluate(library: Any, encoder: Any, task: Any, batch_size: int) -> Any:
     try:
         with _no_notes():
             (result,) = library.evaluate(
-                encoder, task, cache=None, co2_tracker=False, encode_kwargs=options,
+                encoder,
+                task,
+                cache=None,
+                co2_tracker=False,
+                encode_kwargs=options,
                 show_progress_bar=False,
-            ).task_results  # fmt: skip
+            ).task_results
     except AttnserveError:
         raise
     except Exception as error:  # other packages may raise anything

@@ -100,11 +100,15 @@ def with_scores(card: str, scores: Sequence[TaskScore]) -> str:
     place = sum(section.startswith(before) for section in sections)
     rows = [
         (
-            _escaped(one.task), _escaped(one.metric), f"{one.value:.4f}",
-            _escaped(", ".join(one.splits)), _escaped(one.revision[:19]), _escaped(one.mteb),
+            _escaped(one.task),
+            _escaped(one.metric),
+            f"{one.value:.4f}",
+            _escaped(", ".join(one.splits)),
+            _escaped(one.revision[:19]),
+            _escaped(one.mteb),
         )
         for one in scores
-    ]  # fmt: skip
+    ]
     table = _table(("task", "metric", "score", "splits", "data", "mteb"), rows)
     sections.insert(place, f"{SCORES}\n{table}\n\nThe results are in the folder `mteb`.\n\n")
     return first + "".join(sections)

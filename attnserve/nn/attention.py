@@ -299,8 +299,9 @@ class AttentionLayer(nn.Module):
             return None
         if all(mask.dtype == torch.bool for mask in masks):
             return masks[0] if len(masks) == 1 else masks[0] | masks[1]
-        return sum((_additive(mask, query.dtype) for mask in masks[1:]),
-                   _additive(masks[0], query.dtype))  # fmt: skip
+        return sum(
+            (_additive(mask, query.dtype) for mask in masks[1:]), _additive(masks[0], query.dtype)
+        )
 
 
 class FixedHeadAttention(AttentionLayer):
@@ -334,9 +335,13 @@ class FixedHeadAttention(AttentionLayer):
     ) -> None:
         check_size("head_size", head_size)
         super().__init__(
-            embed_dim, num_heads, value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale, bias=bias, **options,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            value_head_size=value_head_size or head_size,
+            scale=head_size**-0.5 if scale is None else scale,
+            bias=bias,
+            **options,
+        )
         self.head_size = head_size
         self.rotary = False
         self.q_proj = input_projection(embed_dim, num_heads * head_size, bias=bias)
@@ -398,10 +403,16 @@ class FixedHeadAttention(AttentionLayer):
     def trained(self) -> TrainedAttention:
         """A copy of the weights."""
         return TrainedAttention.of_linears(
-            self.q_proj, self.k_proj, self.v_proj, self.out_proj, num_heads=self.num_heads,
-            scale=self.scale, dropout=self.dropout, batch_first=self.batch_first,
+            self.q_proj,
+            self.k_proj,
+            self.v_proj,
+            self.out_proj,
+            num_heads=self.num_heads,
+            scale=self.scale,
+            dropout=self.dropout,
+            batch_first=self.batch_first,
             rotary=self.rotary,
-        )  # fmt: skip
+        )
 
     def logits(self, query: Tensor, key: Tensor, rotation: Rotation | None = None) -> Tensor:
         """Scaled logits (B, H, S, T) of tokens x (B, S, D) and y (B, T, E)."""

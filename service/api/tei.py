@@ -165,10 +165,15 @@ async def embed(request: Request, body: EmbedRequest) -> Response:
     """One vector per text, pooled as configured in the artifact."""
     engine = _engine(request, body)
     answer, vectors = await embed_texts(
-        request, engine, with_token_ids(engine, body.inputs, "inputs"),
+        request,
+        engine,
+        with_token_ids(engine, body.inputs, "inputs"),
         VectorOptions(prompt_name=body.prompt_name, dimensions=body.dimensions),
-        truncate=body.truncate, side=body.side, normalize=body.normalize, default_prompt=False,
-    )  # fmt: skip
+        truncate=body.truncate,
+        side=body.side,
+        normalize=body.normalize,
+        default_prompt=False,
+    )
     return await respond(request, engine, answer, vectors)
 
 
@@ -231,10 +236,14 @@ async def similarity(request: Request, body: SimilarityRequest) -> Response:
     engine = _engine(request, body)
     options, inputs = body.parameters or SimilarityParameters(), body.inputs
     answer, vectors = await embed_texts(
-        request, engine, [inputs.source_sentence, *inputs.sentences],
-        VectorOptions(prompt_name=options.prompt_name), truncate=options.truncate,
-        side=options.side, default_prompt=False,
-    )  # fmt: skip
+        request,
+        engine,
+        [inputs.source_sentence, *inputs.sentences],
+        VectorOptions(prompt_name=options.prompt_name),
+        truncate=options.truncate,
+        side=options.side,
+        default_prompt=False,
+    )
     return await respond(request, engine, answer, cosines_of(vectors)[0, 1:])
 
 

@@ -305,8 +305,11 @@ class Batcher:
             if request.remaining:
                 for row in request.rows:
                     self.queue.discard(row)
-            ended = [run for run in self._runs if request in run.requests
-                     and all(waiter.future.done() for waiter in run.requests)]  # fmt: skip
+            ended = [
+                run
+                for run in self._runs
+                if request in run.requests and all(waiter.future.done() for waiter in run.requests)
+            ]
         for run in ended:
             run.abandoned_at = run.abandoned_at or perf_counter()
             run.stop.set()

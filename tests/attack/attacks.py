@@ -415,8 +415,9 @@ def attack_commands(run: Run, folder: Path) -> None:
         kind = random.choice([signal.SIGKILL, signal.SIGINT, "full disk"])
         if kind == "full disk":
             size = int(graph.stat().st_size * random.uniform(0, 1.2))
-            done = _command(arguments, lambda n=size: resource.setrlimit(
-                resource.RLIMIT_FSIZE, (n, n)))  # fmt: skip
+            done = _command(
+                arguments, lambda n=size: resource.setrlimit(resource.RLIMIT_FSIZE, (n, n))
+            )
         else:
             done = _command(arguments, ended_by=(kind, output, random.uniform(0, 0.05)))
         name = kind if isinstance(kind, str) else kind.name

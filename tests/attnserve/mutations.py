@@ -365,8 +365,9 @@ def only_the_first_eight(model: ir.Model, rng: Rng) -> str:
 
 def something_inserted(model: ir.Model, rng: Rng) -> str:
     value = pick(rng, [*tensors(model, shapes_of(model)), model.graph.inputs[0]])
-    op = pick(rng, ["Identity", "Neg", "Neg", "Dropout", "Abs", "Relu", "Tanh", "Exp", "Cast",
-                      "Softmax"])  # fmt: skip
+    op = pick(
+        rng, ["Identity", "Neg", "Neg", "Dropout", "Abs", "Relu", "Tanh", "Exp", "Cast", "Softmax"]
+    )
     if op == "Cast":
         return insert(model, rng, value, op, to=pick(rng, [1, 1, 6, 11]))
     return insert(model, rng, value, op)

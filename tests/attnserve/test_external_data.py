@@ -18,7 +18,6 @@ import attnserve
 from attnserve import verify
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD
-from attnserve.exporters.triton_repository import write_repository
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
 from attnserve.models.onnx_files import load_model, save_model
@@ -163,18 +162,6 @@ def test_optimize_writes_the_same_weights_for_every_place_of_weights(
             assert report.fidelity.mean_cosine > 0.5
             if how != "bfloat16":  # no CPU runs it
                 assert verify(source, moved, threads=1).mean_cosine > 0.5
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_deploy_triton_copies_external_data(name: str, torch_files: Path, tmp_path: Path):
-    source, before = torch_files / name, tree(torch_files / name)
-    attnserve.optimize(
-        source, tmp_path / "out", collab_dk=16, mixing="dense", external_data=True, threads=1
-    )
-    for model in (source, tmp_path / "out"):
-        folder = write_repository(model, tmp_path / "triton", name="bert", force=True).folder
-        assert verify(model, folder / "1", threads=1).outputs[0].max_abs_error == 0
-    assert tree(source) == before
 
 
 @pytest.mark.usefixtures("any_speed")

@@ -82,8 +82,9 @@ def feeds_of(model: ir.Model, lengths: Mapping[str, int], seed: int) -> dict[str
         seen = rng.random(shape) < 0.7
         seen[..., 0], seen[..., 1] = True, False
         # Low enough to hide a key, and near enough to keep the digits of the sum.
-        arrays[value.name] = np.where(seen, 0, -30).astype(dtype) if dtype == np.float32 else (
-            seen.astype(dtype))  # fmt: skip
+        arrays[value.name] = (
+            np.where(seen, 0, -30).astype(dtype) if dtype == np.float32 else seen.astype(dtype)
+        )
     return arrays
 
 
@@ -162,9 +163,9 @@ def values_of(block: AttentionBlock) -> list[ir.Value]:
     return [*inputs_of(block), *(value for value in compared if value is not None)]
 
 
-def runnable(model: ir.Model, blocks: Sequence[AttentionBlock]) -> (
-    tuple[list[dict[str, np.ndarray]], list[Captured]] | None
-):  # fmt: skip
+def runnable(
+    model: ir.Model, blocks: Sequence[AttentionBlock]
+) -> tuple[list[dict[str, np.ndarray]], list[Captured]] | None:
     """Run the mutant at lengths that it supports; None if it supports none of them."""
     values = [value for block in blocks for value in values_of(block)]
     for lengths in (LENGTHS, EQUAL_LENGTHS):

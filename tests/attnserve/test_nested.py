@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from onnx import helper, parser
+from onnx import parser
 
 from attnserve import optimize
 from attnserve.checks.inspect import inspect
@@ -16,8 +16,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidModel
 from tests.errors import raises
-from tests.graph_passes.graphs import D, H, K, attention
-from tests.graph_passes.test_bodies import if_model
+from tests.graph_passes.graphs import D, H, K, attention, if_model
 
 
 @pytest.fixture
@@ -50,23 +49,6 @@ def test_optimize_calibration_of_subgraphs_warns(branches: Path, tmp_path: Path)
         branches, tmp_path / "new.onnx", collab_dk=4, mixing="dense", calib=tmp_path / "rows.npz"
     )
     assert sum("by its weights alone" in warning for warning in report.record.warnings) == 2
-
-
-def test_inspect_inlines_functions(tmp_path: Path):
-    whole = ir.to_proto(attention())
-    names = [i.name for i in whole.graph.initializer] + ["x", "mask"]
-    function = helper.make_function(
-        "own", "Layer", names, ["out"], list(whole.graph.node), list(whole.opset_import)
-    )
-    call = helper.make_node("Layer", names, ["out"], domain="own", name="call")
-    del whole.graph.node[:]
-    whole.graph.node.append(call)
-    whole.functions.append(function)
-    whole.opset_import.append(helper.make_opsetid("own", 1))
-    path = tmp_path / "function.onnx"
-    path.write_bytes(whole.SerializeToString())
-    (block,) = inspect(path).to_json()["attention"]
-    assert (block["num_heads"], block["head_size"]) == (H, K)
 
 
 def test_inspect_sorts_nodes(tmp_path: Path):

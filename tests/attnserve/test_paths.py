@@ -36,9 +36,10 @@ def test_public_functions_accept_strings(tiny: Path, sentences: Path, tmp_path: 
 def test_evaluate_and_analyze_accept_strings(tiny: Path, sentences: Path, tmp_path: Path):
     pytest.importorskip("matplotlib")
     rows = tmp_path / "rows.tsv"
-    rows.write_text("score\tsentence1\tsentence2\n" + "".join(
-        f"{n}\t{'dog ' * (n + 1)}\tcat is {'happy ' * n}\n" for n in range(12)
-    ))  # fmt: skip
+    rows.write_text(
+        "score\tsentence1\tsentence2\n"
+        + "".join(f"{n}\t{'dog ' * (n + 1)}\tcat is {'happy ' * n}\n" for n in range(12))
+    )
     assert attnserve.evaluate(str(tiny), task="sts", data=str(rows)).rows == 12
     found = attnserve.analyze(str(tiny), str(tmp_path / "analysis"), calib=str(sentences))
     assert found.output == tmp_path / "analysis"

@@ -52,8 +52,9 @@ FOLDED = {
 """Packed projections whose heads are merged with the batch, as torch.nn.MultiheadAttention."""
 
 
-def repeated(parts: Mapping[str, str], *, constants: Mapping[str, np.ndarray] | None = None,
-             inputs: str = "") -> ir.Model:  # fmt: skip
+def repeated(
+    parts: Mapping[str, str], *, constants: Mapping[str, np.ndarray] | None = None, inputs: str = ""
+) -> ir.Model:
     """Three attention layers with the same weights."""
     body = "".join(parts.values())
     made = re.findall(r"([\w, ]+) = [A-Z]", body)

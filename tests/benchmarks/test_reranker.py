@@ -97,8 +97,9 @@ def test_orders_speeds_and_goals(requests: list[rerank.Request]):
         row.update(rerank.speed(row["system"], times))
     goals: dict[str, Any] = rerank.goals(rows)
     assert (goals["best"], goals["fastest_peer"]) == (
-        "attnserve, slow", "sentence-transformers, openvino",
-    )  # fmt: skip
+        "attnserve, slow",
+        "sentence-transformers, openvino",
+    )
     assert goals["over_fastest_peer"][0] == pytest.approx(2)
     assert goals["over_torch"][0] == pytest.approx(3)
     rerank.show(rows)

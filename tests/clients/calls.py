@@ -172,9 +172,10 @@ def haystack_openai(job: Job) -> Job:
     from haystack.utils import Secret
 
     options: Job = {
-        "api_base_url": job["url"] + "/v1", "api_key": Secret.from_token(job["key"]),
+        "api_base_url": job["url"] + "/v1",
+        "api_key": Secret.from_token(job["key"]),
         "model": job["model"],
-    }  # fmt: skip
+    }
 
     def embedded(texts: list[str], **more: Any) -> list[Any]:
         embedder = OpenAIDocumentEmbedder(progress_bar=False, **options, **more)

@@ -22,8 +22,8 @@ from filelock import FileLock
 from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model
 from docs.hooks import tables
-from tests.service.api.test_ranking import write_reranker
 from tests.service.processes import started
+from tests.service.tiny import write_reranker
 
 CALLS = Path(__file__).with_name("calls.py")
 RESULTS = tables.RESULTS / "clients.json"

@@ -82,8 +82,9 @@ def test_stock_library_gives_the_vectors_of_the_original(
             path = str(place / kind)
             wanted[path] = values
             own[path] = answers(load(path), case, [*values])
-            folders.append({"path": path, "kind": case.kind, "prompts": [*values],
-                            "inputs": inputs(case)})  # fmt: skip
+            folders.append(
+                {"path": path, "kind": case.kind, "prompts": [*values], "inputs": inputs(case)}
+            )
     job, result = tmp_path / "job.json", tmp_path / "result.json"
     job.write_text(json.dumps({"texts": TEXTS, "folders": folders}))
     environment = {**os.environ, "PYTHONPATH": "", "HF_HUB_OFFLINE": "1"}

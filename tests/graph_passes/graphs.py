@@ -7,6 +7,7 @@ no function of any of them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -348,3 +349,7 @@ def observing(model: ir.Model, values: Sequence[ir.Value], *, optimize: bool = T
 def run(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The first output, by ONNX Runtime without its own rewrites."""
     return np.asarray(open_session(model, ONE_THREAD, optimize=False).run(None, dict(arrays))[0])
+
+
+def operators(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)

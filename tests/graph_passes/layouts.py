@@ -461,3 +461,26 @@ def half_precision(mask_type: str = "float16", **parts: str) -> ir.Model:
 def cross_attention() -> ir.Model:
     """Queries of x, keys and values of y, without a mask."""
     return attention(inputs=f"{PLAIN_INPUT}, {MEMORY}", **cross())
+
+
+PAST = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
+PRESENT = f"float[batch, {H}, total, {K}] keys, float[batch, {H}, total, {V}] values"
+KEYS = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
+JOIN = "\n keys = Concat <axis = 2> (pk, k)\n kT = Transpose <perm = [0, 1, 3, 2]> (keys)"
+DECODER = {
+    "k": KEYS + JOIN,
+    "v": PARTS["v"] + "\n values = Concat <axis = -2> (pv, v)",
+    "mask": "\n m = Identity(s)",
+    "context": PARTS["context"].replace("(p, v)", "(p, values)"),
+}
+"""A decoder step: past keys and values are inputs, present ones are outputs."""
+
+
+def decoder(*, past: str = PAST, present: str = PRESENT, opset: int = 17, **parts: str) -> ir.Model:
+    return attention(
+        inputs=f"float[batch, sequence, {D}] x, {past}",
+        output_type=f"float[batch, sequence, {D}] out, {present}",
+        opset=opset,
+        constants={"k_ones": np.ones(K, np.float32)},
+        **{**DECODER, **parts},
+    )

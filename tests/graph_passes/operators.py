@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
+from attnserve.models.opset import raise_opset
 from graph_passes.blocks import (
     Capped,
     Causal,
@@ -17,7 +18,8 @@ from graph_passes.blocks import (
     Mask,
     PositionBias,
     Scaled,
-)  # fmt: skip
+)
+from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, K, V, graph, weights
 from tests.graph_passes.layouts import MEMORY
 
@@ -408,14 +410,10 @@ def grouped_case(body: str, inputs: str = GROUPED_INPUT, **changes: object) -> C
 
 GROUPED = {
     "heads side by side": grouped_case(grouped()),
-    "no cache": grouped_case(
-        grouped(operands="q, k, v, , , lengths, total"), NO_CACHE, past=False
-    ),
+    "no cache": grouped_case(grouped(operands="q, k, v, , , lengths, total"), NO_CACHE, past=False),
     "a scale of its own": grouped_case(grouped("scale = 0.37"), scale=0.37),
     "packed": grouped_case(
-        grouped(
-            operands="qkv, , , pk, pv, lengths, total", before="\n qkv = MatMul(x, Wpacked)"
-        )
+        grouped(operands="qkv, , , pk, pv, lengths, total", before="\n qkv = MatMul(x, Wpacked)")
     ),
     "rotary": grouped_case(
         grouped("do_rotary = 1", "q, k, v, pk, pv, lengths, total, cos, sin"), position="rope"
@@ -455,13 +453,12 @@ GROUPED = {
         position="bias",
     ),
     "all key/value heads of their own": grouped_case(
-        grouped(before=OWN_PARTS)
-        .replace("kv_num_heads = 2", "kv_num_heads = 4"),
+        grouped(before=OWN_PARTS).replace("kv_num_heads = 2", "kv_num_heads = 4"),
         GROUPED_INPUT.replace(f"[batch, {GROUPS}, past", "[batch, 4, past"),
         heads=(4, 4),
         constants={"Wk_own": normal(D, 64), "Wv_own": normal(D, 64)},
     ),
-}  # fmt: skip
+}
 
 OPERATORS = (
     {f"ai.onnx: {name}": case for name, case in ONNX.items()}
@@ -495,3 +492,9 @@ def any_feeds(model: ir.Model, memory: int = 4) -> dict[str, np.ndarray]:
             array[..., 0] = True
         arrays[value.name] = array.astype(value.dtype.numpy())
     return arrays
+
+
+def raised(model: ir.Model, form: FusedOperator) -> ir.Model:
+    """Raise the opset to one that has the operators of a form."""
+    raise_opset(model, OPSETS.get(form, 0))
+    return model

@@ -78,9 +78,9 @@ def product(how: str, y: str, x: str, weight: str) -> str:
     return PRODUCTS[how].format(y=y, x=x, W=weight, D=rows, N=columns)
 
 
-def quantized_weights(names: Sequence[str] = ("Wq", "Wk", "Wv", "Wo", "Wqkv", "W1", "W2")) -> dict[
-    str, np.ndarray
-]:  # fmt: skip
+def quantized_weights(
+    names: Sequence[str] = ("Wq", "Wk", "Wv", "Wo", "Wqkv", "W1", "W2"),
+) -> dict[str, np.ndarray]:
     """The constants that the products read."""
     arrays: dict[str, np.ndarray] = {
         "step": np.float32(0.02), "middle": np.uint8(128), "small": np.float32(0.01),
@@ -93,12 +93,13 @@ def quantized_weights(names: Sequence[str] = ("Wq", "Wk", "Wv", "Wo", "Wqkv", "W
         rows, columns = shapes[name]
         bytes_ = rng.integers(-64, 64, (rows, columns)).astype(np.int8)
         arrays |= {
-            f"{name}8": bytes_, f"{name}8T": bytes_.T.copy(),
+            f"{name}8": bytes_,
+            f"{name}8T": bytes_.T.copy(),
             f"{name}s": rng.uniform(0.005, 0.02, columns).astype(np.float32),
             f"{name}4": rng.integers(0, 256, (columns, -(-rows // 16), 8)).astype(np.uint8),
             f"{name}_smooth": rng.uniform(0.5, 2, rows).astype(np.float32),
             f"{name}_rows": np.array([rows]),
-        }  # fmt: skip
+        }
         if rows > 16:  # a scale for each block of each column
             arrays[f"{name}s_blocks"] = rng.uniform(0.005, 0.02, columns * 2).astype(np.float32)
     return arrays

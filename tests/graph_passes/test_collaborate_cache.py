@@ -31,26 +31,15 @@ from tests.graph_passes.graphs import (
     H,
     K,
     V,
-    attention,
     graph,
     only,
     renamed,
     weights,
 )
+from tests.graph_passes.layouts import DECODER, JOIN, KEYS, PAST, PRESENT, decoder
 
 EXACT = H * K
 
-PAST = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"
-PRESENT = f"float[batch, {H}, total, {K}] keys, float[batch, {H}, total, {V}] values"
-KEYS = PARTS["k"].replace("kT", "k").replace("0, 2, 3, 1", "0, 2, 1, 3")
-JOIN = "\n keys = Concat <axis = 2> (pk, k)\n kT = Transpose <perm = [0, 1, 3, 2]> (keys)"
-DECODER = {
-    "k": KEYS + JOIN,
-    "v": PARTS["v"] + "\n values = Concat <axis = -2> (pv, v)",
-    "mask": "\n m = Identity(s)",
-    "context": PARTS["context"].replace("(p, v)", "(p, values)"),
-}
-"""A decoder step: past keys and values are inputs, present ones are outputs."""
 
 PACKED = {
     "q": "\n packed = MatMul(x, Wqkv)\n biased = Add(packed, bqkv)"
@@ -76,16 +65,6 @@ FUSED_DECODER: dict[str, Any] = {
 }
 WIDE_VALUES: dict[str, Any] = {"past": PAST.replace(f"{V}] pv", f"{K}] pv"),
                "present": PRESENT.replace(f"{V}] values", f"{K}] values")}  # fmt: skip
-
-
-def decoder(*, past: str = PAST, present: str = PRESENT, opset: int = 17, **parts: str) -> ir.Model:
-    return attention(
-        inputs=f"float[batch, sequence, {D}] x, {past}",
-        output_type=f"float[batch, sequence, {D}] out, {present}",
-        opset=opset,
-        constants={"k_ones": np.ones(K, np.float32)},
-        **{**DECODER, **parts},
-    )
 
 
 WAYS: dict[str, dict[str, Any]] = {

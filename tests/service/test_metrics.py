@@ -13,28 +13,16 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import service
 from attnserve.runtime import memory_use
 from service.metrics import Metrics
+from tests.service.conftest import samples
 from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.tiny import ids_request, write_encoder
 
 INFER = "/v2/models/tiny/infer"
-
-
-def samples(client: TestClient) -> dict[str, float]:
-    """Every sample of /metrics, as name{label="value"}."""
-    text = client.get("/metrics").text
-    return {
-        sample.name + "".join(f" {key}={value}" for key, value in sorted(sample.labels.items())): (
-            sample.value
-        )
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
 
 
 def test_metrics_count_requests_per_application(

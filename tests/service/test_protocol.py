@@ -217,6 +217,7 @@ def test_large_head_or_trailer_is_refused(address: tuple[str, int], before: byte
         b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
         CHUNKED + b"zz\r\n",
+        b"CONNECT /x HTTP/1.1\r\nHost: a\r\n\r\n",
     ],
 )
 def test_malformed_request_is_answered_before_the_connection_closes(
@@ -282,8 +283,13 @@ def test_chunked_body_arrives(address: tuple[str, int]):
 
 
 def test_idle_connection_is_closed_after_the_keep_alive_time():
+    """An incomplete head is not idle: it has its own time limit."""
     with served(timeout_keep_alive=1) as address, connected(address) as client:
         client.sendall(HEAD + b"\r\n" + BODY)
+        assert answer(client).endswith(BODY)
+        client.sendall(HEAD[:9])
+        time.sleep(1.5)
+        client.sendall(HEAD[9:] + b"\r\n" + BODY)
         assert answer(client).endswith(BODY)
         start = time.monotonic()
         assert is_closed(client) and time.monotonic() - start > 0.5

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from socket import create_server
 from time import monotonic, sleep
 
 import httpx2
@@ -18,24 +15,10 @@ import pytest
 
 import service
 from tests.service.conftest import until
-from tests.service.tiny import write_encoder, write_model
+from tests.service.processes import starting
+from tests.service.tiny import FOREVER, write_encoder, write_model
 
 pytestmark = pytest.mark.process
-
-FOREVER = """
-<ir_version: 10, opset_import: ["": 18]>
-forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
-    y = Loop(trips, go, x) <
-        body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
-            still = Identity(on)
-            b = Add(a, a)
-        }
-    >
-}
-"""
-"""A model whose check never ends."""
-
-PROGRAM = "import sys; from attnserve.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -62,29 +45,6 @@ def test_sigterm_during_the_imports_ends_the_server(tmp_path: Path) -> None:
             assert b"Traceback" not in process.stderr.read()
 
 
-@contextmanager
-def serving(
-    model: Path, *arguments: str, **environment: str
-) -> Generator[tuple[str, subprocess.Popen[str]]]:
-    """(address, process) of the command on a free port; it may not listen yet."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(model), "--port", str(port), *arguments],
-        cwd=Path(service.__file__).parents[1],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | environment,
-    ) as process:
-        try:
-            yield f"http://127.0.0.1:{port}", process
-        finally:
-            if process.poll() is None:
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    child.kill()
-                process.kill()
-
-
 def is_live(address: str) -> bool:
     with suppress(httpx2.TransportError):
         return httpx2.get(f"{address}/v2/health/live").status_code == 200
@@ -97,7 +57,7 @@ def test_server_that_loads_is_live_and_not_ready_until_it_is_stopped(
 ) -> None:
     model = tmp_path / "model.onnx"
     write_model(model, FOREVER)
-    with serving(model, "--workers", workers) as (address, process):
+    with starting(model, "--workers", workers) as (address, process):
         until(lambda: is_live(address))
         assert httpx2.get(f"{address}/v2/health/ready").status_code == 503
         for path in ("/texts/embed", "/v2/models/any/infer", "/v2/repository/models/any/load"):
@@ -122,7 +82,7 @@ def test_server_that_cannot_load_was_live_and_exits_with_the_error(
 ) -> None:
     model = tmp_path / "model.onnx"
     write_model(model, FOREVER)
-    with serving(model, "--workers", workers, "--probe-timeout-s", "8") as (address, process):
+    with starting(model, "--workers", workers, "--probe-timeout-s", "8") as (address, process):
         until(lambda: is_live(address))
         assert process.wait(60) == 2
         assert process.stderr is not None
@@ -132,7 +92,7 @@ def test_server_that_cannot_load_was_live_and_exits_with_the_error(
 
 
 def test_server_becomes_ready_after_it_was_live(tmp_path: Path) -> None:
-    with serving(write_encoder(tmp_path / "tiny")) as (address, process):
+    with starting(write_encoder(tmp_path / "tiny")) as (address, process):
         until(lambda: is_live(address))
         until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 200)
         assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200

@@ -94,8 +94,9 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> set[str]:
             if "requestBody" in wanted:
                 mine, its = fields(ours, body(given)), fields(theirs, body(wanted))
                 where = f"{path} " if path.startswith("/v1") else ""
-                found |= {f"{where}{n}" for n in mine.keys() | its.keys()
-                          if mine.get(n) != its.get(n)}  # fmt: skip
+                found |= {
+                    f"{where}{n}" for n in mine.keys() | its.keys() if mine.get(n) != its.get(n)
+                }
             for status in wanted["responses"]:
                 mine, its = answer(given, status), answer(wanted, status)
                 if (mine and shape(ours, mine)) != (its and shape(theirs, its)):

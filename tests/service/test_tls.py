@@ -16,7 +16,7 @@ from service.server import check_tls
 from service.settings import Settings
 from tests.errors import raises
 from tests.service.conftest import until
-from tests.service.test_startup import serving
+from tests.service.processes import starting
 from tests.service.tiny import write_encoder
 
 pytestmark = [
@@ -40,8 +40,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )  # fmt: skip
     subprocess.run(
         ["openssl", "rsa", "-aes256", "-in", key, "-out", locked, "-passout", f"pass:{PASSWORD}"],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        check=True,
+        capture_output=True,
+    )
     return {"cert": cert, "key": key, "locked": locked}
 
 
@@ -54,7 +55,7 @@ def test_server_with_certificate_serves_https(
     if workers == "2":
         given += ["--ssl-ca-certs", files["cert"]]  # clients need this certificate too
     context = ssl.create_default_context(cafile=str(files["cert"]))
-    with serving(
+    with starting(
         model, *map(str, given), "--workers", workers,
         ATTNSERVE_SSL_KEYFILE_PASSWORD=PASSWORD, ATTNSERVE_PROBE="false",
     ) as (address, process):  # fmt: skip

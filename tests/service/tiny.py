@@ -118,3 +118,83 @@ def make_tokenizer() -> Tokenizer:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     return tokenizer
+
+
+# The logit of a pair is the number of letters "b" in its second text, minus one.
+RERANKER = """
+<ir_version: 10, opset_import: ["": 18]>
+pairs (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask,
+       int64[batch, sequence] token_type_ids)
+  => (float[batch, 1] logits)
+  <int64 letter = {5}, int64[1] axis = {1}, float one = {1}>
+{
+    same = Equal(input_ids, letter)
+    ones = Cast<to = 7>(same)
+    counted = Mul(ones, token_type_ids)
+    sums = ReduceSum(counted, axis)
+    numbers = Cast<to = 1>(sums)
+    logits = Sub(numbers, one)
+}
+"""
+
+
+def pair_tokenizer() -> Tokenizer:
+    tokenizer = make_tokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    return tokenizer
+
+
+def write_reranker(folder: Path, graph: str = RERANKER, **record: object) -> Path:
+    folder.mkdir()
+    write_model(folder / "model.onnx", graph)
+    pair_tokenizer().save(str(folder / "tokenizer.json"))
+    content = {"max_length": 9, "task": "rerank", **record}
+    (folder / "attnserve.json").write_text(json.dumps(content))
+    return folder
+
+
+PROMPTS = {"query": "b ", "document": "c "}
+
+# The logits of three classes: how often a, b and c are in the text.
+CLASSIFIER = """
+<ir_version: 10, opset_import: ["": 18]>
+counts (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
+  => (float[batch, 3] logits)
+  <int64[3] letters = {4, 5, 6}, int64[1] last = {2}, int64[1] middle = {1}>
+{
+    ids = Unsqueeze(input_ids, last)
+    same = Equal(ids, letters)
+    ones = Cast<to = 1>(same)
+    logits = ReduceSum<keepdims = 0>(ones, middle)
+}
+"""
+
+
+def write_classifier(folder: Path, **record: object) -> Path:
+    folder.mkdir()
+    write_model(folder / "model.onnx", CLASSIFIER, tokenizer=True)
+    (folder / "attnserve.json").write_text(json.dumps(record))
+    return folder
+
+
+def cosine(one: list[int], other: list[int]) -> float:
+    a, b = mean(one), mean(other)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+FOREVER = """
+<ir_version: 10, opset_import: ["": 18]>
+forever (float[n] x) => (float[n] y) <int64 trips = {4611686018427387904}, bool go = {1}> {
+    y = Loop(trips, go, x) <
+        body = step (int64 i, bool on, float[n] a) => (bool still, float[n] b) {
+            still = Identity(on)
+            b = Add(a, a)
+        }
+    >
+}
+"""
+"""A model whose check never ends."""

@@ -218,7 +218,7 @@ def distance(
         wanted = old + beside_old[0] - beside_new[0] if beside_old else old
         found[name] = float(
             (np.sum((new - wanted) ** 2) / np.sum((wanted - wanted.mean(0)) ** 2)) ** 0.5
-        )  # fmt: skip
+        )
     return found
 
 

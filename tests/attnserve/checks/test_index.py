@@ -53,10 +53,11 @@ def nearest(
     found: list[set[int]] = []
     for row, query in enumerate(queries):
         cosines = [
-            -np.inf if row == place and not itself
+            -np.inf
+            if row == place and not itself
             else query @ one / np.linalg.norm(query) / np.linalg.norm(one)
             for place, one in enumerate(documents)
-        ]  # fmt: skip
+        ]
         found.append(set(np.argsort(cosines)[::-1][:count].tolist()))
     return found
 

@@ -89,9 +89,8 @@ def test_retrieval_gives_the_numbers_of_trec_eval(
     (data / "qrels.tsv").write_text("\n".join(["query\tdocument\trelevance", *rows]))
     found = evaluate(artifact(tmp_path, VECTORS, table), task="retrieval", data=data).to_json()
     expected = means(
-        grades, table[:QUERIES] @ table[QUERIES:].T,
-        ir_measures.nDCG @ 10, ir_measures.R @ 100,
-    )  # fmt: skip
+        grades, table[:QUERIES] @ table[QUERIES:].T, ir_measures.nDCG @ 10, ir_measures.R @ 100
+    )
     assert found["ndcg_at_10"] == pytest.approx(expected["nDCG@10"], abs=1e-12)
     assert found["recall_at_100"] == pytest.approx(expected["R@100"], abs=1e-12)
 

@@ -205,8 +205,9 @@ def test_constant_predictor_keeps_no_nine_tenths(
         p = np.exp(a - a.max(-1, keepdims=True))
         p /= p.sum(-1, keepdims=True)
         mean = np.log(p.mean(axis=tuple(range(a.ndim - 1)), keepdims=True))
-    found = measured(meter(signature, measure=measure, tokenizer=text_folder), a,
-                     np.broadcast_to(mean, a.shape))  # fmt: skip
+    found = measured(
+        meter(signature, measure=measure, tokenizer=text_folder), a, np.broadcast_to(mean, a.shape)
+    )
     assert found.losses.bounded > 0.1 and found.losses.measured > 0.1
 
 

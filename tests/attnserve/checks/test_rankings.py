@@ -26,7 +26,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
-from tests.service.api.test_ranking import write_reranker
+from tests.service.tiny import write_reranker
 
 DOCUMENTS = 5
 
@@ -226,9 +226,9 @@ def cross_encoder(model: Path) -> Path:
     graph = onnx.load(model / "model.onnx")
     hidden = graph.graph.output[0].name
     weight = np.random.default_rng(0).standard_normal((32, 1)).astype(np.float32)
-    graph.graph.initializer.extend([
-        numpy_helper.from_array(weight, "head"), numpy_helper.from_array(np.array(0), "first"),
-    ])  # fmt: skip
+    graph.graph.initializer.extend(
+        [numpy_helper.from_array(weight, "head"), numpy_helper.from_array(np.array(0), "first")]
+    )
     graph.graph.node.extend([
         helper.make_node("Gather", [hidden, "first"], ["of_first"], axis=1),
         helper.make_node("MatMul", ["of_first", "head"], ["logits"]),

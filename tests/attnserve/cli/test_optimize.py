@@ -46,10 +46,15 @@ def test_optimize_prints_costs_fidelity_and_warnings(cli: Cli, tiny: Path, tmp_p
     done = cli("optimize", tiny, "-o", tmp_path / "new", *DENSE, "--layers", 1)
     assert done.code == 0
     assert "parameters " in done.out and "cosine to the original: mean" in done.out
-    assert "warning: " in done.err
-    assert "warning" not in cli(
-        "optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet"
-    ).err  # fmt: skip
+    assert "warning: not calibrated" in done.err
+    assert "warning" not in cli("optimize", tiny, "-o", tmp_path / "quiet", *DENSE, "--quiet").err
+
+
+def test_optimize_table_shows_remaining_heads(cli: Cli, tiny: Path, tmp_path: Path):
+    masks = tmp_path / "masks.json"
+    masks.write_text('{"1": [1, 0, 1, 1]}')
+    done = cli("optimize", tiny, "--prune-heads", masks, "--no-refit", "--dry-run")
+    assert done.code == 0 and "prune" in done.out and "3 heads" in done.out
 
 
 def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path: Path):
@@ -228,7 +233,8 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     "length of too many digits": (options("--seq", "9" * 5000), "--seq is '999"),
     "calibration missing": (options("--calib", "/nowhere.txt"), "/nowhere.txt"),
     "second calibration file missing": (
-        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"], "/nowhere.txt"
+        lambda model: [*(text("a")(model) or ()), "--calib", "/nowhere.txt"],
+        "/nowhere.txt",
     ),
     "weights without files": (options("--calib-weights", "1,2"), "--calib-weights is 1, 2.* 0 fi"),
     "calibration empty": (text(""), r"calib\.txt"),
@@ -254,8 +260,12 @@ MISTAKES: dict[str, tuple[Spoil, str]] = {  # and a pattern with the value that 
     ),
     "record broken": (append("attnserve.json", b"{"), r"attnserve\.json"),
     "record no object": (append("attnserve.json", b"[]"), r"attnserve\.json"),
+    "reuse of no form": (options("--reuse", "some"), "--reuse is 'some'"),
+    "reuse of a missing file": (options("--reuse", "none.json"), r"--reuse none\.json"),
+    "masks of a missing file": (options("--prune-heads", "none.json"), r"--prune-heads none\.json"),
+    "rewrite without data": (options("--prune", 0.25), "--calib"),
     "output on a device": (options("-o", "/dev/null/x"), "/dev/null"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -38,13 +38,6 @@ def test_optimize_existing_output_needs_force(cli: Cli, model: Path, tmp_path: P
     assert cli("optimize", model, "-o", new, *DENSE, "--force").code == 0
 
 
-def test_optimize_output_below_a_file_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    for output in ("file/new.onnx", "file/a/b"):
-        done = cli("optimize", tiny, "-o", tmp_path / output, *DENSE)
-        refused(done, "file")
-
-
 DEFAULTS: dict[str, tuple[str, list[str], set[str]]] = {
     "optimize": (
         "{name}-optimized",
@@ -134,11 +127,6 @@ def test_optimize_default_output_of_a_file_is_beside_it_and_not_recorded(cli: Cl
     assert done["output"] == str(model / "encoder-optimized" / "model.onnx")
     record = (model / "encoder-optimized" / "attnserve.json").read_text()
     assert str(model.parent) not in record
-
-
-def test_optimize_failed_check_leaves_no_folder(cli: Cli, model: Path, tmp_path: Path):
-    done = cli("optimize", model, "--collab-dk", 1, "--mixing", "dense", "--min-cosine", 1)
-    assert done.code == 1 and list(tmp_path.iterdir()) == [model]
 
 
 def test_optimize_second_model_in_a_folder_keeps_the_record_of_the_first(

@@ -19,9 +19,8 @@ import pytest
 
 from attnserve.checks.inspect import inspect
 from attnserve.exporters.hugging_face import ExportReport, export
-from attnserve.literals import Padding
 from attnserve.models.artifact import open_artifact
-from attnserve.models.embeddings import embed_texts, run_texts
+from attnserve.models.embeddings import run_texts
 from attnserve.models.tokenizer import load_encoder
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
@@ -283,16 +282,17 @@ def modules(source: Path, *names: str) -> None:
         {"pooling_mode_max_tokens": True},
         {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
         {"pooling_mode": "weightedmean"},
-        {"pooling_mode": ["mean", "max"]},
+        {"pooling_mode": ["mean", "max", "lasttoken"]},
     ],
 )
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_export_other_pooling_is_part_of_the_graph(
-    config: dict[str, Any], source: Path, tmp_path: Path
+    config: dict[str, Any], exporter: Any, source: Path, tmp_path: Path
 ) -> None:
     """Its vectors are those of sentence-transformers: see tests/service/test_hub_folders.py."""
     modules(source, "Pooling")
     write_json(source / "1_Pooling" / "config.json", config)
-    report = fast(source, tmp_path / "out")
+    report = fast(source, tmp_path / "out", exporter=exporter)
     assert (report.pooling, report.outputs) == ("none", ("sentence_embedding",))
 
 
@@ -307,9 +307,10 @@ def test_export_reads_a_network_in_a_folder_of_its_own(source: Path, tmp_path: P
                {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]  # fmt: skip
     write_json(source / "modules.json", entries)
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
-    report = fast(source, tmp_path / "out")
+    report = fast(source, tmp_path / "out", dimensions=20)
     artifact = open_artifact(tmp_path / "out")
     assert (report.pooling, report.max_length, artifact.record.lower_case) == ("cls", 11, True)
+    assert artifact.dimensions == 20
 
 
 def test_export_module_after_pooling_is_refused(source: Path, tmp_path: Path) -> None:
@@ -342,101 +343,6 @@ def save_random(config: str, auto: str, sizes: dict[str, Any], source: Path) -> 
         path.unlink()
     network.save_pretrained(source)
     return network
-
-
-def hidden_states(network: Any, folder: Path, text: str) -> Any:
-    """The hidden states (S D) of one text, which needs no padding."""
-    import torch
-    import transformers
-
-    inputs = transformers.AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")
-    accepted = signature(network.forward).parameters
-    with torch.no_grad():
-        return network(**{n: x for n, x in inputs.items() if n in accepted}).last_hidden_state[0]
-
-
-@pytest.mark.parametrize(
-    ("config", "sizes", "mode", "sides"),
-    [
-        ("BertConfig", SMALL, "mean", ["right"]),
-        ("XLMRobertaConfig", SMALL, "cls", ["right", "left"]),
-        ("ModernBertConfig", {**SMALL, "global_attn_every_n_layers": 2}, "mean", ["right", "left"]),
-        ("Qwen3Config", QWEN, "lasttoken", ["right", "left"]),
-    ],
-    ids=["bert", "xlm-r", "modernbert", "qwen3"],
-)
-def test_export_embedding_equals_pytorch_without_padding(
-    config: str, sizes: dict[str, Any], mode: str, sides: list[Padding], source: Path,
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    network = save_random(config, "AutoModel", sizes, source)
-    modules(source, "Pooling", "Normalize")
-    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": mode})
-    write_json(
-        source / "config_sentence_transformers.json",
-        {"prompts": {"query": "the ", "document": ""}, "default_prompt_name": None,
-         "similarity_fn_name": "dot"},
-    )  # fmt: skip
-    fast(source, tmp_path / "out", dimensions=20)
-    artifact = open_artifact(tmp_path / "out")
-    assert artifact.prompts == {"query": "the ", "document": ""}
-    assert (artifact.prompt("query"), artifact.prompt()) == ("the ", "")
-    assert (artifact.dimensions, artifact.similarity) == (20, "dot")
-    expected: list[np.ndarray] = []
-    for text in TEXTS:
-        states = hidden_states(network, source, artifact.prompt("query") + text).numpy()
-        pooled = {"mean": states.mean(0), "cls": states[0], "lasttoken": states[-1]}[mode][:20]
-        expected.append(pooled / np.linalg.norm(pooled))
-    session = open_session(artifact.model)
-    for side in sides:
-        vectors = embed_texts(
-            session, encoder_of(tmp_path / "out", padding=side),
-            [artifact.prompt("query") + text for text in TEXTS], pooling=artifact.pooling,
-            normalize=artifact.normalize, dimensions=artifact.dimensions,
-        )  # fmt: skip
-        np.testing.assert_allclose(vectors, expected, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("mode", "exporter"),
-    [("lasttoken", "dynamo"), *((mode, "torchscript") for mode in ("mean", "cls", "lasttoken"))],
-)
-def test_export_dense_layers_are_part_of_the_graph(
-    mode: str, exporter: Any, source: Path, tmp_path: Path
-) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    network = save_random("BertConfig", "AutoModel", SMALL, source)
-    modules(source, "Pooling", "Dense", "Dense", "Normalize")
-    write_json(source / "1_Pooling" / "config.json", {"pooling_mode": mode})
-    layers: list[Any] = []
-    for folder, sizes, bias, activation in (
-        ("2_Dense", (32, 24), True, "Tanh"), ("3_Dense", (24, 16), False, "Identity"),
-    ):  # fmt: skip
-        linear = torch.nn.Linear(*sizes, bias=bias)
-        layers += [linear, getattr(torch.nn, activation)()]
-        name = f"torch.nn.modules.activation.{activation}"
-        write_json(source / folder / "config.json", {"activation_function": name})
-        save_file(
-            {f"linear.{key}": value for key, value in linear.state_dict().items()},
-            source / folder / "model.safetensors",
-        )
-    report = fast(source, tmp_path / "out", exporter=exporter)
-    artifact = open_artifact(report.path)
-    assert (artifact.pooling, artifact.normalize, report.outputs) == (
-        "none", True, ("sentence_embedding",),
-    )  # fmt: skip
-    vectors = embed_texts(
-        open_session(report.path), encoder_of(tmp_path / "out"), TEXTS,
-        pooling="none", normalize=True,
-    )  # fmt: skip
-    for vector, text in zip(vectors, TEXTS, strict=True):
-        states = hidden_states(network, source, text)
-        pooled = {"mean": states.mean(0), "cls": states[0], "lasttoken": states[-1]}[mode]
-        with torch.no_grad():
-            expected = torch.nn.functional.normalize(torch.nn.Sequential(*layers)(pooled), dim=0)
-        np.testing.assert_allclose(vector, expected.numpy(), atol=2e-5)
 
 
 def test_export_dimensions_beyond_the_width_or_of_a_classifier_are_refused(

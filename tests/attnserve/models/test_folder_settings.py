@@ -87,8 +87,9 @@ def test_keys_that_change_nothing_are_accepted(hub: Path) -> None:
     })  # fmt: skip
     named = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
     write_json(hub / "2_Normalize" / "config.json", named)
-    write_json(hub / POOLING, {"pooling_mode": ["cls"], "include_prompt": True,
-                               "embedding_dimension": 8})  # fmt: skip
+    write_json(
+        hub / POOLING, {"pooling_mode": ["cls"], "include_prompt": True, "embedding_dimension": 8}
+    )
     assert open_artifact(hub).record == expected
 
 
@@ -333,9 +334,10 @@ def texts(hub: Path) -> Path:
     made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
-    )  # fmt: skip
+    )
     made.save(str(hub / "tokenizer.json"))
     (hub / SENTENCE).unlink()
     write_json(hub / "config.json", {"model_type": "deberta-v2", "max_position_embeddings": 8})

@@ -31,7 +31,7 @@ def test_caches_are_known_by_whole_words(name: str, expected: bool):
         ("b, t", "b, 8", "Identity(x)", False),
         ("b, 8", "b, 8", "Identity(x)", True),
     ],
-)  # fmt: skip
+)
 def test_output_counts_tokens_if_its_length_is_that_of_the_input(
     mask: str, output: str, body: str, expected: bool
 ):

@@ -290,9 +290,10 @@ def test_invalid_options_are_refused(options: dict[str, Any], code: str):
 
 def test_layer_that_others_reuse_keeps_its_heads(layer_of: Layers):
     layers = reuse_transformer(
-        [read_trained_attention(layer_of())] * 2, "full:1",
+        [read_trained_attention(layer_of())] * 2,
+        "full:1",
         exact=lambda layer: GroupedHeadAttention.from_trained(layer, num_groups=2),
-    )  # fmt: skip
+    )
     model, x = torch.nn.ModuleList(layers), torch.randn(2, 6, 16)
 
     def run(x: Any) -> None:

@@ -384,9 +384,7 @@ def tiny(name: str) -> Any:
             return CollaborativeAttention(3, 2, 3, mixing="random", value_head_size=2, **others)
         case "sparse":
             support = torch.tensor([[True, True, False], [False, True, False]])
-            return CollaborativeAttention(
-                3, 2, 3, support=support, value_head_size=2, **others
-            )  # fmt: skip
+            return CollaborativeAttention(3, 2, 3, support=support, value_head_size=2, **others)
         case _:
             source = FixedHeadAttention(3, 2, 2, **others)
             both = torch.nn.ModuleList(

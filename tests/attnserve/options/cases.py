@@ -53,9 +53,7 @@ COMMANDS: dict[type[Options], list[str]] = {
 def outside(bound: Any) -> list[float]:
     """Values just outside of a bound."""
     limits = {"gt": 0.0, "ge": -1.0, "lt": 0.0, "le": 1.0}
-    return [
-        getattr(bound, name) + step for name, step in limits.items() if hasattr(bound, name)
-    ]  # fmt: skip
+    return [getattr(bound, name) + step for name, step in limits.items() if hasattr(bound, name)]
 
 
 def invalid(group: type[Options], name: str) -> list[Any]:

@@ -111,7 +111,7 @@ def test_values_of_other_types_raise_invalid_argument_only(group: type[Options])
         *((Rewrites, "layers", value) for value in (1, (1,), ((),))),
         *((Goal, "recover", value) for value in ((), math.nan, math.inf, 0)),
     ],
-)  # fmt: skip
+)
 def test_value_of_another_type_is_named(group: type[Options], name: str, value: Any):
     with raises(InvalidArgument, f"{group.area}.range", f"`{name}`"):
         group(**{name: value})

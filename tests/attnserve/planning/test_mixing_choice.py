@@ -179,8 +179,9 @@ class SlowAtFirst(ServedTimer):
     ) -> tuple[list[Workload], list[np.ndarray]]:
         def time_once() -> np.ndarray:
             slow = next(slow_ms)
-            return np.array([[[1.0] * 3, [slow if s.length == 512 else 0.8] * 3]
-                             for s in workloads])  # fmt: skip
+            return np.array(
+                [[[1.0] * 3, [slow if s.length == 512 else 0.8] * 3] for s in workloads]
+            )
 
         slow_ms = iter((1.1, 0.9))
         return list(workloads), list(time_twice_if_slow(time_once, least))

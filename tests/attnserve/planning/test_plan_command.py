@@ -88,9 +88,5 @@ def test_cli_plan_prints_table_front_and_verdict(
     assert max(map(len, shown.splitlines()[:12])) <= 100
     assert main([*arguments, "--json", "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["gain"] is True
-    assert main([*arguments[:-2], "--fp16", "--int8", "--force"]) == 2
-    assert "--fp16 and --int8 exclude each other" in capsys.readouterr().err
-    assert main([*arguments[:-2], "--int8", "--int8-full", "--force"]) == 2
-    assert "--int8 and --int8-full exclude each other" in capsys.readouterr().err
     assert main([*arguments, "--bf16", "--force"]) == 2
     assert "bfloat16 cannot be timed on a CPU" in capsys.readouterr().err

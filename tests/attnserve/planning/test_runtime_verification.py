@@ -66,9 +66,8 @@ def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_runtime_is_verified_if_it_keeps_the_quality(
-    job: Job, monkeypatch: pytest.MonkeyPatch,
-    lower: float, keep: float | None, verified: set[str],
-) -> None:  # fmt: skip
+    job: Job, monkeypatch: pytest.MonkeyPatch, lower: float, keep: float | None, verified: set[str]
+) -> None:
     use(OtherRuntime(job.original), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
     found = job.compare_held_out(model, job.required_data.to_verify)

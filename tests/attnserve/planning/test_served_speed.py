@@ -152,8 +152,7 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
     other = original.clone()
     other.graph.inputs[0].name = "other"
-    assert ServedTimer(job_of(original, target=AT)).measure(
-        other, other, lossy("float32")) is None  # fmt: skip
+    assert ServedTimer(job_of(original, target=AT)).measure(other, other, lossy("float32")) is None
 
 
 @pytest.mark.timing(seconds=5)

@@ -114,8 +114,9 @@ def test_constant_teacher_is_refused():
 def test_one_number_per_token_is_compared_at_real_tokens_of_any_length():
     """As the logits of the positions of an answer, (B, T)."""
     teacher = {3: arrays((2, 3)), 5: arrays((2, 5))}
-    batches = [{"input_ids": np.ones((2, n), int), "attention_mask": np.ones((2, n), int)}
-               for n in teacher]  # fmt: skip
+    batches = [
+        {"input_ids": np.ones((2, n), int), "attention_mask": np.ones((2, n), int)} for n in teacher
+    ]
     batches[1]["attention_mask"][0, 3:] = 0
     found = DistillationLoss(
         [quality("r2")], ["out"], 0, "mean", batches, lambda b: teacher[b["input_ids"].shape[1]],

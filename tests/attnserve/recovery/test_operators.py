@@ -104,7 +104,7 @@ def heads(random: Random, *, groups: int = 2, mask: Any = None) -> list[np.ndarr
         floats(random, 2, 5, 24),
         *(floats(random, 2, 7, groups * 6) for _ in range(2)),
         *([] if shown is None else [shown]),
-    ]  # fmt: skip
+    ]
 
 
 def hidden_row(random: Random) -> np.ndarray:

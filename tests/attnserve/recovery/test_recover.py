@@ -71,8 +71,9 @@ def record(folder: Path) -> dict[str, Any]:
 def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Path, tmp_path: Path):
     """Some converters write all weights as Constant nodes."""
     model = onnx.load(pruned / "model.onnx")
-    nodes = [onnx.helper.make_node("Constant", [], [w.name], value=w)
-             for w in model.graph.initializer]  # fmt: skip
+    nodes = [
+        onnx.helper.make_node("Constant", [], [w.name], value=w) for w in model.graph.initializer
+    ]
     nodes += model.graph.node
     del model.graph.initializer[:], model.graph.node[:]
     model.graph.node.extend(nodes)
@@ -554,11 +555,9 @@ def padded_left(lengths: list[int], pad: int) -> dict[str, np.ndarray]:
     width = max(lengths)
     rows = [100 * i + np.arange(1, n + 1) for i, n in enumerate(lengths)]
     return {
-        "input_ids": np.stack(
-            [np.pad(r, (width - len(r), 0), constant_values=pad) for r in rows]
-        ),
+        "input_ids": np.stack([np.pad(r, (width - len(r), 0), constant_values=pad) for r in rows]),
         "attention_mask": np.stack([np.arange(width) >= width - n for n in lengths]).astype(int),
-    }  # fmt: skip
+    }
 
 
 def test_regroup_keeps_the_side_and_the_id_of_padding():

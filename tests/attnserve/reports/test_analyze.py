@@ -84,25 +84,7 @@ def test_analyze_writes_readable_json_the_mask_and_the_page(written: Path):
     assert all(len(bits) == 4 and sum(bits) == 2 for bits in mask.values())
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_analyze_same_call_writes_same_bytes(written: Path, tiny: Path, sentences: Path, tmp_path):
-    analyze(tiny, tmp_path / "there yet", calib=sentences, threads=1)
-    for name in ("analysis.json", "mask.json"):
-        assert (tmp_path / "there yet" / name).read_bytes() == (written / name).read_bytes()
-
-
 # Refused input
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_analyze_nonempty_folder_needs_force(tiny: Path, sentences: Path, tmp_path: Path):
-    (tmp_path / "mine.txt").write_text("keep me")
-    with raises(InvalidOutput, "output.exists"):
-        analyze(tiny, tmp_path, calib=sentences)
-    assert list(tree(tmp_path)) == ["mine.txt"]
-    analyze(tiny, tmp_path, calib=sentences, force=True)
-    assert list(tree(tmp_path)) == ["analysis.json", "mask.json", "mine.txt", "report.html"]
-    assert (tmp_path / "mine.txt").read_text() == "keep me"
 
 
 @pytest.mark.parametrize("force", [False, True])

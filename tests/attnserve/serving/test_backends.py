@@ -167,8 +167,9 @@ def test_io_binding_runner_concurrent_runs_use_separate_buffers(
     feeds = [example_inputs(encoder, Workload.of(2, 9), seed) for seed in range(6)]
     expected = [session.plain_session.run(None, feed)[0] for feed in feeds]
     with ThreadPoolExecutor(concurrency) as threads:
-        for got, wanted in zip(threads.map(lambda f: runner.run(None, f), feeds), expected,
-                               strict=True):  # fmt: skip
+        for got, wanted in zip(
+            threads.map(lambda f: runner.run(None, f), feeds), expected, strict=True
+        ):
             np.testing.assert_array_equal(got[0], wanted)
     assert len(allocated) == 2 * concurrency
 

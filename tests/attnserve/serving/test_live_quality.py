@@ -131,9 +131,7 @@ def test_index_alarms_follow_the_guarantee():
         assert live.report.rows == min(rows, 60) and 0 < live.report.also["overlap"] < 1
         return live.report.broken
 
-    values = [
-        float(index_scores(*vectors(random, 60, 0.05)).value) for _ in range(40)
-    ]  # of proofs  # fmt: skip
+    values = [float(index_scores(*vectors(random, 60, 0.05)).value) for _ in range(40)]  # of proofs
     assert sum(broken(200, 0.05, float(np.mean(values))) for _ in range(20)) <= 2
     assert all(broken(120, 0.3, float(np.mean(values))) for _ in range(10))
 

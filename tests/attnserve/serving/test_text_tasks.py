@@ -75,8 +75,9 @@ def test_tasks_follow_from_outputs_and_configuration(case: str, tmp_path: Path) 
     *model, tasks = TABLE[case]
     found = refusals(tmp_path, *model)
     assert {task for task, refusal in found.items() if refusal is None} == tasks
-    assert all(refusal.reason.startswith("m ") and refusal.fix
-               for refusal in found.values() if refusal)  # fmt: skip
+    assert all(
+        refusal.reason.startswith("m ") and refusal.fix for refusal in found.values() if refusal
+    )
 
 
 @pytest.mark.parametrize(

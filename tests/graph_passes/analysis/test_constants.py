@@ -110,11 +110,10 @@ WRAPPED: dict[str, tuple[str, np.ndarray]] = {
         WQ,
     ),
     "Identity of a Constant node": (
-        f"W1 = {CONSTANT_NODE}"
-        "\n W = Identity(W1)",
+        f"W1 = {CONSTANT_NODE}\n W = Identity(W1)",
         WQ,
     ),
-}  # fmt: skip
+}
 
 
 def query(wrapped: str) -> str:

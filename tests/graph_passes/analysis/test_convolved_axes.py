@@ -51,8 +51,9 @@ def test_lengths_follow_from_learned_positions(more: int) -> None:
 def test_lengths_follow_from_gathered_positions() -> None:
     model = graph(
         f"{patches()} g = Gather(positions, ids) y = Add(p, g)",
-        positions=table(50, WIDTH), ids=np.arange(50)[None],
-    )  # fmt: skip
+        positions=table(50, WIDTH),
+        ids=np.arange(50)[None],
+    )
     assert convolved_lengths(model.graph)["height"] == 28
 
 

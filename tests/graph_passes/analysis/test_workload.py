@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graph_passes.analysis.axes import bind_axes
 from graph_passes.analysis.workload import Phase, Workload
-from tests.graph_passes.test_collaborate_cache import decoder
+from tests.graph_passes.layouts import decoder
 
 SIZES = st.integers(1, 99)
 

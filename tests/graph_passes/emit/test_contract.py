@@ -18,7 +18,7 @@ import pytest
 
 from attnserve.models.opset import raise_opset
 from graph_passes.analyses import Analyses
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, Capped
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
@@ -178,6 +178,9 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
         return  # a query bias is a dimension more
     assert after.form == "standard" and after.head_size == before.head_size
     assert after.position == before.position or (after.num_heads, before.position) == (1, "bias")
+    if emission == "decomposed":
+        cap = 3 if any(isinstance(step, Capped) for step in before.steps) else 1  # divides first
+        assert after.scale == pytest.approx(before.scale / cap, rel=1e-5)
     if form := EMISSIONS[emission].form:
         assert after.idiom == IDIOMS[form] and after.num_kv_heads == before.num_kv_heads
         assert after.scale == pytest.approx(before.scale, rel=1e-6)

@@ -78,7 +78,7 @@ FLAT_HEADS = (
 PRODUCTS: dict[str, dict[str, str]] = {
     "Einsum, as Keras writes it": KERAS,
     "Einsum with spaces in its equation": {
-        "scores": '\n k = Transpose <perm = [0, 1, 3, 2]> (kT)'
+        "scores": "\n k = Transpose <perm = [0, 1, 3, 2]> (kT)"
         '\n s0 = Einsum <equation = "b h s k, b h t k -> b h s t"> (q, k)'
         "\n s = Mul(s0, scale)",
     },
@@ -135,7 +135,7 @@ PRODUCTS: dict[str, dict[str, str]] = {
         "\n pT = Transpose <perm = [0, 1, 3, 2]> (p)\n cT = MatMul(vT, pT)"
         "\n c1 = Transpose <perm = [0, 3, 1, 2]> (cT)\n c = Reshape(c1, merge)",
     },
-}  # fmt: skip
+}
 CONSTANTS = SHAPED | {"per_head_bias": np.array([1, H, 1, K], np.int64)}
 
 

@@ -35,7 +35,7 @@ from tests.graph_passes.graphs import (
     reasons,
     run,
 )
-from tests.graph_passes.passes.test_fuse_attention import raised
+from tests.graph_passes.operators import raised
 from tests.graph_passes.quantized import PRODUCTS, product, quantized_weights
 
 FLOAT = {

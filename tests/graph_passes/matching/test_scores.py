@@ -133,7 +133,7 @@ LAID_OUT: dict[str, tuple[dict[str, str], str]] = {
         },
         MASK4,
     ),
-}  # fmt: skip
+}
 
 
 def laid_out(case: str) -> ir.Model:

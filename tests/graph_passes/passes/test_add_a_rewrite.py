@@ -84,8 +84,8 @@ BY_KEY = np.arange(5, dtype=np.float32)
 @pytest.fixture
 def remove_constant_bias() -> Iterator[type[AttentionPass[NoParams]]]:
     """The class, registered while a test runs."""
-    yield define_pass()
-    del PASSES._parts[NAME]
+    with PASSES.restored():
+        yield define_pass()
 
 
 def test_new_pass_is_registered_by_its_definition(
@@ -130,11 +130,13 @@ def test_new_pass_applied_by_a_plan_keeps_the_output(
     report = apply_plan(plan, job_of(original), model).applied
     assert report.is_exact
     assert [(change.rewrite, change.block) for change in report.changes] == [
-        (NAME, "attention_0"), (NAME, "attention_1"),
-    ]  # fmt: skip
+        (NAME, "attention_0"),
+        (NAME, "attention_1"),
+    ]
     assert "per_head" not in model.graph.initializers
     assert [(b.name, b.num_heads, len(b.steps)) for b in find_attention(model).blocks] == [
-        ("attention_0", H, 1), ("attention_1", H, 1),
-    ]  # fmt: skip
+        ("attention_0", H, 1),
+        ("attention_1", H, 1),
+    ]
     arrays = feeds(original)
     np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-5, rtol=0)

@@ -143,11 +143,12 @@ def test_lossy_pass_of_the_whole_graph_is_no_pass_of_plans() -> None:
 
 
 def test_pass_that_replaces_another_is_registered() -> None:
-    class Mine(PruneHeads, replace=True):
-        name = "prune_heads"
+    with PASSES.restored():
 
-    assert PASSES["prune_heads"] is Mine
-    PASSES.add(PruneHeads, replace=True)
+        class Mine(PruneHeads, replace=True):
+            name = "prune_heads"
+
+        assert PASSES["prune_heads"] is Mine
     assert PASSES["prune_heads"] is PruneHeads
 
 

@@ -29,13 +29,11 @@ from graph_passes.passes.prune_heads import PruneHeads
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     PARTS,
-    SCALE,
     D,
     H,
     K,
     attention,
     feeds,
-    fused_parts,
     graph,
     only,
     run,
@@ -48,7 +46,6 @@ from tests.graph_passes.layouts import (
     LAYOUTS,
     PACKED_PARTS,
     SPLIT,
-    flattened,
 )
 
 EXACT = H * K
@@ -196,7 +193,7 @@ REFUSED = {
         {"mask": "\n m = Add(s, mask)\n shown = Identity(s)"},
         "scores_shared",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -212,11 +209,6 @@ def test_collaborate_inexact_case_is_refused(case: str) -> None:
     assert refusal and refusal.code == code
     with raises(CannotRewrite, f"rewrite.{code}"):
         Collaborate({block.name: Mixing(rank=4)})(model)
-
-
-def test_collaborate_flattened_tokens_are_refused() -> None:
-    refusal = sharing_refusal(only(flattened()))
-    assert refusal and refusal.code == "token_layout"
 
 
 @pytest.mark.parametrize("rewrite", ["collaborate", "prune"])
@@ -250,19 +242,6 @@ def test_collaborate_one_remaining_head_a_second_time_is_refused() -> None:
 def test_collaborate_second_time_is_refused() -> None:
     with raises(CannotRewrite, "rewrite.collaborative"):
         Collaborate({NAME: Mixing(rank=4)})(collaborate(attention(), 5))
-
-
-def test_collaborate_fused_operator_is_decomposed() -> None:
-    parts = fused_parts("Attention <scale = 0.37> (q, k, v, mask)")
-    inputs = f"float[batch, sequence, {D}] x, bool[batch, 1, sequence, sequence] mask"
-    original, model = (attention(opset=23, inputs=inputs, **parts) for _ in range(2))
-    block = only(model)
-    assert block.softmax is None
-    collaborate(model)
-    assert (only(model).name, only(model).form) == (block.name, "collaborative")
-    assert only(model).scale == pytest.approx(SCALE, rel=1e-6)
-    arrays = feeds(original)
-    np.testing.assert_allclose(run(model, arrays), run(original, arrays), atol=1e-4, rtol=0)
 
 
 def test_collaborate_writes_these_nodes() -> None:

@@ -65,8 +65,9 @@ def types(model: ir.Model) -> str:
     def of(values: tuple[ir.Value | None, ...]) -> str:
         return "".join(letters.get(v.dtype, "-") if v is not None else "" for v in values)
 
-    return " ".join(f"{n.op_type}:{of(tuple(n.inputs))}>{of(tuple(n.outputs))}"
-                    for n in model.graph.all_nodes())  # fmt: skip
+    return " ".join(
+        f"{n.op_type}:{of(tuple(n.inputs))}>{of(tuple(n.outputs))}" for n in model.graph.all_nodes()
+    )
 
 
 def as_bfloat16(array: np.ndarray) -> np.ndarray:
@@ -148,8 +149,9 @@ def test_to_bfloat16_fused_operators_keep_statistics_in_float32():
            q = MatMul(x, w) k = MatMul(x, w)
            c = com.microsoft.MultiHeadAttention <num_heads = 2> (q, k, x)
            g = com.microsoft.Gelu(c) y, mean = LayerNormalization(g, v) }""",
-        w=W, v=np.ones(4, np.float32),
-    )  # fmt: skip
+        w=W,
+        v=np.ones(4, np.float32),
+    )
     assert types(converted(model)) == (
         "Cast:f>h MatMul:hh>h MatMul:hh>h MultiHeadAttention:hhh>h Gelu:h>h"
         " LayerNormalization:hh>hf Cast:h>f"

@@ -12,7 +12,6 @@ import pytest
 from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
-from graph_passes.blocks import Capped
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention, decomposition_refusal
 from tests.graph_passes.graphs import PLAIN_INPUT, D, H, attention, fused_parts, only, run
@@ -21,7 +20,6 @@ from tests.graph_passes.operators import OPERATORS
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "onnx"
 BOOL = f"{PLAIN_INPUT}, bool[batch, 1, sequence, sequence] mask"
-FLOAT = f"{PLAIN_INPUT}, float[batch, {H}, sequence, sequence] mask"
 S = 6
 rng = np.random.default_rng(4)
 
@@ -68,15 +66,6 @@ def test_decompose_attention_rows_without_keys_keep_the_output(case: str) -> Non
     assert find_attention(plain).blocks[0].probabilities is not None
 
 
-def test_decompose_attention_keeps_name_and_scale() -> None:
-    before = only(fused("Attention <scale = 0.37> (q, k, v, mask)", FLOAT))
-    after = only(decompose(fused("Attention <scale = 0.37> (q, k, v, mask)", FLOAT)))
-    assert (after.name, after.num_heads) == (before.name, before.num_heads)
-    assert after.scale == pytest.approx(before.scale, rel=1e-6)
-    assert after.idiom == "softmax"
-    assert after.softmax is not None
-
-
 def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
     def model() -> ir.Model:
         return attention(
@@ -90,28 +79,6 @@ def test_decompose_attention_of_graph_output_keeps_its_name() -> None:
     assert [value.name for value in plain.graph.outputs] == ["out"]
     arrays = {"x": tokens()}
     np.testing.assert_allclose(run(plain, arrays), run(model(), arrays), atol=1e-5, rtol=0)
-
-
-# Operators that split or project their heads inside
-
-
-DECOMPOSED = [
-    name
-    for name, case in OPERATORS.items()
-    if case.runs and not decomposition_refusal(find_attention(case.model()).blocks[0])
-]
-
-
-@pytest.mark.parametrize("name", DECOMPOSED)
-def test_decompose_attention_of_each_operator_keeps_the_block(name: str) -> None:
-    case = OPERATORS[name]
-    block = only(decompose(case.model()))
-    assert (block.num_heads, block.num_kv_heads) == case.heads
-    assert (block.head_size, block.v_head_size) == case.sizes
-    scale = case.scale / 3 if Capped in case.steps else case.scale  # a cap of 3 divides first
-    assert block.scale == pytest.approx(scale, rel=1e-5)
-    assert (block.kind, block.position) == (case.kind, case.position)
-    assert block.softmax is not None and block.probabilities is not None
 
 
 def test_decompose_attention_with_returned_keys_is_refused() -> None:
@@ -130,11 +97,6 @@ def ungrouped(name: str) -> ir.Model:
     constants = {key: (rng.standard_normal((D, 64)) / 2).astype(np.float32)
                  for key in ("Wk_grouped", "Wv_grouped")}  # fmt: skip
     return replace(case, body=body, constants=constants).model()
-
-
-def test_decompose_attention_with_inner_rotary_is_refused() -> None:
-    refusal = decomposition_refusal(only(ungrouped("rotary without a cache")))
-    assert refusal and refusal.code == "operator_rotary"
 
 
 def test_decompose_attention_single_key_head_is_repeated() -> None:

@@ -12,7 +12,7 @@ import pytest
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fold_biases import FoldBiases
-from tests.graph_passes.graphs import D, feeds, graph, run, text_of
+from tests.graph_passes.graphs import D, feeds, graph, operators, run, text_of
 
 INPUTS = f"float[batch, sequence, {D}] x"
 LAYER = """
@@ -29,15 +29,12 @@ TOLERANCE = 1e-5
 
 def build(body: str, **more: np.ndarray) -> ir.Model:
     random = np.random.default_rng(0)
-    constants = {name: random.standard_normal(D).astype(np.float32)
-                 for name in ("gain", "beta", "c", "b")}  # fmt: skip
+    constants = {
+        name: random.standard_normal(D).astype(np.float32) for name in ("gain", "beta", "c", "b")
+    }
     constants |= {name: random.standard_normal((D, D)).astype(np.float32) for name in ("W", "V")}
     constants = {name: array for name, array in constants.items() if name in body}
     return graph(body, inputs=INPUTS, constants=constants | more)
-
-
-def operators(model: ir.Model) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph)
 
 
 def changed(body: str, **more: np.ndarray) -> ir.Model:

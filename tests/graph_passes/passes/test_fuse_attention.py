@@ -22,7 +22,7 @@ from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock, Causal, PositionBias
-from graph_passes.emit.fused_attention import LOW, OPSETS, FusedOperator
+from graph_passes.emit.fused_attention import LOW, FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
@@ -61,7 +61,7 @@ from tests.graph_passes.layouts import (
     returning,
     variant,
 )
-from tests.graph_passes.operators import OPERATORS, any_feeds
+from tests.graph_passes.operators import OPERATORS, any_feeds, raised
 
 EXACT = 1e-5
 """Fused attention equals the original except for the order of sums."""
@@ -80,12 +80,6 @@ PRODUCTS = {
 
 each_form = pytest.mark.parametrize("form", FORMS)
 each_microsoft_form = pytest.mark.parametrize("form", [form for form in FORMS if form != "onnx"])
-
-
-def raised(model: ir.Model, form: FusedOperator) -> ir.Model:
-    """Raise the opset to one that has the operators of a form."""
-    raise_opset(model, OPSETS.get(form, 0))
-    return model
 
 
 def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
@@ -222,8 +216,9 @@ def test_fuse_attention_sparse_layers_become_standard_heads(
     def build() -> ir.Model:
         model = layers(2, same=same)
         blocks, _ = find_attention(model)
-        sizes = {block.name: factor(blocks[0] if same else block, 2 * H, head_size=2)
-                 for block in blocks}  # fmt: skip
+        sizes = {
+            block.name: factor(blocks[0] if same else block, 2 * H, head_size=2) for block in blocks
+        }
         shared = next(iter(sizes.values()))
         sizes = dict.fromkeys(sizes, shared) if same else sizes
         return Collaborate.with_factors(sizes, sparse=True)(model).model
@@ -585,18 +580,6 @@ def test_fuse_attention_reused_probabilities_are_refused(form: FusedOperator) ->
 
 
 @each_form
-def test_fuse_attention_quantized_weights_stay_or_are_refused(form: FusedOperator) -> None:
-    """Operators that contain the projections would hold them as floats."""
-    parts = {"v": "\n Wd = DequantizeLinear(Wi, Ws)" + PARTS["v"].replace("Wv", "Wd")}
-    constants = {
-        "Wi": np.random.default_rng(0).integers(-9, 9, (D, H * V)).astype(np.int8),
-        "Ws": np.float32(0.1),
-    }
-    model = attention(constants=constants, **parts)
-    assert codes(model, form) == ["quantized" if form in ("attention", "merged") else ""]
-
-
-@each_form
 def test_fuse_attention_double_precision_is_refused(form: FusedOperator) -> None:
     doubles = {n: a.astype(np.float64) for n, a in weights().items() if n[0] in "Wbs"}
     inputs = f"double[batch, sequence, {D}] x, double[batch, 1, 1, sequence] mask"
@@ -760,9 +743,3 @@ def test_fuse_attention_groups_of_unequal_size_are_repeated(form: FusedOperator)
     pruned = model.clone()
     FuseAttention(dict.fromkeys(names, form))(model)
     assert_same_outputs(model, pruned, cell)
-
-
-@pytest.mark.parametrize("form", ["attention", "merged"])
-def test_fuse_attention_rotary_is_refused_by_operators_that_project(form: FusedOperator) -> None:
-    model = load_model(next(iter(ROTARY_EXPORTS)).committed)
-    assert set(codes(model, form)) == {"rotary"}

@@ -15,8 +15,7 @@ from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
 from graph_passes.passes.prune_neurons import PruneNeurons
 from tests.errors import raises
-from tests.graph_passes.graphs import D, feeds, run, text_of
-from tests.graph_passes.matching.test_feed_forward import (
+from tests.graph_passes.feed_forward import (
     DOWN,
     ERF,
     FORMS,
@@ -27,12 +26,9 @@ from tests.graph_passes.matching.test_feed_forward import (
     build,
     constants,
 )
+from tests.graph_passes.graphs import D, feeds, operators, run, text_of
 
 EXACT = 2e-6
-
-
-def operators(model) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph)
 
 
 @pytest.mark.parametrize(

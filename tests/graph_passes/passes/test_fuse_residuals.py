@@ -12,38 +12,14 @@ import pytest
 from attnserve.context import ONE_THREAD
 from attnserve.runtime.session import open_session
 from graph_passes.passes.fuse_residuals import FuseResiduals, find_residuals
-from tests.graph_passes.graphs import D, assert_unchanged, feeds, graph, run, text_of
+from tests.graph_passes.graphs import assert_unchanged, feeds, operators, run, text_of
+from tests.graph_passes.residuals import POST, TWICE, build
 
-INPUTS = f"float[batch, sequence, {D}] x, float[batch, sequence, {D}] y"
-POST = """
- sum = Add(x, y)
- out = LayerNormalization(sum, gain, shift)"""
 PRE = """
  sum = Add(x, y)
  normed = LayerNormalization(sum, gain, shift)
  turned = MatMul(normed, W)
  out = Add(sum, turned)"""
-
-TWICE = """
- sum = Add(x, y)
- a = LayerNormalization(sum, gain, shift)
- b = LayerNormalization(sum, shift, gain)
- out = Add(a, b)"""
-
-
-def build(body: str, inputs: str = INPUTS) -> ir.Model:
-    random = np.random.default_rng(0)
-    constants = {
-        "gain": random.standard_normal(D).astype(np.float32),
-        "shift": random.standard_normal(D).astype(np.float32),
-        "W": random.standard_normal((D, D)).astype(np.float32),
-        "matrix": random.standard_normal((5, D)).astype(np.float32),
-    }
-    return graph(body, inputs=inputs, constants=constants)
-
-
-def operators(model: ir.Model) -> Counter[str]:
-    return Counter(node.op_type for node in model.graph)
 
 
 @pytest.mark.parametrize("body", [POST, PRE], ids=["post-norm", "pre-norm"])

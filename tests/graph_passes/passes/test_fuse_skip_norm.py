@@ -20,8 +20,8 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_residuals import FuseResiduals
 from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
-from tests.graph_passes.graphs import D, assert_unchanged, feeds, run
-from tests.graph_passes.passes.test_fuse_residuals import INPUTS, POST, TWICE, build, operators
+from tests.graph_passes.graphs import D, assert_unchanged, feeds, operators, run
+from tests.graph_passes.residuals import INPUTS, POST, TWICE, build
 
 BIASED = """
  biased = Add(shift, y)

@@ -46,8 +46,9 @@ def reads_what_nobody_makes(model: ir.Model) -> None:
 
 
 def makes_no_output(model: ir.Model) -> None:
-    model.graph.outputs[0] = ir.Value(name="out", type=model.graph.outputs[0].type,
-                                      shape=model.graph.outputs[0].shape)  # fmt: skip
+    model.graph.outputs[0] = ir.Value(
+        name="out", type=model.graph.outputs[0].type, shape=model.graph.outputs[0].shape
+    )
 
 
 def uses_a_name_twice(model: ir.Model) -> None:

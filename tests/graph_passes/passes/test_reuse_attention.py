@@ -197,7 +197,8 @@ SOURCES: dict[str, tuple[str, dict[str, str]]] = VARIANTS | {
     "causal decoder": (PLAIN_INPUT, {"mask": CAUSAL}),
     "cross attention": (f"{PLAIN_INPUT}, float[batch, 4, {D}] y", cross()),
     "packed projections": (
-        f"{PLAIN_INPUT}, {FLOAT_MASK}", {"q": SPLIT["Split"], **PACKED_PARTS},
+        f"{PLAIN_INPUT}, {FLOAT_MASK}",
+        {"q": SPLIT["Split"], **PACKED_PARTS},
     ),
     "one key head, q/k norm and boolean mask": (
         f"{PLAIN_INPUT}, {BOOL_MASK}",
@@ -207,7 +208,7 @@ SOURCES: dict[str, tuple[str, dict[str, str]]] = VARIANTS | {
         f"{PLAIN_INPUT}, {FLOAT_MASK}",
         {"mask": "\n mask9 = Mul(mask, one)\n m = Add(s, mask9)"},
     ),
-}  # fmt: skip
+}
 
 
 @all_or_some
@@ -406,13 +407,14 @@ REFERENCES: dict[str, tuple[Case, Callable[[int], dict[str, np.ndarray]]]] = {
     ),
     "fused operator": (
         lambda: layers(
-            3, opset=23,
+            3,
+            opset=23,
             inputs=f"{PLAIN_INPUT}, float[batch, 1, sequence, sequence] mask",
             **fused_parts(f"Attention <scale = {SCALE}> (q, k, v, mask)"),
         ),
         weights,
     ),
-}  # fmt: skip
+}
 """A model of three layers, and the weights of each."""
 
 
@@ -661,8 +663,9 @@ def test_reuse_attention_of_a_layer_that_reuses_equals_grafting(form: str, case:
     found = read_attention(model).blocks
     assert [block.form for block in found] == ["standard", "reuse", "reuse"]
     assert [reused.value for reused in found[2].reused] == [
-        found[1].own_probabilities, found[0].probabilities,
-    ]  # fmt: skip
+        found[1].own_probabilities,
+        found[0].probabilities,
+    ]
 
 
 def test_find_attention_chain_of_reuse_is_in_order() -> None:
@@ -751,14 +754,15 @@ BAD_EDGES: dict[str, tuple[Mapping[str, Mapping[int, tuple[str, int]]], str]] = 
     "forward in depth": ({FIRST: {0: (SECOND, 0)}}, "reuse_attention.order"),
     "from itself": ({SECOND: {0: (SECOND, 1)}}, "reuse_attention.order"),
     "from a reused head": (
-        {SECOND: {1: (FIRST, 0)}, THIRD: {0: (SECOND, 1)}}, "reuse_attention.chain",
+        {SECOND: {1: (FIRST, 0)}, THIRD: {0: (SECOND, 1)}},
+        "reuse_attention.chain",
     ),
     "from an unknown layer": ({SECOND: {0: ("attention_9", 0)}}, "rewrite.unknown_block"),
     "of an unknown layer": ({"layer 7": {0: (FIRST, 0)}}, "rewrite.unknown_block"),
     "from an unknown head": ({SECOND: {0: (FIRST, 3)}}, "reuse_attention.head"),
     "of an unknown head": ({SECOND: {7: (FIRST, 0)}}, "reuse_attention.head"),
     "of a head before the first": ({SECOND: {-1: (FIRST, 0)}}, "pass.params"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_EDGES)

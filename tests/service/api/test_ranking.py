@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,46 +11,16 @@ import pytest
 import schemathesis
 from schemathesis.specs.openapi.checks import response_schema_conformance
 from starlette.testclient import TestClient
-from tokenizers import Tokenizer, processors
 
 from attnserve.serving.loaded_model import Model
-from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
-
-# The logit of a pair is the number of letters "b" in its second text, minus one.
-RERANKER = """
-<ir_version: 10, opset_import: ["": 18]>
-pairs (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask,
-       int64[batch, sequence] token_type_ids)
-  => (float[batch, 1] logits)
-  <int64 letter = {5}, int64[1] axis = {1}, float one = {1}>
-{
-    same = Equal(input_ids, letter)
-    ones = Cast<to = 7>(same)
-    counted = Mul(ones, token_type_ids)
-    sums = ReduceSum(counted, axis)
-    numbers = Cast<to = 1>(sums)
-    logits = Sub(numbers, one)
-}
-"""
-
-
-def pair_tokenizer() -> Tokenizer:
-    tokenizer = make_tokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    return tokenizer
-
-
-def write_reranker(folder: Path, graph: str = RERANKER, **record: object) -> Path:
-    folder.mkdir()
-    write_model(folder / "model.onnx", graph)
-    pair_tokenizer().save(str(folder / "tokenizer.json"))
-    content = {"max_length": 9, "task": "rerank", **record}
-    (folder / "attnserve.json").write_text(json.dumps(content))
-    return folder
+from tests.service.tiny import (
+    PROMPTS,
+    RERANKER,
+    hidden_states,
+    mean,
+    write_encoder,
+    write_reranker,
+)
 
 
 @pytest.fixture
@@ -201,8 +170,6 @@ def test_rerank_of_an_encoder_is_not_found(client: TestClient) -> None:
 
 
 # -- prompts and dimensions -----------------------------------------------------------------------
-
-PROMPTS = {"query": "b ", "document": "c "}
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,18 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.attack.requests import SPARSE
-from tests.service.api.test_ranking import PROMPTS, write_reranker
-from tests.service.api.test_texts import cosine, write_classifier
 from tests.service.conftest import HeldRuns, until
-from tests.service.tiny import hidden_states, make_tokenizer, mean, write_encoder, write_model
+from tests.service.tiny import (
+    PROMPTS,
+    cosine,
+    hidden_states,
+    make_tokenizer,
+    mean,
+    write_classifier,
+    write_encoder,
+    write_model,
+    write_reranker,
+)
 
 Start = Callable[..., TestClient]
 

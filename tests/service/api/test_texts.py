@@ -20,14 +20,17 @@ from service.api.texts import TextSimilarityRequest
 from service.errors import NotFound
 from tests.errors import raises
 from tests.service.tiny import (
+    CLASSIFIER,
     ECHO,
+    cosine,
     hidden_states,
     ids_request,
     make_tokenizer,
     mean,
+    write_classifier,
     write_encoder,
     write_model,
-)  # fmt: skip
+)
 
 
 def test_embed_averages_tokens_without_padding(client: TestClient) -> None:
@@ -92,27 +95,6 @@ def test_embed_model_without_token_ids_is_refused(
 
 # -- /texts/predict ----------------------------------------------------------------------------
 
-# The logits of three classes: how often a, b and c are in the text.
-CLASSIFIER = """
-<ir_version: 10, opset_import: ["": 18]>
-counts (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-  => (float[batch, 3] logits)
-  <int64[3] letters = {4, 5, 6}, int64[1] last = {2}, int64[1] middle = {1}>
-{
-    ids = Unsqueeze(input_ids, last)
-    same = Equal(ids, letters)
-    ones = Cast<to = 1>(same)
-    logits = ReduceSum<keepdims = 0>(ones, middle)
-}
-"""
-
-
-def write_classifier(folder: Path, **record: object) -> Path:
-    folder.mkdir()
-    write_model(folder / "model.onnx", CLASSIFIER, tokenizer=True)
-    (folder / "attnserve.json").write_text(json.dumps(record))
-    return folder
-
 
 def test_predict_orders_classes_by_score(start: Callable[..., TestClient], tmp_path: Path) -> None:
     folder = write_classifier(tmp_path / "c", id2label={"0": "A", "1": "B", "2": "C"})
@@ -167,11 +149,6 @@ def test_predict_model_without_classes_is_not_found(client: TestClient) -> None:
 
 
 # -- /texts/similarity ----------------------------------------------------------------------------
-
-
-def cosine(one: list[int], other: list[int]) -> float:
-    a, b = mean(one), mean(other)
-    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
 def test_similarity_of_pairs_and_of_one_source(client: TestClient) -> None:
@@ -506,16 +483,3 @@ def test_embed_output_with_fewer_rows_is_refused(
     assert client.post("/texts/embed", json={"inputs": ["a", "b"]}).status_code == 200
     assert client.post("/texts/embed", json={"inputs": ["a", "d"]}).status_code == 422
     assert client.post("/texts/embed", json={"inputs": "d"}).status_code == 422
-
-
-@pytest.mark.parametrize("route", ["/texts/embed", "/texts/tokenize"])
-def test_tokenizer_without_unknown_token_refuses_unknown_words(
-    start: Callable[..., TestClient], tmp_path: Path, route: str
-) -> None:
-    path = write_encoder(tmp_path / "m") / "tokenizer.json"
-    content = json.loads(path.read_text())
-    del content["model"]["vocab"]["[UNK]"]
-    path.write_text(json.dumps(content))
-    client = start(tmp_path / "m")
-    assert client.post(route, json={"inputs": "a"}).status_code == 200
-    assert client.post(route, json={"inputs": "strange"}).status_code == 422

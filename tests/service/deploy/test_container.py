@@ -28,9 +28,7 @@ FOLDER = ROOT / "service" / "deploy" / "container"
 VARIABLES = {f"{Settings.prefix}{name}".upper() for name in Settings.model_fields}
 USER = 10001
 DASHBOARD = json.loads((FOLDER / "grafana/dashboards/attnserve.json").read_text("utf-8"))
-FUNCTIONS = {
-    "by", "count", "histogram_quantile", "max", "min", "rate", "sum", "time",
-}  # fmt: skip
+FUNCTIONS = {"by", "count", "histogram_quantile", "max", "min", "rate", "sum", "time"}
 
 
 def read(name: str) -> Any:
@@ -151,9 +149,10 @@ def test_ports_agree():
 
 def test_probes_are_health_checks():
     container = pod()["containers"][0]
-    paths = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in (
-        "startup", "readiness", "liveness",
-    )}  # fmt: skip
+    paths = {
+        name: container[f"{name}Probe"]["httpGet"]["path"]
+        for name in ("startup", "readiness", "liveness")
+    }
     assert paths.pop("readiness") == "/v2/health/ready"
     assert set(paths.values()) == {"/v2/health/live"}
     assert "/v2/health/ready" in HEALTH and "/v2/health/live" in HEALTH

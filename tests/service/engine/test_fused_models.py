@@ -29,12 +29,12 @@ from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState
 from tests.fixtures.checked_child import Child
-from tests.service.engine import test_repository
+from tests.service import conftest
 
 pytestmark = pytest.mark.process
 
 
-play = partial(test_repository.play, limit_s=300, threads=1, probe=True, runtime="onnxruntime")
+play = partial(conftest.play, limit_s=300, threads=1, probe=True, runtime="onnxruntime")
 """Run a script with a repository that checks its models."""
 
 

@@ -29,10 +29,8 @@ from service.engine import shadow
 from service.engine.engine import Engine
 from tests.errors import raises
 from tests.fixtures.make import BERT
-from tests.service.api.test_texts import write_classifier
-from tests.service.conftest import until
-from tests.service.test_metrics import samples
-from tests.service.tiny import ECHO, ids_request, write_encoder, write_model
+from tests.service.conftest import samples, until
+from tests.service.tiny import ECHO, ids_request, write_classifier, write_encoder, write_model
 
 ROWS_OF_2000_REQUESTS = 66
 NOISE = 2.6

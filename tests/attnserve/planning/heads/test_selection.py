@@ -29,8 +29,7 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.reuse_attention import ReuseAttention, check_edges
-from tests.attnserve.planning.plans.test_plan import check_length
-from tests.errors import raises
+from tests.errors import check_length, raises
 from tests.graph_passes.graphs import H, layers
 
 L = 4

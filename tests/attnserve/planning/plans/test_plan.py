@@ -33,8 +33,8 @@ from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
 from graph_passes.passes.strip_cache import StripCache
-from tests.attnserve.planning.request.test_rewrites import NAMES, planned, stack
-from tests.errors import raises
+from tests.attnserve.planning.request.requests import NAMES, planned, stack
+from tests.errors import check_length, raises
 from tests.graph_passes.graphs import H, K, layers
 from tests.jobs import job_of
 
@@ -182,12 +182,6 @@ NOT_PLANS["targets of a pass without"] = (
     {"passes": [{"pass": "fold_biases", "targets": {}}]},
     "pass.params",
 )
-
-
-def check_length(error: AttnserveError) -> None:
-    """Two lines that fit on a screen, and the exit code of bad input."""
-    lines = str(error).splitlines()
-    assert error.exit_code == 2 and len(lines) == 2 and max(map(len, lines)) < 500
 
 
 @pytest.mark.parametrize("mistake", NOT_PLANS)

@@ -344,17 +344,6 @@ def test_optimize_ffn_small_share_warns(tiny: Path, sentences: Path, tmp_path: P
     assert any("`ffn` 0.01" in w for w in report.record.warnings)
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.5, 1.5, float("nan")])
-def test_optimize_ffn_invalid_share_is_refused(share: float, tiny: Path, tmp_path: Path):
-    with raises(InvalidArgument, "request.range", "`ffn`", share):
-        optimize(tiny, tmp_path / "new", ffn=share)
-
-
-def test_optimize_ffn_without_data_is_refused(tiny: Path, tmp_path: Path):
-    with raises(InvalidArgument, "request.no_data", "`ffn`"):
-        optimize(tiny, tmp_path / "new", ffn=0.25)
-
-
 def test_optimize_ffn_with_layers_needs_prune(tiny: Path, sentences: Path, tmp_path: Path):
     """``layers`` selects attention layers: alone it is an error, with ``prune`` it limits that."""
     with raises(InvalidArgument, "request.conflict", "`layers`", "`ffn`"):

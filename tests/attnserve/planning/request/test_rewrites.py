@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,65 +13,29 @@ from attnserve.calibration.elimination import elimination_order
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.calibration.voting import voting_to_stay
-from attnserve.checks.certify import MatchReport, read_attention, require_attention
-from attnserve.context import ONE_THREAD, RunContext
+from attnserve.checks.certify import read_attention, require_attention
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.options import Data, Goal, Rewrites, Target, check_mode
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.request.rewrites import PlannedRequest, plan_request
-from attnserve.runtime.interface import Batch
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvalidModel
 from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention, check_edges
 from graph_passes.passes.skip_attention import SkipAttention
+from tests.attnserve.planning.request.requests import (
+    NAMES,
+    L,
+    data,
+    planned,
+    request_of,
+    stack,
+)
 from tests.errors import raises
-from tests.graph_passes.graphs import D, H, K, V, attention, graph, layers
+from tests.graph_passes.graphs import D, H, K, V, attention, graph, if_model, layers
 from tests.graph_passes.layouts import variant
-from tests.graph_passes.test_bodies import if_model
-from tests.jobs import job_of
 
-L, SIZE = 4, H * K
-NAMES = [f"attention_{layer}" for layer in range(L)]
-
-
-def batches(seed: int, rows: int = 6) -> list[Batch]:
-    random = np.random.default_rng(seed)
-    return [
-        {
-            "x": random.standard_normal((rows, length, D)).astype(np.float32),
-            "mask": np.zeros((rows, 1, 1, length), np.float32),
-        }
-        for length in (4, 7)
-    ]
-
-
-@cache
-def data() -> Dataset:
-    return Dataset(batches(0), batches(1), [batches(1)], 7, Calibration(fit_tokens=66))
-
-
-@cache
-def stack() -> tuple[ir.Model, MatchReport]:
-    """L layers, as a plan reads them; planning changes nothing."""
-    model = layers(L)
-    return model, read_attention(model)
-
-
-def request_of(
-    *, model: ir.Model | None = None, calibrated: bool = True, dataset: Dataset | None = None,
-    **request: Any,
-) -> PlannedRequest:  # fmt: skip
-    job = job_of(
-        stack()[0] if model is None else model, data=dataset or (data() if calibrated else None),
-        context=RunContext(ONE_THREAD),
-    )  # fmt: skip
-    return plan_request(Rewrites(**request), job)
-
-
-def planned(**request: Any) -> Plan:
-    return request_of(**request).plan
+SIZE = H * K
 
 
 def masks_of(plan: Plan) -> dict[str, list[int]]:

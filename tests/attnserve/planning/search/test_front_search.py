@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 import onnx_ir as ir
 import pytest
@@ -60,29 +62,24 @@ def front_of(
     return Front(TIMING, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
 
 
-class FakeJudge(Judge):
-    """A judge that runs no model.
+@dataclass
+class FakeJudge:
+    """What a search of the front calls of a ``Judge``, without models.
 
-    Args:
+    Attributes:
         loss: The measured loss of a lossy choice by its predicted one.
         gain: The measured speed-up of a pair of candidates.
         gains: The same by the choice of the slower one, where it differs.
         verified: The losses of the verifications, in order.
     """
 
-    def __init__(
-        self,
-        loss: Callable[[float], float] = lambda predicted: predicted,
-        *,
-        gain: Speedup = NO_GAIN,
-        gains: Mapping[Choice, Speedup] | None = None,
-        verified: Iterable[float] = (),
-    ) -> None:
-        self.loss, self.gain, self.gains = loss, gain, gains or {}
-        self.losses = iter(verified)
-        self.measured = {}
-        self.built: list[Choice] = []
-        self.parts: list[HeldOut] = []
+    loss: Callable[[float], float] = lambda predicted: predicted
+    gain: Speedup = NO_GAIN
+    gains: Mapping[Choice, Speedup] = field(default_factory=dict)
+    verified: Sequence[float] = ()
+    measured: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
+    built: list[Choice] = field(default_factory=list)
+    parts: list[HeldOut] = field(default_factory=list)
 
     def measure_loss(self, choice: Choice, plan: Plan) -> float:
         loss = self.loss(choice.loss) if choice.loss else 0.0
@@ -101,7 +98,7 @@ class FakeJudge(Judge):
 
     def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         self.parts.append(part)
-        return Verification(fidelity=FIDELITY, loss=next(self.losses))
+        return Verification(fidelity=FIDELITY, loss=self.verified[len(self.parts) - 1])
 
     def time(self, candidate: Candidate) -> SpeedCheck:
         return SpeedCheck((), 2.0, "")
@@ -110,8 +107,8 @@ class FakeJudge(Judge):
 KEEP = Goal(keep=0.99)
 
 
-def search(judge: Judge, goal: Goal = KEEP, front: Front | None = None) -> FrontSearch:
-    return FrontSearch(goal, front or front_of(), judge)
+def search(judge: FakeJudge, goal: Goal = KEEP, front: Front | None = None) -> FrontSearch:
+    return FrontSearch(goal, front or front_of(), cast(Judge, judge))
 
 
 @pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
