@@ -93,12 +93,13 @@ def time_models(
     *,
     runtimes: Sequence[str] = (),
     **_: Any,
-) -> tuple[list[Workload], list[np.ndarray]] | None:
-    times = [
-        np.array([[milliseconds(model, feed)] * 2 for _ in runtimes or ("",) for model in models])
-        for feed in feeds.values()
-    ]
-    return (list(feeds), times) if times else None
+) -> dict[Workload, np.ndarray]:
+    return {
+        workload: np.array(
+            [[milliseconds(model, feed)] * 2 for _ in runtimes or ("",) for model in models]
+        )
+        for workload, feed in feeds.items()
+    }
 
 
 def equal_times(
@@ -107,8 +108,9 @@ def equal_times(
     *,
     runtimes: Sequence[str] = (),
     **_: Any,
-) -> tuple[list[Workload], list[np.ndarray]]:
-    return list(feeds), [np.ones((max(len(runtimes), 1) * len(models), 2)) for _ in feeds]
+) -> dict[Workload, np.ndarray]:
+    ones = np.ones((max(len(runtimes), 1) * len(models), 2))
+    return dict.fromkeys(feeds, ones)
 
 
 def unchanged(timer: ServedTimer, model: ir.Model, *_: Any) -> ir.Model:

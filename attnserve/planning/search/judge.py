@@ -226,7 +226,7 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        timed, times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
+        times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
         return [
             ShapeLatency(
                 batch=workload.batch,
@@ -235,7 +235,7 @@ class Judge:
                 ms=float(np.median(rows[1])),
                 speedup=float(np.median(rows[0] / rows[1])),
             )
-            for workload, rows in zip(timed, times, strict=True)
+            for workload, rows in times.items()
         ]
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
@@ -245,7 +245,7 @@ class Judge:
             CannotRewrite: See ``_time``.
         """
         models = [slow.model, fast.model]
-        _, times = self._time(models, self.job.requested, seconds=PAIR_SECONDS)
+        times = self._time(models, self.job.requested, seconds=PAIR_SECONDS).values()
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
     def _time(
@@ -255,7 +255,7 @@ class Judge:
         *,
         seconds: float | None = None,
         least: float = 0.0,
-    ) -> tuple[list[Workload], list[np.ndarray]]:
+    ) -> dict[Workload, np.ndarray]:
         """Time models in interleaved runs; see ``time_models``.
 
         Raises:
@@ -263,14 +263,14 @@ class Judge:
         """
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        timed = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
-        if timed is None:
+        times = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
+        if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        return timed
+        return times
 
     def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
