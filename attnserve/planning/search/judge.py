@@ -33,7 +33,7 @@ from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import CannotRewrite
+from graph_passes.errors import CannotRewrite, Refusal
 
 __all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck"]
 
@@ -76,12 +76,12 @@ class SpeedCheck(NamedTuple):
     Attributes:
         speeds: Latencies of both models at all checked lengths.
         gain: The geometric mean of the speed-ups at the requested lengths.
-        refusal: The reason why the model is not returned; empty if it is worth it.
+        refusal: Why the model is not returned; None if it is worth it.
     """
 
     speeds: Sequence[ShapeLatency]
     gain: float
-    refusal: str
+    refusal: Refusal | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,20 +296,23 @@ class Judge:
         )
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
-    """The reason why a plan is not returned; empty if it is worth it."""
+def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> Refusal | None:
+    """Why a plan is not returned; None if it is worth it."""
     is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
-        return "no configuration of any block is faster within the allowed loss"
+        return Refusal(
+            "unchanged", "no configuration of any block is faster within the allowed loss"
+        )
     if gain < (MIN_GAIN if is_lossy else 1.0):
-        return f"the best model runs at {gain:.2f}x the speed of the original"
+        return Refusal("slow", f"the best model runs at {gain:.2f}x the speed of the original")
     slowest = min(speeds, key=lambda speed: speed.speedup)
     if slowest.speedup < MIN_SPEEDUP:
-        return (
+        return Refusal(
+            "slow_length",
             f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
-            f"{slowest.sequence} tokens"
+            f"{slowest.sequence} tokens",
         )
-    return ""
+    return None
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:

@@ -56,6 +56,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
         CheckFailed: The goal cannot be reached.
         InvalidArgument: The model does not run at the requested shape, or the goal does not fit it.
         InvalidModel: No output has a quality that can be measured.
+        InvariantBroken: A pass has a defect.
     """
     if goal.measure != "score":
         require_measurable(job.original)

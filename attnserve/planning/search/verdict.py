@@ -49,13 +49,15 @@ def result_of(
         return _no_gain(front_search, verified, _missed(goal, verified), recovered)
     verified = prefer_unreduced(front_search, verified)
     timed = judge.time(verified.candidate)
-    if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
+    if (
+        timed.refusal is not None and not verified.candidate.is_unreduced
+    ):  # for example, slower at a length
         unreduced = verify_unreduced(front_search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
             verified = replace(unreduced, note=note)
             timed = judge.time(verified.candidate)
-    if not timed.refusal:
+    if timed.refusal is None:
         return _gain(front_search, verified, timed, recovered)
     target_speedup = goal.target_speedup or 1
     if target_speedup > 1:
@@ -64,7 +66,7 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(front_search, verified, timed.refusal, recovered, timed.speeds)
+    return _no_gain(front_search, verified, timed.refusal.reason, recovered, timed.speeds)
 
 
 def _missed(goal: Goal, verified: Verified) -> str:

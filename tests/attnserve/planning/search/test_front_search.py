@@ -104,7 +104,7 @@ class FakeJudge(Judge):
         return Verification(fidelity=FIDELITY, loss=next(self.losses))
 
     def time(self, candidate: Candidate) -> SpeedCheck:
-        return SpeedCheck((), 2.0, "")
+        return SpeedCheck((), 2.0, None)
 
 
 KEEP = Goal(keep=0.99)
