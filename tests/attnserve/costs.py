@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,7 @@ def macs(model: ir.Model, feed: Mapping[str, np.ndarray]) -> int:
 class CountedTable(LatencyTable):
     """Milliseconds by the number of operations."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         return {
             name: tuple(milliseconds(part.model, feed) for feed in part.feeds)
             for name, part in parts.items()

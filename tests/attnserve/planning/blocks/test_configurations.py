@@ -163,10 +163,8 @@ def test_time_blocks_skips_operator_without_kernel(
 class SlowAtSecondShape(CountedTable):
     """Everything but the original takes 1.2 times as long as it at the second shape."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
-        found = super().measure(parts, progress=progress)
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts)
         slow = 1.2 * found["None"][1]
         return {name: ms if name == "None" else (ms[0], slow) for name, ms in found.items()}
 
@@ -373,10 +371,8 @@ def test_time_blocks_times_truncated_heads(
 class FastSharing(CountedTable):
     """Shared dimensions take a tenth of their time, at the only shape."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
-        found = super().measure(parts, progress=progress)
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts)
         return {name: (0.1 * ms if "shared" in name else ms,) for name, (ms,) in found.items()}
 
 

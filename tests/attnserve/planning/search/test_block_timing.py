@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -122,9 +122,7 @@ class EqualTimes(LatencyTable):
         super().__init__(None)
         self.parts: list[Part] = []
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         self.parts.extend(parts.values())
         return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
 
