@@ -49,9 +49,7 @@ def result_of(
         return _no_gain(front_search, verified, _missed(goal, verified), recovered)
     verified = prefer_unreduced(front_search, verified)
     timed = judge.time(verified.candidate)
-    if (
-        timed.refusal is not None and not verified.candidate.is_unreduced
-    ):  # for example, slower at a length
+    if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
         unreduced = verify_unreduced(front_search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
