@@ -176,8 +176,8 @@ def _report(
         decisions=tuple(explain(front, candidate.choice)),
         plan=plan.to_json(),
         front=tuple(front_points(front, judge.measured)),
-        latency_ms=tuple(front.timing.to_json()),
-        machine=front.timing.table.setting,
+        latency_ms=tuple(front.latency.to_json()),
+        machine=front.latency.table.setting,
         versions=versions(),
         **without_empty(recovered=recovered),
     )

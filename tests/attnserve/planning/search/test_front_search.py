@@ -24,7 +24,7 @@ from attnserve.planning.search.front_search import (
     bisect,
 )
 from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck
-from attnserve.planning.search.model_timing import ModelTiming
+from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
 from attnserve.planning.search.verification import Verified, prefer_unreduced, verify_candidate
 from attnserve.runtime.interleaved_timer import Speedup
@@ -41,7 +41,7 @@ MODEL = ir.from_onnx_text(
 )
 STATE = start(Plan(), job_of(MODEL), MODEL)
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
-TIMING = ModelTiming((), (), LatencyTable(None), {}, {}, (), None, 0.0, 0.0)
+LATENCY = ModelLatency((), (), LatencyTable(None), {}, {}, (), None, 0.0)
 
 
 def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
@@ -57,7 +57,7 @@ def front_of(
 ) -> Front:
     """A front of one unit without blocks."""
     unit = Unit((), [UnitConfig((), choice.loss, choice.ms) for choice in choices])
-    return Front(TIMING, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
+    return Front(LATENCY, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
 
 
 class FakeJudge(Judge):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 import onnx_ir as ir
 
@@ -20,16 +20,16 @@ from attnserve.runtime.part_latency import LatencyTable, default_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.passes.base import RewritePass
 
-__all__ = ["ModelTiming", "time_model"]
+__all__ = ["ModelLatency"]
 
 
 @dataclass(frozen=True, eq=False)
-class ModelTiming:
-    """Measured latencies in milliseconds.
+class ModelLatency:
+    """Latencies of the parts of a model in milliseconds.
 
     Attributes:
         workloads: The timed workloads: the requested ones, and two others.
-        blocks: The latencies of each block with its operators and in its configurations. Blocks
+        latencies: The latencies of each block with its operators and in its configurations. Blocks
             that cannot be converted to the precision of the goal are left out.
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
@@ -41,45 +41,85 @@ class ModelTiming:
     groups: Sequence[BlockGroup]
     workloads: Sequence[Workload]
     table: LatencyTable
-    blocks: Mapping[Block, BlockLatency]
+    latencies: Mapping[Block, BlockLatency]
     float_latencies: Mapping[Block, BlockLatency]
     pairs: Sequence[ReusePair]
     residual_fusion: RewritePass | None
     residual_fusion_ms: float
-    other_ms: float
+    other_ms: float = 0.0
 
-    def latency(self, block: Block, *, in_float: bool) -> BlockLatency:
+    @classmethod
+    def measure(
+        cls, search_input: SearchInput, model: ir.Model, groups: Sequence[BlockGroup]
+    ) -> Self:
+        """Time all configurations of all blocks at the requested and at two extreme workloads.
+
+        Args:
+            model: The model in the newest opset that an operator of a block needs.
+        """
+        job = search_input.job
+        requested = job.requested
+        context = job.context
+        precision = job.target.precision
+        others = [workload for workload in search_input.checked if workload not in requested]
+        extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
+        feeds, extreme_feeds = (
+            [example_inputs(job.original, workload, context.seed) for workload in workloads]
+            for workloads in (requested, extremes)
+        )
+        table = LatencyTable(default_cache(), context.device)
+        timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
+        latencies = timer.time_blocks(groups)
+        float_latencies: Mapping[Block, BlockLatency] = {}
+        if (scheme := SCHEMES[precision]).allows_float_blocks:
+            float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
+        pairs = timer.time_pairs(groups, latencies)
+        residuals, saved_ms = timer.residual_fusion()
+        converted = convert(job.original, precision, job.calibration, to_nearest=True)
+        total_ms = timer.time_whole(converted).mean
+        parts = cls(
+            groups=groups,
+            workloads=[*requested, *extremes],
+            table=table,
+            latencies=latencies,
+            float_latencies=float_latencies,
+            pairs=pairs,
+            residual_fusion=residuals,
+            residual_fusion_ms=saved_ms,
+        )
+        # Blocks may take longer alone than in the model; the rest then counts as 0.
+        return replace(parts, other_ms=max(total_ms - parts.original_ms, 0.0))
+
+    def of(self, block: Block, *, in_float: bool) -> BlockLatency:
         """The latencies of a block in float32, or in the precision of the goal."""
-        return (self.float_latencies if in_float else self.blocks)[block]
+        return (self.float_latencies if in_float else self.latencies)[block]
 
-    def default_latency(self, block: Block) -> BlockLatency:
+    def default_of(self, block: Block) -> BlockLatency:
         """The latencies in the precision of the goal, or in float32 if conversion is impossible."""
-        return self.latency(block, in_float=block not in self.blocks)
+        return self.of(block, in_float=block not in self.latencies)
 
     @property
     def original_ms(self) -> float:
         """Latency of the original model, as the sum of its parts."""
-        blocks = sum(latency.original.mean for latency in self._per_block())
-        return self.other_ms + self.residual_fusion_ms + blocks
-
-    def _per_block(self) -> list[BlockLatency]:
-        return [self.default_latency(block) for group in self.groups for block in group.blocks]
+        blocks = [self.default_of(block) for group in self.groups for block in group.blocks]
+        in_blocks = sum(latency.original.mean for latency in blocks)
+        return self.other_ms + self.residual_fusion_ms + in_blocks
 
     def to_json(self) -> list[dict[str, Any]]:
         """The latencies of each distinct block."""
         rows: list[dict[str, Any]] = []
-        seen: set[int] = set()
-        for timed, group in product(filter(None, (self.blocks, self.float_latencies)), self.groups):
+        seen: set[BlockLatency | tuple[BlockLatency, BlockLatency]] = set()
+        for latencies, group in product((self.latencies, self.float_latencies), self.groups):
             for block in group.blocks:
-                latency = timed.get(block)
-                if latency is None or id(latency) in seen:
+                latency = latencies.get(block)
+                if latency is None or latency in seen:
                     continue
-                seen.add(id(latency))
+                seen.add(latency)
                 configs = sorted(latency.configs, key=lambda config: config.sort_key)
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
-                    **({"precision": "float32"} if timed is self.float_latencies else {}),
+                    **({"precision": "float32"} if latencies is self.float_latencies else {}),
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.operator,
@@ -87,8 +127,9 @@ class ModelTiming:
                     "kept": {str(config): list(latency.configs[config]) for config in configs},
                 })  # fmt: skip
         for pair in self.pairs:
-            if id(pair.times) not in seen:
-                seen.add(id(pair.times))
+            both = self.latencies[pair.source.blocks[0]], self.latencies[pair.reader.blocks[0]]
+            if both not in seen:
+                seen.add(both)
                 rows.append({
                     "block": pair.reader.names[0],
                     "kind": "reuse",
@@ -98,51 +139,3 @@ class ModelTiming:
                     "saved_ms": pair.saved_ms,
                 })  # fmt: skip
         return rows
-
-
-def time_model(
-    search_input: SearchInput, model: ir.Model, groups: Sequence[BlockGroup]
-) -> ModelTiming:
-    """Time every configuration of every block at the requested and at the two extreme workloads.
-
-    Args:
-        model: The model in the newest opset that an operator of a block needs.
-    """
-    job = search_input.job
-    requested = job.requested
-    context = job.context
-    precision = job.target.precision
-    others = [workload for workload in search_input.checked if workload not in requested]
-    extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
-    feeds, extreme_feeds = (
-        [example_inputs(job.original, workload, context.seed) for workload in workloads]
-        for workloads in (requested, extremes)
-    )
-    table = LatencyTable(default_cache(), context.device)
-    timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
-    blocks = timer.time_blocks(groups)
-    float_latencies: Mapping[Block, BlockLatency] = {}
-    if (scheme := SCHEMES[precision]).allows_float_blocks:
-        float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
-    pairs = timer.time_pairs(groups, blocks)
-    residuals, saved = timer.residual_fusion()
-    converted = convert(job.original, precision, job.calibration, to_nearest=True)
-    total = timer.time_whole(converted).mean
-    in_blocks = sum(
-        (blocks.get(block) or float_latencies[block]).original.mean
-        for group in groups
-        for block in group.blocks
-    )
-    # Blocks may take longer alone than in the model; the rest then counts as 0.
-    other = max(total - in_blocks - saved, 0.0)
-    return ModelTiming(
-        groups=groups,
-        workloads=[*requested, *extremes],
-        table=table,
-        blocks=blocks,
-        float_latencies=float_latencies,
-        pairs=pairs,
-        residual_fusion=residuals,
-        residual_fusion_ms=saved,
-        other_ms=other,
-    )
