@@ -37,9 +37,10 @@ from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import InvalidModel, InvariantBroken
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import CountedTable
+from tests.errors import raises
 
 Build = Callable[..., Path]
 
@@ -551,6 +552,23 @@ def test_loss_curves_pair_without_edges_is_left_out(
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
         == ()
     )
+
+
+@pytest.mark.parametrize("function", ["apply_config", "apply_reuse"])
+def test_loss_curves_defect_of_a_pass_is_an_error(
+    function: str, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """It is no change that is left out."""
+
+    def defect(*_: object) -> None:
+        raise InvariantBroken("a pass violates an invariant")
+
+    _, pairs = handed_on(bert, groups, monkeypatch, "as exported")
+    monkeypatch.setattr(f"attnserve.planning.blocks.loss_curves.{function}", defect)
+    changes = {groups[0].key: [REPLACED]}
+    with raises(InvariantBroken, "internal.invariant"):
+        loss_curves(bert, groups, data, changes, pairs, new_meter=meters(bert), context=CONTEXT)
 
 
 def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup]):
