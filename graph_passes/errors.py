@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 __all__ = [
+    "IMPOSSIBLE",
     "MALFORMED_NODE",
     "AttnserveError",
     "CannotRewrite",
@@ -94,6 +95,10 @@ class InvariantBroken(AttnserveError, ir.passes.PostconditionError):
     """A rewritten graph breaks an invariant: a defect of attnserve."""
 
     default_code = "internal.invariant"
+
+
+IMPOSSIBLE = (CannotRewrite, InvalidArgument, InvalidData, InvalidModel)
+"""Raised if a pass or a runtime refuses a rewrite; a defect raises ``InvariantBroken`` instead."""
 
 
 class CheckFailed(AttnserveError):

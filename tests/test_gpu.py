@@ -16,6 +16,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, why_no_cuda
 from attnserve.serving.buckets import Buckets
@@ -82,7 +83,8 @@ def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | No
 
 def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
     runner = GraphRunner(
-        open_session(encoder, Device("cuda"), cuda=Cuda(graphs=True)), Buckets(4, longest=64)
+        open_session(encoder, Device("cuda"), SessionOptions(cuda=Cuda(graphs=True))),
+        Buckets(4, longest=64),
     )
     runner.allow_padding(rows=True, tokens=True)
     plain = open_session(encoder, Device("cuda"))
@@ -94,7 +96,7 @@ def test_captured_graphs_give_the_answers_of_plain_runs(encoder: ir.Model):
 
 
 def test_profile_has_memory_and_operators(encoder: ir.Model, tmp_path: Path):
-    session: Any = open_session(encoder, Device("cuda"), profile=tmp_path / "run")
+    session: Any = open_session(encoder, Device("cuda"), SessionOptions(profile=tmp_path / "run"))
     feed = example_inputs(encoder, Workload.of(2, 32))
     for _ in range(2):
         session.run(None, feed)

@@ -32,7 +32,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run, Timing
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
-from attnserve.runtime.interface import RunFailed
+from attnserve.runtime.interface import RunFailed, SessionOptions
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
     Sampler,
@@ -401,7 +401,7 @@ class _Runner:
     """A model and its session, in a separate process."""
 
     def __init__(self, model: Path, device: Device) -> None:
-        self.session = open_session(model, device, spinning=True)
+        self.session = open_session(model, device, SessionOptions(spinning=True))
 
     def feed(self, inputs: Inputs) -> None:
         """Use these inputs in the following samples."""

@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 
 from attnserve.checks.block_graph import UndecidedError, block_graph, single
 from attnserve.context import ONE_THREAD
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.axes import named_axes
@@ -351,7 +352,7 @@ def _run(
 
 def onnx_runtime(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     """Run a model in ONNX Runtime without graph optimization."""
-    return open_session(model, ONE_THREAD, optimize=False).run(None, feeds)
+    return open_session(model, ONE_THREAD, SessionOptions(optimize=False)).run(None, feeds)
 
 
 def onnx_reference(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

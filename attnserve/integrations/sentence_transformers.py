@@ -22,7 +22,7 @@ from attnserve.models.checksums import check_checksums
 from attnserve.models.library_files import LibraryModel, library_model
 from attnserve.models.onnx_files import load_model
 from attnserve.paths import StrPath
-from attnserve.runtime.interface import RunFailed, Session
+from attnserve.runtime.interface import RunFailed, Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidData, InvalidModel, MissingExtra
 
@@ -78,7 +78,9 @@ def load(
         )
     library = _import_library()
     session = open_session(
-        fused_copy(graph, provider), Device(provider, threads, runtime), spinning=True
+        fused_copy(graph, provider),
+        Device(provider, threads, runtime),
+        SessionOptions(spinning=True),
     )
     config = artifact.companion("config.json")
     assert config is not None  # library_model has read it

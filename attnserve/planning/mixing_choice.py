@@ -8,6 +8,7 @@ models with shared dimensions usually are slower.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,9 +28,12 @@ from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import AttnserveError
 from graph_passes.passes.collaborate import Collaborate
 
 __all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
+
+log = logging.getLogger(__name__)
 
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
@@ -92,16 +96,15 @@ class MixingComparison:
         if macs is not None and macs <= LARGEST_MACS:
             steady.append(largest)
         workloads = list(dict.fromkeys([*self.job.workloads, *steady]))
-
-        def served() -> list[ir.Model]:
-            return [
-                self.timer.served(model, self.job.target.precision) for model in (original, *models)
-            ]
-
-        timed = self.timer.time(served, workloads, least=1.0)
-        if timed is None:
+        precision = self.job.target.precision
+        try:
+            served = [self.timer.served(model, precision) for model in (original, *models)]
+            times = self.timer.time(served, workloads, least=1.0)
+        except AttnserveError as error:  # for example, no memory
+            log.warning("the speed was not measured: %s", error)
             return None
-        times = dict(zip(*timed, strict=True))
+        if not times:
+            return None
         wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
         by_model = zip(*map(_speedups, times.values()), strict=True)
         slowest = [min(speedups, key=lambda speedup: speedup.high) for speedups in by_model]

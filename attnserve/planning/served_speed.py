@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,8 +68,8 @@ class ServedTimer:
     """Time rewrites of a model as served, interleaved with the fused original."""
 
     job: Job
-    made: dict[tuple[Any, ...], tuple[ir.Model, ir.Model]] = field(
-        default_factory=dict[tuple[Any, ...], tuple[ir.Model, ir.Model]]
+    made: dict[tuple[ir.Model, Precision, tuple[str, ...]], ir.Model] = field(
+        default_factory=dict[tuple[ir.Model, Precision, tuple[str, ...]], ir.Model]
     )
     """Models as they are served: each is fused once."""
 
@@ -81,41 +82,27 @@ class ServedTimer:
         """A float32 model fused and converted; the model itself if neither changes it."""
         if self.job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
             precision = "float32"
-        key = id(model), precision, *float_blocks
+        key = model, precision, tuple(float_blocks)
         if key not in self.made:
             fused = model.clone()
             if not fuse_for(fused, precision, self.job.context.device.provider, is_timed_only=True):
                 fused = model
-            converted = convert(
+            self.made[key] = convert(
                 fused, precision, self.job.calibration, float_blocks=float_blocks, to_nearest=True
             )
-            self.made[key] = model, converted
-        return self.made[key][1]
+        return self.made[key]
 
     def time(
         self,
-        models: Callable[[], Sequence[ir.Model]],
+        models: Sequence[ir.Model],
         workloads: Sequence[Workload],
         runtimes: Sequence[str] = (),
         least: float = 0.0,
-    ) -> tuple[list[Workload], list[np.ndarray]] | None:
-        """``time_models`` on example inputs.
-
-        Args:
-            models: Creates the models.
-            runtimes, least: See ``time_models``.
-
-        Returns:
-            None if the models cannot be created or timed on this machine; the log contains the
-            reason.
-        """
+    ) -> dict[Workload, np.ndarray]:
+        """``time_models`` on example inputs."""
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        try:
-            return time_models(models(), feeds, context=job.context, runtimes=runtimes, least=least)
-        except AttnserveError as error:  # for example, no memory; the result is written anyway
-            log.warning("the speed was not measured: %s", error)
-            return None
+        return time_models(models, feeds, context=job.context, runtimes=runtimes, least=least)
 
     def measure(
         self,
@@ -151,17 +138,17 @@ class ServedTimer:
         if SCHEMES[plan.precision].runtime and default not in runtimes:
             runtimes.append(default)
         final_runtimes = [first, *verified] if rounds_activations(converted) else runtimes
-        stages: list[_Stages] = []
-
-        def models() -> list[ir.Model]:
-            stages.append(self._stages(rewritten, converted, plan, final_runtimes))
-            return stages[0].distinct
-
-        timed = self.time(models, self.job.workloads, runtimes)
-        if timed is None:
+        try:
+            stages = self._stages(rewritten, converted, plan, final_runtimes)
+            times = self.time(stages.distinct, self.job.workloads, runtimes)
+        except AttnserveError as error:  # for example, no memory; the result is written anyway
+            log.warning("the speed was not measured: %s", error)
             return None
-        workloads, times = timed
-        return _speed(stages[0], _Timed(stages[0].distinct, runtimes, workloads, times), device)
+        if not times:
+            return None
+        rows = zip(*times.values(), strict=True)
+        by_model = dict(zip(product(runtimes, stages.distinct), rows, strict=True))
+        return _speed(stages, _Timed(runtimes, list(times), by_model), device)
 
     def _stages(
         self, rewritten: ir.Model, converted: ir.Model, plan: Plan, runtimes: Sequence[str]
@@ -204,7 +191,7 @@ class _Stages:
     def distinct(self) -> list[ir.Model]:
         """All models, each once."""
         models = (*self.exported, *self.fused, *self.final, *self.precise)
-        return list({id(model): model for model in models}.values())
+        return list(dict.fromkeys(models))
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,15 +199,14 @@ class _Timed:
     """The times of models in runtimes.
 
     Attributes:
-        times: Milliseconds at each workload, (runtimes x models, rounds); see ``time_models``.
+        times: Milliseconds at each workload, (rounds,), by runtime and model.
     """
 
-    models: Sequence[ir.Model]
     runtimes: Sequence[str]
     workloads: Sequence[Workload]
-    times: Sequence[np.ndarray]
+    times: Mapping[tuple[str, ir.Model], Sequence[np.ndarray]]
 
-    def fastest(self, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> list[np.ndarray]:
+    def fastest(self, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> Sequence[np.ndarray]:
         """The times of the fastest model and runtime of a stage, at each workload.
 
         Args:
@@ -231,12 +217,12 @@ class _Timed:
         ]
         return min(choices, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
 
-    def _choices(self, model: ir.Model, name: str) -> Iterator[list[np.ndarray]]:
+    def _choices(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
         """The times of a model in a runtime, or in a pair with each number of short workloads."""
         if name in self.runtimes:
-            yield self._in_one(model, name)
+            yield self.times[name, model]
             return
-        short, long = (self._in_one(model, runtime) for runtime in runtimes_by_length(name))
+        short, long = (self.times[runtime, model] for runtime in runtimes_by_length(name))
         lengths = [workload.length for workload in self.workloads]
         for above in sorted(set(lengths))[:-1]:
             pairs = zip(lengths, short, long, strict=True)
@@ -244,11 +230,6 @@ class _Timed:
                 long_times if length > above else short_times
                 for length, short_times, long_times in pairs
             ]
-
-    def _in_one(self, model: ir.Model, runtime: str) -> list[np.ndarray]:
-        index = next(i for i, other in enumerate(self.models) if other is model)
-        row = self.runtimes.index(runtime) * len(self.models) + index
-        return [times[row] for times in self.times]
 
 
 def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
@@ -296,17 +277,14 @@ def time_models(
     seconds: float | None = None,
     runtimes: Sequence[str] = (),
     least: float = 0.0,
-) -> tuple[list[Workload], list[np.ndarray]] | None:
-    """The workloads that all models run, and milliseconds at each of them: (models, rounds).
+) -> dict[Workload, np.ndarray]:
+    """Milliseconds at each workload that all models run: (models, rounds).
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. The times then
             are (runtimes x models, rounds): all models in the first runtime come first.
         least: See ``time_twice_if_slow``; by default, the models are timed once.
-
-    Returns:
-        None if a model accepts none of the shapes.
     """
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
@@ -320,7 +298,7 @@ def time_models(
             call = stack.enter_context(Worker(_Sessions, files, devices)).call
         accepted: list[int] = call("accept", list(feeds.values()))
         if not accepted:
-            return None
+            return {}
         samplers = [partial(call, "sample", index) for index in range(count)]
 
         def time_once() -> np.ndarray:
@@ -328,7 +306,7 @@ def time_models(
 
         times = time_twice_if_slow(time_once, least)
     workloads = list(feeds)
-    return [workloads[index] for index in accepted], list(times)
+    return {workloads[index]: rows for index, rows in zip(accepted, times, strict=True)}
 
 
 def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -94,6 +95,23 @@ class WorkerCrashed(AttnserveError):
         return self.code == "isolation.timeout"
 
 
+@dataclass(frozen=True)
+class _Creation:
+    """The first request: create the object of a worker."""
+
+    prepare: Callable[[], object] | None
+    factory: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _MethodCall:
+    """A later request: call a method of the object."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
 class Worker:
     """A child process that creates one object and calls its methods.
 
@@ -131,7 +149,7 @@ class Worker:
             self._start(environment, silent)
             if on_start is not None:
                 on_start(self.process)
-            self._request((prepare, factory, arguments), timeout_s)
+            self._request(_Creation(prepare, factory, arguments), timeout_s)
         except BaseException:
             if hasattr(self, "process"):  # else it could not be started
                 self.close()
@@ -170,9 +188,9 @@ class Worker:
         Raises:
             WorkerCrashed, AttnserveError: See the class.
         """
-        return self._request((method, arguments), timeout_s)
+        return self._request(_MethodCall(method, arguments), timeout_s)
 
-    def _request(self, request: Any, timeout_s: float | None) -> Any:
+    def _request(self, request: _Creation | _MethodCall, timeout_s: float | None) -> Any:
         """Send a request and return its result; see ``call`` for the errors."""
         assert self.process.stdin is not None and self.process.stdout is not None
         timeout = threading.Event()
@@ -373,19 +391,17 @@ def serve(parent: int) -> None:
     instance: Any = None
     while True:
         try:
-            request = pickle.load(requests)
+            request: _Creation | _MethodCall = pickle.load(requests)
         except EOFError:
             return
         try:
-            if len(request) == 3:
-                prepare, factory, arguments = request
-                if prepare is not None:
-                    prepare()
-                instance = factory(*arguments)
-                result = None
-            else:
-                method, arguments = request
-                result = getattr(instance, method)(*arguments)
+            match request:
+                case _Creation(prepare, factory, arguments):
+                    if prepare is not None:
+                        prepare()
+                    instance, result = factory(*arguments), None
+                case _MethodCall(method, arguments):
+                    result = getattr(instance, method)(*arguments)
             answer = json.dumps({"result": result})
         except AttnserveError as error:
             answer = json.dumps({"error": error_to_json(error)})

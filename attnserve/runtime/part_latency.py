@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,8 @@ import onnx_ir as ir
 from attnserve.context import CPU, Device
 from attnserve.runtime.cache import cache_folder, write_atomically
 from attnserve.runtime.inference_precision import computes_in_bfloat16
-from attnserve.runtime.interface import Batch, Session
-from attnserve.runtime.interleaved_timer import QUICK, InterleavedTimer, time_functions
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.observer import Observer, extract, reads, state_of
 from attnserve.runtime.session import RUNTIMES, open_session
@@ -31,7 +31,7 @@ from graph_passes.analysis.constants import origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 
-__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "time_sessions"]
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache"]
 
 GROUP_SECONDS = 4.0
 """Approximate time to measure all variants of one block."""
@@ -273,21 +273,6 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
             return repr(attribute.value)
 
 
-def time_sessions(
-    sessions: Sequence[Session],
-    feeds: Sequence[Batch],
-    *,
-    seconds: float = GROUP_SECONDS,
-    timer: InterleavedTimer = QUICK,
-) -> np.ndarray:
-    """Milliseconds per run of each session on its feed, interleaved: (sessions, rounds).
-
-    On CUDA, inputs and outputs stay on the device, as in the whole model.
-    """
-    runs = [session.bind(feed) for session, feed in zip(sessions, feeds, strict=True)]
-    return time_functions(runs, seconds, timer)
-
-
 class LatencyTable:
     """Milliseconds of parts on one machine, cached in a file.
 
@@ -305,9 +290,7 @@ class LatencyTable:
         self.measured = 0
         """Number of entries that were measured and not found in the cache."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         """Milliseconds of each part at each shape, by name, in the order of the feeds.
 
         The first part is the reference: parts that are not cached are timed together with it, and
@@ -326,22 +309,25 @@ class LatencyTable:
             ]
             shapes = len(parts[reference].feeds)
             seconds = GROUP_SECONDS / shapes / sum(map(len, chunks))
-            for number, chunk in enumerate(chunks):
+            for chunk in chunks:
                 times = self._time({name: parts[name] for name in chunk}, seconds * len(chunk))
                 for index, samples in enumerate(times):
                     self._note([keys[name][index] for name in chunk], samples)
-                if progress is not None:
-                    progress(number + 1, len(chunks))
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
 
     def _time(self, parts: Mapping[str, Part], seconds: float) -> list[np.ndarray]:
-        """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards."""
-        chosen = list(parts.values())
-        sessions = [open_session(part.model, self.device) for part in chosen]
+        """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards.
+
+        On CUDA, inputs and outputs stay on the device, as in the whole model.
+        """
+        sessions = [open_session(part.model, self.device) for part in parts.values()]
+        by_shape = zip(*(part.feeds for part in parts.values()), strict=True)
         return [
-            time_sessions(sessions, [part.feeds[index] for part in chosen], seconds=seconds)
-            for index in range(len(chosen[0].feeds))
+            time_functions(
+                [session.bind(feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
+            )
+            for feeds in by_shape
         ]
 
     def _note(self, keys: Sequence[str], times: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Read ONNX Runtime profiles: time per operator, peak memory and attention kernels.
 
-``open_session(profile=...)`` writes the file that ``read_profile`` reads. With the environment
+``SessionOptions.profile`` writes the file that ``read_profile`` reads. With the environment
 variable ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO=1, each run of a fused attention on CUDA prints the
 line that ``attention_kernels`` reads.
 """

@@ -8,9 +8,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.context import AUTO, CPU, Device
-from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.inference_precision import computes_in_bfloat16
-from attnserve.runtime.interface import Batch, Runtime, Session, SessionOptions
+from attnserve.runtime.interface import DEFAULT_OPTIONS, Batch, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -24,18 +23,9 @@ RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
 
 
 def open_session(
-    source: Path | ir.Model,
-    device: Device = CPU,
-    *,
-    optimize: bool = True,
-    spinning: bool = False,
-    cuda: Cuda = PARITY,
-    concurrency: int = 1,
-    copied: tuple[str, ...] = (),
-    profile: Path | None = None,
-    compiled: Path | None = None,
+    source: Path | ir.Model, device: Device = CPU, options: SessionOptions = DEFAULT_OPTIONS
 ) -> Session:
-    """Open a model on disk or in memory; see ``SessionOptions``.
+    """Open a model on disk or in memory.
 
     Raises:
         InvalidModel: The runtime refuses the graph.
@@ -48,7 +38,6 @@ def open_session(
             "set `threads` to 0 for the default",
             code="session.threads",
         )
-    options = SessionOptions(optimize, spinning, cuda, concurrency, copied, profile, compiled)
     return RUNTIMES[runtime_of(source, device)].open(source, device, options)
 
 

@@ -19,7 +19,7 @@ from attnserve.context import CPU, Device
 from attnserve.runtime.by_length import LengthRunner
 from attnserve.runtime.by_load import LoadRunner
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.interface import Feed, LongRows, Session
+from attnserve.runtime.interface import Feed, LongRows, Session, SessionOptions
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.machine import available_cores
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
@@ -98,11 +98,12 @@ def open_runner(
     Raises:
         InvalidModel, InvalidArgument, MissingExtra: See ``open_session``.
     """
-    cuda, device = options.cuda, options.device
-    open_one = partial(open_session, source, copied=tuple(copied), compiled=compiled)
+    open_one = partial(open_session, source)
+    device = options.device
+    plain = SessionOptions(cuda=options.cuda, copied=tuple(copied), compiled=compiled)
     if options.device.provider == "cpu":
         multiple = RUNTIMES[runtime_of(source, options.device)].size_multiple
-        session = _open_on_cores(open_one, options)
+        session = _open_on_cores(open_one, options, plain)
         if multiple > 1 and longest is not None:
             session = PaddingRunner(session, multiple=multiple, longest=longest)
         if long_rows is None:
@@ -111,11 +112,11 @@ def open_runner(
         long = open_runner(source, other, longest=longest, copied=copied, compiled=compiled)
         return LengthRunner(session, long, long_rows.above)
     if options.cuda_graphs:
-        capturing = replace(cuda, graphs=True)
+        capturing = replace(plain, cuda=replace(options.cuda, graphs=True))
         try:
-            sessions = [open_one(device, cuda=capturing) for _ in range(options.concurrency)]
+            sessions = [open_one(device, capturing) for _ in range(options.concurrency)]
         except InvalidModel as refused:
-            session = open_one(device, cuda=cuda)  # raises again if graphs were not the reason
+            session = open_one(device, plain)  # raises again if graphs were not the reason
             log.warning("running without CUDA graphs: %s", refused.what)
             return _with_io_binding(session)
         runners = [
@@ -124,26 +125,29 @@ def open_runner(
             if isinstance(onnx_session, OnnxSession)
         ]
         return RunnerPool(runners) if len(runners) > 1 else [*runners, *sessions][0]
-    return _with_io_binding(open_one(device, cuda=cuda))
+    return _with_io_binding(open_one(device, plain))
 
 
-def _open_on_cores(open_one: Callable[..., Session], options: RunnerOptions) -> Session:
+def _open_on_cores(
+    open_one: Callable[[Device, SessionOptions], Session],
+    options: RunnerOptions,
+    plain: SessionOptions,
+) -> Session:
     """Open the sessions of concurrent runs on a CPU.
 
     Args:
-        open_one: Opens the model; takes the ``device`` and the options of a session.
+        open_one: Opens the model.
+        plain: Options of a session that neither spins nor has concurrent runs.
     """
     device, concurrency = options.device, options.concurrency
-    open_shared = partial(
-        open_one, concurrency=concurrency, compiled=None
-    )  # another compiled model
+    shared = replace(plain, concurrency=concurrency, compiled=None)  # another compiled model
     share = max(1, available_cores() // concurrency)
     if 0 < device.threads <= share and concurrency > 1:
-        return open_shared(device, spinning=options.spinning)
-    alone = open_one(device, spinning=options.spinning)
+        return open_one(device, replace(shared, spinning=options.spinning))
+    alone = open_one(device, replace(plain, spinning=options.spinning))
     if concurrency == 1 or available_cores() == 1:
         return alone
-    return LoadRunner(alone, open_shared(replace(device, threads=share)))
+    return LoadRunner(alone, open_one(replace(device, threads=share), shared))
 
 
 def parts_by_least_length(session: Session) -> dict[int, Session]:

@@ -23,6 +23,7 @@ from attnserve.context import Device, Provider
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.cuda import Cuda
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.interleaved_timer import QUICK, time_functions
 from attnserve.runtime.io_binding import shrink_arena
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
@@ -113,7 +114,9 @@ def measure(
     profiles: dict[str, dict[Shape, dict[str, Any]]] = {}
     for form in list(done.forms):
         try:
-            sessions[form.name] = open_session(form.path, Device(provider), cuda=SPEED)
+            sessions[form.name] = open_session(
+                form.path, Device(provider), SessionOptions(cuda=SPEED)
+            )
             sessions[form.name].run(None, feeds[SMALL])
         except Exception as error:  # bfloat16 on a CPU
             sessions.pop(form.name, None)
@@ -197,7 +200,9 @@ def profiled(
     """Return peak memory and operator shares by shape; a peak includes all smaller shapes."""
     order = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape[1]))
     prefix = form.path.with_suffix("")
-    session: Any = open_session(form.path, Device(provider), cuda=SPEED, profile=prefix)
+    session: Any = open_session(
+        form.path, Device(provider), SessionOptions(cuda=SPEED, profile=prefix)
+    )
     ran: list[Shape] = []
     failed: dict[Shape, dict[str, Any]] = {}
     for shape in order:
@@ -287,7 +292,7 @@ def matrix_ceiling(provider: Provider, n: int, seconds: float) -> dict[str, floa
         )
         random = np.random.default_rng(0)
         feed = {x: random.standard_normal((n, n)).astype(dtype.numpy()) for x in "ab"}
-        session = open_session(graph, Device(provider), cuda=SPEED)
+        session = open_session(graph, Device(provider), SessionOptions(cuda=SPEED))
         (times,) = time_functions([session.bind(feed)], seconds)
         ceilings[name] = round(2 * n**3 / float(np.median(times)) / 1e9, 3)
     return ceilings

@@ -21,6 +21,7 @@ import onnx_ir as ir
 
 from attnserve.context import Device, Provider
 from attnserve.models.example_inputs import example_inputs
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.session import open_session
 from attnserve.serving.buckets import Buckets
@@ -37,9 +38,9 @@ START_S = 60
 def captured(form: Form, shape: Shape, provider: Provider, seconds: float) -> dict[str, Any]:
     """Measure a run with and without a CUDA graph, including copies from and to the host."""
     feed = example_inputs(ir.load(form.path), Workload.of(*shape))
-    plain: Any = open_session(form.path, Device(provider), cuda=SPEED)
+    plain: Any = open_session(form.path, Device(provider), SessionOptions(cuda=SPEED))
     graphs = replace(SPEED, graphs=provider == "cuda")
-    session: Any = open_session(form.path, Device(provider), cuda=graphs)
+    session: Any = open_session(form.path, Device(provider), SessionOptions(cuda=graphs))
     runner = GraphRunner(session, Buckets(GRAPHS), device=provider)
     runner.allow_padding(rows=True, tokens=True)
     answers = [runner.run(None, feed)[0] for _ in range(3)]  # the second run captures

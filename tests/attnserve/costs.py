@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,7 @@ def macs(model: ir.Model, feed: Mapping[str, np.ndarray]) -> int:
 class CountedTable(LatencyTable):
     """Milliseconds by the number of operations."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         return {
             name: tuple(milliseconds(part.model, feed) for feed in part.feeds)
             for name, part in parts.items()
@@ -93,12 +91,13 @@ def time_models(
     *,
     runtimes: Sequence[str] = (),
     **_: Any,
-) -> tuple[list[Workload], list[np.ndarray]] | None:
-    times = [
-        np.array([[milliseconds(model, feed)] * 2 for _ in runtimes or ("",) for model in models])
-        for feed in feeds.values()
-    ]
-    return (list(feeds), times) if times else None
+) -> dict[Workload, np.ndarray]:
+    return {
+        workload: np.array(
+            [[milliseconds(model, feed)] * 2 for _ in runtimes or ("",) for model in models]
+        )
+        for workload, feed in feeds.items()
+    }
 
 
 def equal_times(
@@ -107,8 +106,9 @@ def equal_times(
     *,
     runtimes: Sequence[str] = (),
     **_: Any,
-) -> tuple[list[Workload], list[np.ndarray]]:
-    return list(feeds), [np.ones((max(len(runtimes), 1) * len(models), 2)) for _ in feeds]
+) -> dict[Workload, np.ndarray]:
+    ones = np.ones((max(len(runtimes), 1) * len(models), 2))
+    return dict.fromkeys(feeds, ones)
 
 
 def unchanged(timer: ServedTimer, model: ir.Model, *_: Any) -> ir.Model:

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention
 from attnserve.context import ONE_THREAD
-from attnserve.runtime.interface import Session
+from attnserve.runtime.interface import Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
@@ -341,14 +341,15 @@ def observing(model: ir.Model, values: Sequence[ir.Value], *, optimize: bool = T
     outputs = list(model.graph.outputs)
     model.graph.outputs[:] = values
     try:
-        return open_session(model, ONE_THREAD, optimize=optimize)
+        return open_session(model, ONE_THREAD, SessionOptions(optimize=optimize))
     finally:
         model.graph.outputs[:] = outputs
 
 
 def run(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The first output, by ONNX Runtime without its own rewrites."""
-    return np.asarray(open_session(model, ONE_THREAD, optimize=False).run(None, dict(arrays))[0])
+    session = open_session(model, ONE_THREAD, SessionOptions(optimize=False))
+    return np.asarray(session.run(None, dict(arrays))[0])
 
 
 def operators(model: ir.Model) -> Counter[str]:

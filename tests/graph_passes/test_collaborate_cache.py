@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.context import ONE_THREAD
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvariantBroken
 from graph_passes.matching.find import find_attention
@@ -102,7 +103,7 @@ def collaborate(model: ir.Model, rank: int) -> ir.Model:
 def decode(model: ir.Model, steps: Sequence[int] = (5, 1, 1, 1)) -> list[np.ndarray]:
     """The outputs of a prefill and of single tokens, with the cache of the step before."""
     rng = np.random.default_rng(3)
-    session = open_session(model, ONE_THREAD, optimize=False)
+    session = open_session(model, ONE_THREAD, SessionOptions(optimize=False))
     shapes = {value.name: value.shape for value in session.get_inputs()}
     past = {name: np.zeros((2, shapes[name][1], 0, shapes[name][3]), np.float32)
             for name in ("pk", "pv")}  # fmt: skip

@@ -45,7 +45,7 @@ from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import IMPOSSIBLE
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
@@ -219,7 +219,7 @@ class _ChangeLosses:
             name = block.name
             for config in configs:
                 new = plain.clone() if config.is_fitted else self.model.clone()
-                with suppress(AttnserveError):  # an impossible change is left out
+                with suppress(*IMPOSSIBLE):  # the change is left out
                     apply_config(new, block, config, moments.get(name))
                     loss = self._loss(new, name, [] if config.is_fitted else [name])
                     losses.setdefault(group.key, {})[config.change] = loss
@@ -241,7 +241,7 @@ class _ChangeLosses:
             zip(pairs, both, measured, strict=True), start=1
         ):
             if similarity is not None:
-                with suppress(AttnserveError):  # an impossible change is left out
+                with suppress(*IMPOSSIBLE):  # the change is left out
                     reusing = self._reusing(pair, pair_blocks, similarity)
                     if reusing is not None:
                         yield reusing

@@ -34,7 +34,7 @@ from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small, set_miss
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.editing import remove_unused
 from graph_passes.emit.fused_attention import FusedOperator
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import IMPOSSIBLE
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
@@ -124,7 +124,7 @@ class BlockTimer:
             first, part = equal[0]
             try:
                 original = self._converted(part)
-            except AttnserveError as error:
+            except IMPOSSIBLE as error:
                 if not may_fail:
                     raise
                 names = ", ".join(block.name for block, _ in equal)
@@ -317,7 +317,7 @@ class BlockTimer:
             apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
             blocks = {block.name: block for block in find_attention(new).blocks}
             return self._cut_out(new, [_cut(blocks[name]) for name in names])
-        except (AttnserveError, KeyError):  # grouped heads, or blocks that cannot be extracted
+        except (*IMPOSSIBLE, KeyError):  # grouped heads, or blocks that cannot be extracted
             return ()
 
     def _cut_out(self, model: ir.Model, cuts: Sequence[Cut]) -> Sequence[Part]:
@@ -329,7 +329,7 @@ class BlockTimer:
             session = open_session(part.model, self.table.device)
             for feed in part.feeds:
                 session.run(None, feed)
-        except AttnserveError:
+        except IMPOSSIBLE:
             return False
         return True
 
@@ -346,7 +346,7 @@ class BlockTimer:
         for key, part in parts.items():
             try:
                 converted[key] = self._converted(part)
-            except AttnserveError as error:
+            except IMPOSSIBLE as error:
                 log.warning("variant %s: not timed in %s: %s", key, self.precision, error.what)
         return converted
 
@@ -360,7 +360,7 @@ class BlockTimer:
             return part
         try:
             model = convert(part.model, self.precision, part.feeds, to_nearest=True)
-        except AttnserveError as error:
+        except IMPOSSIBLE as error:
             if error.code not in NOTHING_TO_CONVERT:
                 raise
             return part
@@ -436,7 +436,7 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
         return None
     try:
         apply_config(small, blocks[0], config)
-    except AttnserveError:  # a part of grouped heads cannot be removed
+    except IMPOSSIBLE:  # a part of grouped heads cannot be removed
         return None
     return Part(small, part.feeds)
 
@@ -454,7 +454,7 @@ def _fused(part: Part, operator: BlockOperator) -> Part | None:
         if operator == AS_EXPORTED or not attention:
             return None
         FuseAttention({attention[0].name: operator})(small)
-    except AttnserveError:
+    except IMPOSSIBLE:
         return None
     block = next(iter(find_attention(small).blocks), None)
     if block is None or block.output is None:

@@ -60,15 +60,15 @@ class Unit:
         ]
 
 
-def changes_to_measure(group: BlockGroup, timed: BlockLatency) -> list[BlockConfig]:
+def changes_to_measure(group: BlockGroup, latency: BlockLatency) -> list[BlockConfig]:
     """The changes, besides removal, whose loss must be measured.
 
     A configuration is left out unless it outruns the one that loses less (``BlockConfig.outruns``).
     """
     return [
         config
-        for config in timed.configs
-        if config.change and config.kept in (0, group.count) and config.outruns(timed.configs)
+        for config in latency.configs
+        if config.change and config.kept in (0, group.count) and config.outruns(latency.configs)
     ]
 
 
@@ -93,14 +93,14 @@ class Estimates:
     """Latencies and losses of the blocks of a model, from which units are built.
 
     Attributes:
-        timed: Latencies in the precision of the goal, by block; a group with a block that is
+        latencies: Latencies in the precision of the goal, by block; a group with a block that is
             missing stays float32.
         curves: Losses by the key of a group.
         float_latencies: Latencies in float32, if the goal is an int8 or int4 model.
         conversion: The loss if a group alone is converted to that precision, by its key.
     """
 
-    timed: Mapping[Block, BlockLatency]
+    latencies: Mapping[Block, BlockLatency]
     curves: Mapping[str, LossCurve]
     float_latencies: Mapping[Block, BlockLatency] = field(
         default_factory=dict["Block", "BlockLatency"]
@@ -126,7 +126,7 @@ class Estimates:
         groups = pair.source, pair.reader
         first, second = (_rising(self._of_group(group)) for group in groups)
         configs = [_joined(both) for both in product(first, second)]
-        original = Latencies.total([self.timed[group.blocks[0]].original for group in groups])
+        original = Latencies.total([self.latencies[group.blocks[0]].original for group in groups])
         curve, other = (self.curves[group.key] for group in groups)
         conversion = sum(self.conversion.get(group.key, 0.0) for group in groups)
         for kept, ms in pair.times.items():
@@ -141,7 +141,7 @@ class Estimates:
         conversion_loss = self.conversion.get(group.key, 0.0)
         configs = [
             replace(config, loss=config.loss + conversion_loss)
-            for config in self._in_precision(group, self.timed)
+            for config in self._in_precision(group, self.latencies)
         ]
         configs += [
             replace(config, in_float=frozenset({0}))
@@ -150,15 +150,15 @@ class Estimates:
         return configs
 
     def _in_precision(
-        self, group: BlockGroup, timed: Mapping[Block, BlockLatency]
+        self, group: BlockGroup, latencies: Mapping[Block, BlockLatency]
     ) -> list[UnitConfig]:
         """The configurations of one group by these latencies, without the loss of a conversion.
 
         There are none if a block has no latencies.
         """
-        if not all(block in timed for block in group.blocks):
+        if not all(block in latencies for block in group.blocks):
             return []
-        times = [timed[block] for block in group.blocks]
+        times = [latencies[block] for block in group.blocks]
         original = Latencies.total([latency.original for latency in times])
         curve = self.curves.get(group.key)
         configs: list[UnitConfig] = []

@@ -47,7 +47,7 @@ def front_points(
 
 def explain(front: Front, choice: Choice) -> list[Decision]:
     """List the decision for each block in a choice, with its reason, in order of execution."""
-    timing, losses = front.timing, front.losses
+    latency, losses = front.latency, front.losses
     decisions: list[Decision] = []
     for unit, index in zip(front.units, choice.picks, strict=True):
         chosen = unit.configs[index]
@@ -56,7 +56,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
         ):
             curve, in_float = losses.curves.get(group.key), place in chosen.in_float
             predicted_loss = 0.0 if curve is None else config.loss(curve)
-            if timing.float_latencies and not in_float:
+            if latency.float_latencies and not in_float:
                 predicted_loss += losses.conversion.get(group.key, 0.0)
             reason = _reason(unit, index, place, curve)
             for block in group.blocks:
@@ -64,9 +64,9 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                     ms_after = chosen.ms / 2  # half of the time of both blocks
                     operator = config.plain_operators or AS_EXPORTED
                 else:
-                    latency = timing.latency(block, in_float=in_float)
-                    ms_after = latency.configs[config].mean
-                    operator = config.plain_operators or latency.operator
+                    chosen_latency = latency.of(block, in_float=in_float)
+                    ms_after = chosen_latency.configs[config].mean
+                    operator = config.plain_operators or chosen_latency.operator
                 decisions.append(
                     Decision(
                         block=block.name,
@@ -74,14 +74,14 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         count=group.count,
                         **config.recorded,
                         operator=operator,
-                        ms_before=timing.default_latency(block).original.mean,
+                        ms_before=latency.default_of(block).original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,
                         in_float=in_float,
                         why=reason,
                     )
                 )
-    names = [block.name for group in timing.groups for block in group.blocks]
+    names = [block.name for group in latency.groups for block in group.blocks]
     return sorted(decisions, key=lambda decision: names.index(decision.block))
 
 

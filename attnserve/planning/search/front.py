@@ -11,7 +11,7 @@ from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, paired_groups
-from attnserve.planning.search.model_timing import ModelTiming
+from attnserve.planning.search.model_latency import ModelLatency
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -26,7 +26,7 @@ class Front:
     """The choices that no other choice beats in both predicted loss and time.
 
     Attributes:
-        timing, losses: The measurements from which the configurations are predicted.
+        latency, losses: The measurements from which the configurations are predicted.
         units: The units of the model, in order of execution.
         choices: The front, by rising loss.
         precision: The precision of all models.
@@ -34,7 +34,7 @@ class Front:
             block.
     """
 
-    timing: ModelTiming
+    latency: ModelLatency
     losses: BlockLosses
     units: Sequence[Unit]
     choices: Sequence[Choice]
@@ -42,18 +42,18 @@ class Front:
     unreduced: Sequence[Choice] = ()
 
     @classmethod
-    def of(cls, timing: ModelTiming, losses: BlockLosses, precision: Precision) -> Front:
+    def of(cls, latency: ModelLatency, losses: BlockLosses, precision: Precision) -> Front:
         """Compute the front from latencies and losses."""
         estimates = Estimates(
-            timing.blocks,
+            latency.latencies,
             losses.curves,
-            timing.float_latencies,
+            latency.float_latencies,
             losses.conversion,
         )
-        units = [estimates.unit(part) for part in paired_groups(timing.groups, losses.pairs)]
+        units = [estimates.unit(part) for part in paired_groups(latency.groups, losses.pairs)]
         every = [range(len(unit.configs)) for unit in units]
         return cls(
-            timing=timing,
+            latency=latency,
             losses=losses,
             units=units,
             choices=_front(units, every),
@@ -63,11 +63,11 @@ class Front:
 
     def predicted_ms(self, choice: Choice) -> float:
         """The predicted time of the whole model."""
-        return self.timing.other_ms + choice.ms
+        return self.latency.other_ms + choice.ms
 
     def predicted_speedup(self, choice: Choice) -> float:
         """The predicted speed-up over the original in the requested precision."""
-        return self.timing.original_ms / max(self.predicted_ms(choice), 1e-9)
+        return self.latency.original_ms / max(self.predicted_ms(choice), 1e-9)
 
     def configs(self, choice: Choice) -> Iterator[tuple[Unit, UnitConfig]]:
         """Each unit with its configuration in a choice."""
@@ -90,7 +90,7 @@ class Front:
                     masks[block.name] = mask
                     if config.reused_heads:
                         edges[block.name] = config.reused_heads
-                    operator = self.timing.latency(block, in_float=in_float).operator
+                    operator = self.latency.of(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
                     is_source = block.name in unit_config.sources
                     needs_plain = config.plain_operators is not None or is_source
@@ -99,8 +99,8 @@ class Front:
                     elif operator != AS_EXPORTED and not needs_plain:
                         passes.append(FuseAttention({block.name: operator}))
         passes.append(ReuseAttention(renumbered(edges, masks)))
-        if self.timing.residual_fusion is not None:
-            passes += [FoldBiases(), self.timing.residual_fusion]
+        if self.latency.residual_fusion is not None:
+            passes += [FoldBiases(), self.latency.residual_fusion]
         return Plan.merged(passes, self.precision, float_blocks)
 
 

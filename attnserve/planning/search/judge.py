@@ -33,7 +33,7 @@ from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import CannotRewrite
+from graph_passes.errors import CannotRewrite, Refusal
 
 __all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck"]
 
@@ -76,12 +76,12 @@ class SpeedCheck(NamedTuple):
     Attributes:
         speeds: Latencies of both models at all checked lengths.
         gain: The geometric mean of the speed-ups at the requested lengths.
-        refusal: The reason why the model is not returned; empty if it is worth it.
+        refusal: Why the model is not returned; None if it is worth it.
     """
 
     speeds: Sequence[ShapeLatency]
     gain: float
-    refusal: str
+    refusal: Refusal | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,7 +226,7 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        timed, times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
+        times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
         return [
             ShapeLatency(
                 batch=workload.batch,
@@ -235,7 +235,7 @@ class Judge:
                 ms=float(np.median(rows[1])),
                 speedup=float(np.median(rows[0] / rows[1])),
             )
-            for workload, rows in zip(timed, times, strict=True)
+            for workload, rows in times.items()
         ]
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
@@ -245,7 +245,7 @@ class Judge:
             CannotRewrite: See ``_time``.
         """
         models = [slow.model, fast.model]
-        _, times = self._time(models, self.job.requested, seconds=PAIR_SECONDS)
+        times = self._time(models, self.job.requested, seconds=PAIR_SECONDS).values()
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
     def _time(
@@ -255,7 +255,7 @@ class Judge:
         *,
         seconds: float | None = None,
         least: float = 0.0,
-    ) -> tuple[list[Workload], list[np.ndarray]]:
+    ) -> dict[Workload, np.ndarray]:
         """Time models in interleaved runs; see ``time_models``.
 
         Raises:
@@ -263,14 +263,14 @@ class Judge:
         """
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        timed = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
-        if timed is None:
+        times = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
+        if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
                 "free memory, and start the search again: it continues",
                 code="search.not_timed",
             )
-        return timed
+        return times
 
     def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
         """Compare a model with the original on held-out data, and on the same part of the task.
@@ -296,20 +296,23 @@ class Judge:
         )
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> str:
-    """The reason why a plan is not returned; empty if it is worth it."""
+def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> Refusal | None:
+    """Why a plan is not returned; None if it is worth it."""
     is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
-        return "no configuration of any block is faster within the allowed loss"
+        return Refusal(
+            "unchanged", "no configuration of any block is faster within the allowed loss"
+        )
     if gain < (MIN_GAIN if is_lossy else 1.0):
-        return f"the best model runs at {gain:.2f}x the speed of the original"
+        return Refusal("slow", f"the best model runs at {gain:.2f}x the speed of the original")
     slowest = min(speeds, key=lambda speed: speed.speedup)
     if slowest.speedup < MIN_SPEEDUP:
-        return (
+        return Refusal(
+            "slow_length",
             f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
-            f"{slowest.sequence} tokens"
+            f"{slowest.sequence} tokens",
         )
-    return ""
+    return None
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:

@@ -34,7 +34,7 @@ from attnserve.planning.search.front_search import (
 from attnserve.planning.search.judge import Candidate
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import AttnserveError, InvariantBroken, Refusal
 
 __all__ = ["RecoverySearch", "training_of"]
 
@@ -87,6 +87,8 @@ class RecoverySearch:
         problem = ""
         try:
             self._train_choices(untrained)
+        except InvariantBroken:  # a defect
+            raise
         except AttnserveError as error:
             problem = error.what
         if not self.found:
@@ -174,9 +176,10 @@ class RecoverySearch:
             timed = judge.time(candidate)
             refusal = timed.refusal
             if keep is not None and timed.gain < MIN_GAIN * gain_without:
-                refusal = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
-            if refusal:
-                reason = reason or refusal
+                without = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
+                refusal = Refusal("slow", without)
+            if refusal is not None:
+                reason = reason or refusal.reason
                 continue
             if not unused:
                 break

@@ -27,7 +27,7 @@ from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
-from attnserve.planning.search.model_timing import ModelTiming, time_model
+from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search_input import SearchInput
@@ -56,6 +56,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
         CheckFailed: The goal cannot be reached.
         InvalidArgument: The model does not run at the requested shape, or the goal does not fit it.
         InvalidModel: No output has a quality that can be measured.
+        InvariantBroken: A pass has a defect.
     """
     if goal.measure != "score":
         require_measurable(job.original)
@@ -75,11 +76,11 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     task = ScoredTask.of(goal, job)
     checkpoint = SearchCheckpoint(search_input.key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    timing = time_model(search_input, newest, groups)
-    losses = _estimate_losses(search_input, newest, timing, checkpoint)
+    latency = ModelLatency.measure(search_input, newest, groups)
+    losses = _estimate_losses(search_input, newest, latency, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
     judge = Judge(search_input, checkpoint, allowed, task)
-    front_search = FrontSearch(goal, Front.of(timing, losses, precision), judge)
+    front_search = FrontSearch(goal, Front.of(latency, losses, precision), judge)
     best = front_search.run()
     if best is not None and goal.keep is not None:
         best = front_search.find_less_lossy(best)
@@ -108,25 +109,25 @@ def _train_faster(recovery: RecoverySearch, plain: Candidate | None) -> tuple[Pl
 
 
 def _estimate_losses(
-    search_input: SearchInput, model: ir.Model, timing: ModelTiming, checkpoint: SearchCheckpoint
+    search_input: SearchInput, model: ir.Model, latency: ModelLatency, checkpoint: SearchCheckpoint
 ) -> BlockLosses:
     """The losses of all choices, from the checkpoint if it has them."""
-    stored = checkpoint.losses(timing.pairs)
+    stored = checkpoint.losses(latency.pairs)
     if stored is not None:
         return stored
     changes = {
-        group.key: changes_to_measure(group, timing.default_latency(group.blocks[0]))
-        for group in timing.groups
+        group.key: changes_to_measure(group, latency.default_of(group.blocks[0]))
+        for group in latency.groups
     }
     job = search_input.job
     context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
-        model, timing.groups, job.calibration, changes, timing.pairs, new_meter=job.meter,
+        model, latency.groups, job.calibration, changes, latency.pairs, new_meter=job.meter,
         context=context,
     )  # fmt: skip
-    if timing.float_latencies:
+    if latency.float_latencies:
         conversion = conversion_losses(
-            model, timing.groups, job.calibration, job.target.precision, new_meter=job.meter,
+            model, latency.groups, job.calibration, job.target.precision, new_meter=job.meter,
             context=context,
         )  # fmt: skip
         losses = losses._replace(conversion=conversion)

@@ -55,7 +55,7 @@ def result_of(
             note = f"nothing is removed: with a removal {timed.refusal}"
             verified = replace(unreduced, note=note)
             timed = judge.time(verified.candidate)
-    if not timed.refusal:
+    if timed.refusal is None:
         return _gain(front_search, verified, timed, recovered)
     target_speedup = goal.target_speedup or 1
     if target_speedup > 1:
@@ -64,7 +64,7 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(front_search, verified, timed.refusal, recovered, timed.speeds)
+    return _no_gain(front_search, verified, timed.refusal.reason, recovered, timed.speeds)
 
 
 def _missed(goal: Goal, verified: Verified) -> str:
@@ -176,8 +176,8 @@ def _report(
         decisions=tuple(explain(front, candidate.choice)),
         plan=plan.to_json(),
         front=tuple(front_points(front, judge.measured)),
-        latency_ms=tuple(front.timing.to_json()),
-        machine=front.timing.table.setting,
+        latency_ms=tuple(front.latency.to_json()),
+        machine=front.latency.table.setting,
         versions=versions(),
         **without_empty(recovered=recovered),
     )

@@ -16,7 +16,7 @@ from attnserve.fusion import DEFECT
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.quantized import rounds_activations
 from attnserve.runtime.inference_precision import computes_in_bfloat16
-from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.interface import Batch, Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
@@ -109,7 +109,8 @@ class Reference:
         if rounds_activations(model):
             optimizing = replace(device, runtime="onnxruntime")
             plain, optimized = (
-                open_session(path, optimizing, optimize=optimize) for optimize in (False, True)
+                open_session(path, optimizing, SessionOptions(optimize=optimize))
+                for optimize in (False, True)
             )
             accepted = _widened(accepted, [feed for feed, _ in runs], plain, optimized)
         return cls(session, runs, accepted)

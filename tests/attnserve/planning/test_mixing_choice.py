@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,7 +160,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def time_models(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
         rows = np.array([[float(ms)] * 3 for ms in times[: len(models)]])
-        return list(feeds), [rows] * len(feeds)
+        return dict.fromkeys(feeds, rows)
 
     monkeypatch.setattr(served_speed, "time_models", time_models)
     return times
@@ -172,11 +172,11 @@ class SlowAtFirst(ServedTimer):
 
     def time(
         self,
-        models: Callable[[], Sequence[ir.Model]],
+        models: Sequence[ir.Model],
         workloads: Sequence[Workload],
         runtimes: Sequence[str] = (),
         least: float = 0.0,
-    ) -> tuple[list[Workload], list[np.ndarray]]:
+    ) -> dict[Workload, np.ndarray]:
         def time_once() -> np.ndarray:
             slow = next(slow_ms)
             return np.array(
@@ -184,7 +184,7 @@ class SlowAtFirst(ServedTimer):
             )
 
         slow_ms = iter((1.1, 0.9))
-        return list(workloads), list(time_twice_if_slow(time_once, least))
+        return dict(zip(workloads, time_twice_if_slow(time_once, least), strict=True))
 
 
 def test_form_comparison_times_again_if_a_form_seems_slower(tiny: Path) -> None:

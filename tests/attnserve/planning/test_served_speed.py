@@ -40,7 +40,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def fake(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
         assert len(models) == len(times)
-        return list(feeds), [np.array([[float(ms)] * 4 for ms in times])] * len(feeds)
+        return dict.fromkeys(feeds, np.array([[float(ms)] * 4 for ms in times]))
 
     monkeypatch.setattr(served_speed, "time_models", fake)
     return times
@@ -110,8 +110,11 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     converted = convert(original, "int8")
     by_row = [[12, 12], [10, 10], [4, 8], [12, 12], [10, 10], [8, 4]]  # runtimes x models
 
-    def times(*_: Any, **__: Any) -> tuple[list[Workload], list[np.ndarray]]:
-        return SHAPES, [np.array([[row[index]] * 2 for row in by_row], float) for index in (0, 1)]
+    def times(*_: Any, **__: Any) -> dict[Workload, np.ndarray]:
+        return {
+            workload: np.array([[row[index]] * 2 for row in by_row], float)
+            for index, workload in enumerate(SHAPES)
+        }
 
     monkeypatch.setattr(served_speed, "time_models", times)
     timer, plan = ServedTimer(job_of(original, target=AT)), Plan.merged([], "int8", ())
@@ -169,9 +172,9 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     found = served_speed.time_models(
         [model, model.clone()], feeds, context=RunContext(), seconds=0.01
     )
-    assert found is not None
-    assert found[0] == shapes[:1]
-    assert found[1][0].shape[0] == 2 and (found[1][0] > 0).all()
+    assert list(found) == shapes[:1]
+    (times,) = found.values()
+    assert times.shape[0] == 2 and (times > 0).all()
 
 
 @dataclass
@@ -197,8 +200,8 @@ def test_time_models_are_timed_twice_if_one_seems_slow(
     models = [model, model.clone()]
     found = served_speed.time_models(models, feeds, context=RunContext(), least=least)
     assert timer.runs == runs
-    assert found is not None and found[0] == SHAPES[:1]
-    assert found[1][0].tolist() == [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
+    assert list(found) == SHAPES[:1]
+    assert found[SHAPES[0]].tolist() == [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
 
 
 def test_served_lengths_are_requested_or_those_of_the_data() -> None:

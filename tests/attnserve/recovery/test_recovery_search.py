@@ -218,7 +218,7 @@ def test_operator_that_cannot_be_trained_is_refused_before_the_search(
     def searched(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("nothing is timed before the check")
 
-    monkeypatch.setattr(search, "time_model", searched)
+    monkeypatch.setattr(search.ModelLatency, "measure", searched)
     key = next(key for key in OPERATORS if "Softmax" in str(key))
     monkeypatch.delitem(OPERATORS, key)
     with pytest.raises(AttnserveError) as caught:

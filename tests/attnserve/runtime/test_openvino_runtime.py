@@ -19,7 +19,7 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.precision.convert import context_for
 from attnserve.runtime import openvino_runtime
 from attnserve.runtime.inference_precision import compute_in_bfloat16
-from attnserve.runtime.interface import RunFailed, Session
+from attnserve.runtime.interface import RunFailed, Session, SessionOptions
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.observer import Observer, state_of
 from attnserve.runtime.session import open_session, runtime_of
@@ -153,7 +153,8 @@ def test_runs_of_several_threads_give_their_own_results(
     pair: tuple[Session, Session], concurrency: int
 ):
     """Some runs are refused: the model is compiled again while the other one runs."""
-    plain, session = pair[0], open_session(table(), OPENVINO, concurrency=concurrency)
+    plain = pair[0]
+    session = open_session(table(), OPENVINO, SessionOptions(concurrency=concurrency))
     wrong: list[str] = []
 
     def work(first: int) -> None:
@@ -218,24 +219,24 @@ def test_named_outputs_are_returned_in_their_order():
 def test_compiled_model_is_read_again_and_damage_repaired(tmp_path: Path):
     file = tmp_path / "model.compiled"
     feed = ids_of(2, 5)
-    [expected] = open_session(table(), OPENVINO, compiled=file).run(None, feed)
+    [expected] = open_session(table(), OPENVINO, SessionOptions(compiled=file)).run(None, feed)
     written = file.read_bytes()
     damaged = [written[:100], b"", bytes(len(written)), written[:-1] + b"?"]
     for content in (written, *damaged):
         file.write_bytes(content)
-        session = open_session(table(), OPENVINO, compiled=file)
+        session = open_session(table(), OPENVINO, SessionOptions(compiled=file))
         np.testing.assert_array_equal(session.run(None, feed)[0], expected)
         assert result(session, {**feed, "ids": feed["ids"] + ROWS}) is None
         assert len(file.read_bytes()) == len(written)
     file.write_bytes(written)
     before = file.stat().st_mtime_ns
-    open_session(table(), OPENVINO, compiled=file)
+    open_session(table(), OPENVINO, SessionOptions(compiled=file))
     assert file.stat().st_mtime_ns == before
 
 
 def test_compiled_model_is_optional(tmp_path: Path):
     missing = tmp_path / "missing" / "model.compiled"
-    session = open_session(table(), OPENVINO, compiled=missing)
+    session = open_session(table(), OPENVINO, SessionOptions(compiled=missing))
     assert result(session, ids_of(2, 5)) is not None
 
 

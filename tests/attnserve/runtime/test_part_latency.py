@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -231,15 +232,15 @@ def test_key_depends_on_the_computed_precision(bert: ir.Model, feeds: Any):
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """Results of ``time_sessions``, one list per call."""
+    """Results of ``time_functions``, one list per call."""
     results: list[list[float]] = []
 
-    def time_sessions(sessions: Any, feeds: Any, *, seconds: float) -> list[np.ndarray]:
+    def time_functions(functions: Any, seconds: float) -> list[np.ndarray]:
         times = results.pop(0)
-        assert len(times) == len(sessions) == len(feeds)
+        assert len(times) == len(functions)
         return [np.array([time, 1.1 * time, 0.9 * time]) for time in times]
 
-    monkeypatch.setattr(latency, "time_sessions", time_sessions)
+    monkeypatch.setattr(latency, "time_functions", time_functions)
     return results
 
 
@@ -311,7 +312,8 @@ def test_measure_number_of_open_sessions_is_bounded(
     most: list[int] = []
 
     class Session:
-        pass
+        def bind(self, feed: Any) -> None:
+            pass
 
     def opened(*_: Any, **__: Any) -> Session:
         session = Session()
@@ -322,10 +324,9 @@ def test_measure_number_of_open_sessions_is_bounded(
     monkeypatch.setattr(latency, "open_session", opened)
     first, second = [100.0, 1, 2, 3, 4, 5, 6, 7], [200.0, 16, 18, 20]
     clock += [first, first, second, second]  # two shapes
-    reported: list[tuple[int, int]] = []
     table = LatencyTable(None)
-    times = table.measure(parts, progress=lambda *done: reported.append(done))
-    assert max(most) == 8 and not clock and reported == [(1, 2), (2, 2)]
+    times = table.measure(parts)
+    assert max(most) == 8 and not clock
     expected = {"whole": 100.0, **{str(n): float(n) for n in range(1, 11)}}
     assert times == {name: (ms, ms) for name, ms in expected.items()}
     assert table.measured == 22
@@ -416,25 +417,20 @@ def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
 
 
-def test_time_sessions_binds_inputs_once():
+def test_measure_binds_inputs_once(parts: dict[str, Part], monkeypatch: pytest.MonkeyPatch):
     """Inputs are bound once, outside of the timed runs."""
-    bindings: list[tuple[str, Any]] = []
-    runs = {"a": 0, "b": 0}
+    bindings: list[tuple[ir.Model, Any]] = []
+    runs: Counter[ir.Model] = Counter()
 
     class Bound:
-        def __init__(self, name: str) -> None:
-            self.name = name
+        def __init__(self, model: ir.Model, device: Device) -> None:
+            self.model = model
 
         def bind(self, feed: Any) -> Any:
-            bindings.append((self.name, feed))
+            bindings.append((self.model, feed))
+            return lambda: runs.update([self.model])
 
-            def run() -> None:
-                runs[self.name] += 1
-
-            return run
-
-    sessions: Any = [Bound("a"), Bound("b")]
-    feeds: Any = [{"x": 1}, {"x": 2}]
-    times = latency.time_sessions(sessions, feeds, seconds=0.01)
-    assert bindings == [("a", {"x": 1}), ("b", {"x": 2})]
-    assert len(times) == 2 and min(runs.values()) > QUICK.min_rounds
+    monkeypatch.setattr(latency, "open_session", Bound)
+    LatencyTable(None).measure(parts)
+    assert bindings == [(part.model, part.feeds[0]) for part in parts.values()]
+    assert len(runs) == 3 and min(runs.values()) > QUICK.min_rounds

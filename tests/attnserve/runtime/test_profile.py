@@ -12,6 +12,7 @@ import pytest
 
 from attnserve.context import ONE_THREAD
 from attnserve.runtime import onnx_runtime
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_profile, read_runs
 from attnserve.runtime.session import open_session
@@ -90,7 +91,7 @@ def test_read_profile_of_onnx_runtime(tmp_path: Path):
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, n] z)'
         "{ y = Transpose(x)  z = MatMul(x, y) }"
     )
-    session = open_session(model, optimize=False, profile=tmp_path / "run")
+    session = open_session(model, options=SessionOptions(optimize=False, profile=tmp_path / "run"))
     for _ in range(3):
         session.run(None, {"x": np.ones((64, 64), np.float32)})
     result = read_profile(session.end_profiling())

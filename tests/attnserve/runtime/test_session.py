@@ -24,7 +24,7 @@ from attnserve.runtime.external_data import (
     release_mapped_pages,
     weight_bytes,
 )
-from attnserve.runtime.interface import RunFailed, owned
+from attnserve.runtime.interface import RunFailed, SessionOptions, owned
 from attnserve.runtime.onnx_runtime import require_runtime, run_errors
 from attnserve.runtime.session import open_session, why_no_cuda
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra
@@ -159,11 +159,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_ir as ir
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 path, where = Path(sys.argv[1]), sys.argv[2]
 source = path if where == "path" else ir.load(path)
 x = np.load(path.with_suffix(".npy"))
-(got,) = open_session(source, optimize=where != "memory, as it is").run(None, {"x": x})
+options = SessionOptions(optimize=where != "memory, as it is")
+(got,) = open_session(source, options=options).run(None, {"x": x})
 np.save(path.with_name("got.npy"), got)
 """
 
@@ -284,7 +286,7 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
     requested.clear()
     speed = Cuda(tf32=True, memory_bytes=2**30)
     if device:
-        open_session(model, Device("cuda"), cuda=speed)
+        open_session(model, Device("cuda"), SessionOptions(cuda=speed))
         assert requested[0][0] == ("CUDAExecutionProvider", speed.provider_options())  # type: ignore[index]
 
 
@@ -296,7 +298,7 @@ def test_why_no_cuda_is_none_only_with_provider(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_open_session_profile_is_written_to_the_given_prefix(tmp_path: Path):
-    session = open_session(ir.from_onnx_text(EXP), profile=tmp_path / "exp")
+    session = open_session(ir.from_onnx_text(EXP), options=SessionOptions(profile=tmp_path / "exp"))
     session.run(None, {"x": X})
     path = Path(session.end_profiling())
     assert path.parent == tmp_path and path.name.startswith("exp") and path.stat().st_size

@@ -16,7 +16,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.runtime import io_binding as binding
 from attnserve.runtime.by_load import IS_ALONE
 from attnserve.runtime.cuda import Cuda
-from attnserve.runtime.interface import RunFailed
+from attnserve.runtime.interface import RunFailed, SessionOptions
 from attnserve.runtime.session import open_session
 from attnserve.serving import backends
 from attnserve.serving.backends import RunnerOptions, open_runner
@@ -33,12 +33,12 @@ def patch_open_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cu
     def install(refuse_graphs: bool = False) -> list[Cuda]:
         requested: list[Cuda] = []
 
-        def open_on_cpu(source: Any, device: Device, *, cuda: Cuda, **options: Any) -> Any:
+        def open_on_cpu(source: Any, device: Device, options: SessionOptions) -> Any:
             assert device.provider == "cuda"
-            requested.append(cuda)
-            if refuse_graphs and cuda.graphs:
+            requested.append(options.cuda)
+            if refuse_graphs and options.cuda.graphs:
                 raise InvalidModel("model.onnx: ONNX Runtime refuses the graph: control flow", "")
-            return open_session(source, **options)
+            return open_session(source, options=options)
 
         monkeypatch.setattr(backends, "open_session", open_on_cpu)
         return requested

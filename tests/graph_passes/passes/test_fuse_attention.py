@@ -16,6 +16,7 @@ from attnserve.checks.certify import read_attention
 from attnserve.context import ONE_THREAD
 from attnserve.models.onnx_files import load_model
 from attnserve.models.opset import raise_opset
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, model_cost, parameter_bytes
@@ -447,7 +448,9 @@ def test_fuse_attention_queries_read_for_their_shape_are_removed(form: FusedOper
     fuse(model, form)
     products = [node for node in model.graph if node.op_type == "MatMul"]
     assert len(products) == 1 + PRODUCTS[form].count("MatMul")
-    got = open_session(model, ONE_THREAD, optimize=False).run(None, feeds(attention()))[1]
+    got = open_session(model, ONE_THREAD, SessionOptions(optimize=False)).run(
+        None, feeds(attention())
+    )[1]
     np.testing.assert_array_equal(got, np.arange(1, 8))
 
 
@@ -638,7 +641,7 @@ each layer as another value."""
 
 
 def outputs(model: ir.Model | Path, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    session: Any = open_session(model, ONE_THREAD, optimize=False)
+    session: Any = open_session(model, ONE_THREAD, SessionOptions(optimize=False))
     names = [value.name for value in session.get_inputs()]
     return [np.asarray(array) for array in session.run(None, {n: arrays[n] for n in names})]
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from attnserve.checks.certify import read_attention
 from attnserve.context import ONE_THREAD
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.cost import model_cost
 from graph_passes.errors import CannotRewrite, InvalidArgument
@@ -276,7 +277,7 @@ def test_prune_heads_keys_read_for_their_shape_are_removed(case: str) -> None:
     arrays = feeds(model) | {"y": np.ones((2, 4, D), np.float32)}
     prune(model, (0, 1, 1))
     assert removed.isdisjoint(model.graph.initializers)
-    got = open_session(model, ONE_THREAD, optimize=False).run(None, arrays)[1]
+    got = open_session(model, ONE_THREAD, SessionOptions(optimize=False)).run(None, arrays)[1]
     np.testing.assert_array_equal(got, np.arange(1, length + 1))
 
 

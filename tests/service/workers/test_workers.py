@@ -22,6 +22,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
 from attnserve.serving import backends
 from graph_passes.errors import InvalidModel
@@ -585,9 +586,9 @@ def test_sessions_that_share_cores_do_not_spin(
 
     seen: list[bool] = []
 
-    def opened(*args: Any, spinning: bool, **given: Any) -> Any:
-        seen.append(spinning)
-        return open_session(*args, spinning=spinning, **given)
+    def opened(source: Any, device: Any, options: SessionOptions) -> Any:
+        seen.append(options.spinning)
+        return open_session(source, device, options)
 
     monkeypatch.setattr(backends, "open_session", opened)
     model = write_encoder(tmp_path / "tiny")

@@ -41,10 +41,11 @@ from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import InvalidModel, InvariantBroken
 from graph_passes.passes.skip_attention import SkipAttention
 from tests.architectures import ARCHITECTURES, Cell, cells_of
 from tests.attnserve.costs import CountedTable
+from tests.errors import raises
 
 Build = Callable[..., Path]
 
@@ -168,10 +169,8 @@ def test_time_blocks_skips_operator_without_kernel(
 class SlowAtSecondShape(CountedTable):
     """Everything but the original takes 1.2 times as long as it at the second shape."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
-        found = super().measure(parts, progress=progress)
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts)
         slow = 1.2 * found["None"][1]
         return {name: ms if name == "None" else (ms[0], slow) for name, ms in found.items()}
 
@@ -377,10 +376,8 @@ def test_time_blocks_times_truncated_heads(
 class FastSharing(CountedTable):
     """Shared dimensions take a tenth of their time, at the only shape."""
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
-        found = super().measure(parts, progress=progress)
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+        found = super().measure(parts)
         return {name: (0.1 * ms if "shared" in name else ms,) for name, (ms,) in found.items()}
 
 
@@ -567,6 +564,23 @@ def test_loss_curves_pair_without_edges_is_left_out(
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
         == ()
     )
+
+
+@pytest.mark.parametrize("function", ["apply_config", "apply_reuse"])
+def test_loss_curves_defect_of_a_pass_is_an_error(
+    function: str, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """It is no change that is left out."""
+
+    def defect(*_: object) -> None:
+        raise InvariantBroken("a pass violates an invariant")
+
+    _, pairs = handed_on(bert, groups, monkeypatch, "as exported")
+    monkeypatch.setattr(f"attnserve.planning.blocks.loss_curves.{function}", defect)
+    changes = {groups[0].key: [REPLACED]}
+    with raises(InvariantBroken, "internal.invariant"):
+        loss_curves(bert, groups, data, changes, pairs, new_meter=meters(bert), context=CONTEXT)
 
 
 def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -26,8 +26,9 @@ from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError, CannotRewrite
+from graph_passes.errors import AttnserveError, CannotRewrite, InvariantBroken
 from graph_passes.matching.find import find_attention
+from tests.errors import raises
 
 W = np.random.default_rng(0).standard_normal((4, 4)).astype(np.float32)
 FLOAT, FLOAT16 = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -106,8 +107,8 @@ def test_without_casts_keeps_integers():
     assert border(made)[1] == [FLOAT16, ir.DataType.INT64, FLOAT16]
 
 
-def encoder() -> tuple[ir.Model, list[BlockGroup]]:
-    model = random_encoder(layers=1, hidden=32, heads=4, positions=16)
+def encoder(layers: int = 1) -> tuple[ir.Model, list[BlockGroup]]:
+    model = random_encoder(layers=layers, hidden=32, heads=4, positions=16)
     return model, group_blocks(model, find_attention(model).blocks, ffn=True)
 
 
@@ -122,9 +123,7 @@ class EqualTimes(LatencyTable):
         super().__init__(None)
         self.parts: list[Part] = []
 
-    def measure(
-        self, parts: Mapping[str, Part], *, progress: Callable[[int, int], None] | None = None
-    ) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         self.parts.extend(parts.values())
         return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
 
@@ -210,6 +209,30 @@ def test_block_timer_failed_conversion_of_operator_leaves_it_out(
     assert timed.keys() == whole.keys() and table.parts
     assert all(node.domain != "com.microsoft" for part in table.parts for node in part.model.graph)
     assert "not timed in int8: fused" in caplog.text
+
+
+def defect(*_: object, **__: object) -> None:
+    raise InvariantBroken("a pass violates an invariant")
+
+
+@pytest.mark.parametrize("function", ["apply_config", "FuseAttention", "FuseGelu", "convert"])
+def test_block_timer_defect_of_a_pass_is_an_error(function: str, monkeypatch: pytest.MonkeyPatch):
+    """It is no configuration that is left out."""
+    model, groups = encoder()
+    feeds = [example_inputs(model, Workload.of(1, 8))]
+    monkeypatch.setattr(block_timing, function, defect)
+    timer = BlockTimer(model, EqualTimes(), feeds, precision="int8")
+    with raises(InvariantBroken, "internal.invariant"):
+        timer.time_blocks(groups)
+
+
+def test_block_timer_defect_of_reused_probabilities_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    model, groups = encoder(layers=2)
+    timer = BlockTimer(model, EqualTimes(), [example_inputs(model, Workload.of(1, 8))])
+    timed = timer.time_blocks(groups)
+    monkeypatch.setattr(block_timing, "apply_reuse", defect)
+    with raises(InvariantBroken, "internal.invariant"):
+        timer.time_pairs(groups, timed)
 
 
 @pytest.mark.parametrize(

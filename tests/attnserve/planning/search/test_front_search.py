@@ -26,7 +26,7 @@ from attnserve.planning.search.front_search import (
     bisect,
 )
 from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck
-from attnserve.planning.search.model_timing import ModelTiming
+from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
 from attnserve.planning.search.verification import Verified, prefer_unreduced, verify_candidate
 from attnserve.runtime.interleaved_timer import Speedup
@@ -43,7 +43,7 @@ MODEL = ir.from_onnx_text(
 )
 STATE = start(Plan(), job_of(MODEL), MODEL)
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
-TIMING = ModelTiming((), (), LatencyTable(None), {}, {}, (), None, 0.0, 0.0)
+LATENCY = ModelLatency((), (), LatencyTable(None), {}, {}, (), None, 0.0)
 
 
 def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
@@ -59,7 +59,7 @@ def front_of(
 ) -> Front:
     """A front of one unit without blocks."""
     unit = Unit((), [UnitConfig((), choice.loss, choice.ms) for choice in choices])
-    return Front(TIMING, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
+    return Front(LATENCY, BlockLosses({}, (), {}), [unit], choices, precision, unreduced)
 
 
 @dataclass
@@ -101,7 +101,7 @@ class FakeJudge:
         return Verification(fidelity=FIDELITY, loss=self.verified[len(self.parts) - 1])
 
     def time(self, candidate: Candidate) -> SpeedCheck:
-        return SpeedCheck((), 2.0, "")
+        return SpeedCheck((), 2.0, None)
 
 
 KEEP = Goal(keep=0.99)

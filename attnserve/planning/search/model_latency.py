@@ -1,0 +1,140 @@
+"""Latencies of all blocks of a model, of pairs of blocks, and of the rest of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Self
+
+import onnx_ir as ir
+
+from attnserve.models.example_inputs import example_inputs
+from attnserve.planning.blocks.configurations import ReusePair
+from attnserve.planning.blocks.groups import Block, BlockGroup
+from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
+from attnserve.planning.search.search_input import SearchInput
+from attnserve.precision.convert import convert
+from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.part_latency import LatencyTable, default_cache
+from graph_passes.analysis.workload import Workload
+from graph_passes.passes.base import RewritePass
+
+__all__ = ["ModelLatency"]
+
+
+@dataclass(frozen=True, eq=False)
+class ModelLatency:
+    """Latencies of the parts of a model in milliseconds.
+
+    Attributes:
+        workloads: The timed workloads: the requested ones, and two others.
+        latencies: The latencies of each block with its operators and in its configurations. Blocks
+            that cannot be converted to the precision of the goal are left out.
+        float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
+        pairs: The latencies of pairs of attention blocks that share probabilities.
+        residual_fusion: The fastest pass for residual additions; None if the export is fastest.
+        residual_fusion_ms: The time that it saves.
+        other_ms: Latency of the rest of the model, after residual fusion.
+    """
+
+    groups: Sequence[BlockGroup]
+    workloads: Sequence[Workload]
+    table: LatencyTable
+    latencies: Mapping[Block, BlockLatency]
+    float_latencies: Mapping[Block, BlockLatency]
+    pairs: Sequence[ReusePair]
+    residual_fusion: RewritePass | None
+    residual_fusion_ms: float
+    other_ms: float = 0.0
+
+    @classmethod
+    def measure(
+        cls, search_input: SearchInput, model: ir.Model, groups: Sequence[BlockGroup]
+    ) -> Self:
+        """Time all configurations of all blocks at the requested and at two extreme workloads.
+
+        Args:
+            model: The model in the newest opset that an operator of a block needs.
+        """
+        job = search_input.job
+        requested = job.requested
+        context = job.context
+        precision = job.target.precision
+        others = [workload for workload in search_input.checked if workload not in requested]
+        extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
+        feeds, extreme_feeds = (
+            [example_inputs(job.original, workload, context.seed) for workload in workloads]
+            for workloads in (requested, extremes)
+        )
+        table = LatencyTable(default_cache(), context.device)
+        timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
+        latencies = timer.time_blocks(groups)
+        float_latencies: Mapping[Block, BlockLatency] = {}
+        if (scheme := SCHEMES[precision]).allows_float_blocks:
+            float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
+        pairs = timer.time_pairs(groups, latencies)
+        residuals, saved_ms = timer.residual_fusion()
+        converted = convert(job.original, precision, job.calibration, to_nearest=True)
+        total_ms = timer.time_whole(converted).mean
+        parts = cls(
+            groups=groups,
+            workloads=[*requested, *extremes],
+            table=table,
+            latencies=latencies,
+            float_latencies=float_latencies,
+            pairs=pairs,
+            residual_fusion=residuals,
+            residual_fusion_ms=saved_ms,
+        )
+        # Blocks may take longer alone than in the model; the rest then counts as 0.
+        return replace(parts, other_ms=max(total_ms - parts.original_ms, 0.0))
+
+    def of(self, block: Block, *, in_float: bool) -> BlockLatency:
+        """The latencies of a block in float32, or in the precision of the goal."""
+        return (self.float_latencies if in_float else self.latencies)[block]
+
+    def default_of(self, block: Block) -> BlockLatency:
+        """The latencies in the precision of the goal, or in float32 if conversion is impossible."""
+        return self.of(block, in_float=block not in self.latencies)
+
+    @property
+    def original_ms(self) -> float:
+        """Latency of the original model, as the sum of its parts."""
+        blocks = [self.default_of(block) for group in self.groups for block in group.blocks]
+        in_blocks = sum(latency.original.mean for latency in blocks)
+        return self.other_ms + self.residual_fusion_ms + in_blocks
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The latencies of each distinct block."""
+        rows: list[dict[str, Any]] = []
+        seen: set[BlockLatency | tuple[BlockLatency, BlockLatency]] = set()
+        for latencies, group in product((self.latencies, self.float_latencies), self.groups):
+            for block in group.blocks:
+                latency = latencies.get(block)
+                if latency is None or latency in seen:
+                    continue
+                seen.add(latency)
+                rows.append({
+                    "block": block.name,
+                    "kind": group.kind,
+                    **({"precision": "float32"} if latencies is self.float_latencies else {}),
+                    "sequences": [workload.length for workload in self.workloads],
+                    "as_exported": list(latency.original),
+                    "written": latency.operator,
+                    "forms": {name: list(ms) for name, ms in latency.operators.items()},
+                    "kept": {str(config): list(ms) for config, ms in latency.configs.items()},
+                })  # fmt: skip
+        for pair in self.pairs:
+            both = self.latencies[pair.source.blocks[0]], self.latencies[pair.reader.blocks[0]]
+            if both not in seen:
+                seen.add(both)
+                rows.append({
+                    "block": pair.reader.names[0],
+                    "kind": "reuse",
+                    "source": pair.source.names[0],
+                    "sequences": [workload.length for workload in self.workloads],
+                    "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
+                    "saved_ms": pair.saved_ms,
+                })  # fmt: skip
+        return rows
