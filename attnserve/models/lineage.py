@@ -6,9 +6,9 @@ They write one entry each, which is the ``record`` of their report.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, FiniteFloat
+from pydantic import FiniteFloat
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
@@ -99,7 +99,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 
 
 class RecordedChange(RecordedWithNulls, frozen=True):
-    """One rewrite of one block (a step in JSON).
+    """One rewrite of one block.
 
     Attributes:
         rewrite: The name of the pass.
@@ -137,14 +137,14 @@ class MixingReport(RecordedWithNulls, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        mixing: Its kind.
+        form: Its kind.
         error: Error of the outputs on calibration data, or of the weights without data; None if the
             mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
-    mixing: Annotated[MixingKind, Field(alias="form")]
+    form: MixingKind
     error: FiniteFloat | None
     speedup: Speedup
     slowest: Speedup
@@ -155,7 +155,7 @@ class MixingChoice(RecordedWithNulls, frozen=True):
 
     chosen: MixingKind
     why: str
-    mixings: Annotated[tuple[MixingReport, ...], Field(alias="forms")]
+    forms: tuple[MixingReport, ...]
 
 
 class TrainingRecord(Recorded, frozen=True):
@@ -190,7 +190,7 @@ class LineageEntry(Measured, frozen=True):
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_verification``).
-        chosen_by: As in ``SearchRecord``.
+        choose: As in ``SearchRecord``.
         scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
             the rewritten model ``before`` and ``after``, on verification rows. Their labels were
             not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
@@ -204,7 +204,7 @@ class LineageEntry(Measured, frozen=True):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
+    steps: tuple[RecordedChange, ...] = ()
     fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None
@@ -217,8 +217,8 @@ class LineageEntry(Measured, frozen=True):
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
-    also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
+    choose: Quality | None = None
+    also_proved: tuple[Fidelity, ...] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     before_recovery: BeforeRecovery | None = None
     scores: dict[str, Any] | None = None
@@ -234,9 +234,9 @@ class LineageEntry(Measured, frozen=True):
         Without it, each quality has its own guarantee.
         """
         search = self.search
-        if search is None or not search.gain or search.goal.measure == "score":
+        if search is None or not search.gain or search.asked.measure == "score":
             return None
-        return search.goal.keep
+        return search.asked.keep
 
     @property
     def plan_id(self) -> str | None:

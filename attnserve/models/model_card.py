@@ -163,7 +163,7 @@ def _quality(artifact: Artifact) -> list[str]:
     entry = artifact.lineage[-1]
     lines = [f"Compared with {_escaped(entry.source.file)}, the model that was rewritten."]
     found: list[Quality] = list(entry.qualities)
-    found += [quality for other in entry.also_verified for quality in other.qualities]
+    found += [quality for other in entry.also_proved for quality in other.qualities]
     if found:
         lines.append(
             _table(

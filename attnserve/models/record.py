@@ -109,7 +109,7 @@ class Record(Recorded, frozen=True):
 
         try:
             orjson.dumps(content)
-            return cls.model_validate(content, by_name=False)
+            return cls.model_validate(content)
         except (TypeError, ValidationError) as error:
             is_invalid = isinstance(error, ValidationError)
             problem = first_problem(error) if is_invalid else str(error)

@@ -169,10 +169,10 @@ def choose_mixing(
     if speeds is None:
         return built["dense"], None
     reports: dict[MixingKind, MixingReport] = {
-        kind: MixingReport(mixing=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
+        kind: MixingReport(form=kind, error=errors.get(kind), speedup=mean, slowest=slowest)
         for kind, (mean, slowest) in zip(models, speeds, strict=True)
     }
-    if sparse is not None and _fastest(reports).mixing == "sparse":
+    if sparse is not None and _fastest(reports).form == "sparse":
         built["sparse"] = build(sparse)
         errors["sparse"] = comparison.error(built["sparse"])
         error = errors["sparse"] if math.isfinite(errors["sparse"]) else None
@@ -183,16 +183,16 @@ def choose_mixing(
         if report.error is not None and report.error <= bound
     }
     chosen = _fastest(fitted)
-    others = [report for report in reports.values() if report.mixing != chosen.mixing]
+    others = [report for report in reports.values() if report.form != chosen.form]
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
         + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
-        + "".join(f"; {report.mixing} {report.speedup.value:.2f}x" for report in others)
+        + "".join(f"; {report.form} {report.speedup.value:.2f}x" for report in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
-    choice = MixingChoice(chosen=chosen.mixing, why=why, mixings=tuple(reports.values()))
-    return built[chosen.mixing], choice
+    choice = MixingChoice(chosen=chosen.form, why=why, forms=tuple(reports.values()))
+    return built[chosen.form], choice
 
 
 def _fastest(reports: Mapping[MixingKind, MixingReport]) -> MixingReport:

@@ -84,7 +84,7 @@ class OptimizeReport:
     @property
     def changes(self) -> tuple[RecordedChange, ...]:
         """The applied rewrites, one per block."""
-        return self.record.changes
+        return self.record.steps
 
     @property
     def break_even_sequence(self) -> int | None:
@@ -313,8 +313,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     warnings = warnings_of(
         job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
     )
-    # ``chosen_by`` is null without a gain.
-    searched: dict[str, Any] = {"search": search, "chosen_by": search.chosen_by} if search else {}
+    # ``choose`` is null without a gain.
+    searched: dict[str, Any] = {"search": search, "choose": search.choose} if search else {}
     record = LineageEntry(
         rewrite=rewritten.names,
         source=source_entry(job.artifact, job.original),
@@ -322,7 +322,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         seed=job.context.seed,
         before=before,
         after=after,
-        changes=rewritten.applied.changes,
+        steps=rewritten.applied.changes,
         fidelity=fidelity.cosines,
         qualities=fidelity.qualities,
         break_even_sequence=break_even_length,
@@ -337,7 +337,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),
-            also_verified=other_fidelities,
+            also_proved=other_fidelities,
             other_runtimes=other_runtimes,
         ),
         **searched,
@@ -352,7 +352,7 @@ def _compare(job: Job, rewritten: _Outcome) -> Fidelity:
     """
     search, original, converted = rewritten.search, job.original, rewritten.state.result
     if search is not None and search.gain:
-        return search.verifications[-1].fidelity
+        return search.proofs[-1].fidelity
     if job.data is not None:
         return job.compare_held_out(converted, job.data.to_verify)
     batches = random_batches(original, job.context.seed, empty=empty_axes(original, converted))

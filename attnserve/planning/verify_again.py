@@ -247,11 +247,11 @@ def _part(entry: LineageEntry) -> HeldOut | None:
         InvalidData: This version does not know the part.
     """
     search = entry.search
-    if search is None or not search.gain or not search.verifications:
+    if search is None or not search.gain or not search.proofs:
         return None
-    last = search.verifications[-1].part
-    if not last and len(search.verifications) <= len(ATTEMPTS):  # of an earlier version
-        return ATTEMPTS[len(search.verifications) - 1].part
+    last = search.proofs[-1].part
+    if not last and len(search.proofs) <= len(ATTEMPTS):  # of an earlier version
+        return ATTEMPTS[len(search.proofs) - 1].part
     return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
 
 
@@ -262,7 +262,7 @@ def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
         InvalidArgument: The file is missing, or there is no such goal.
         InvalidData: This version does not know the task.
     """
-    asked = entry.search.goal if entry.search is not None and entry.search.gain else GoalRecord()
+    asked = entry.search.asked if entry.search is not None and entry.search.gain else GoalRecord()
     if asked.task is None or asked.keep is None:
         if eval_data is not None:
             raise InvalidArgument(
@@ -293,7 +293,7 @@ def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
     measures = {quality.measure for quality in entry.qualities}
     measure = measures.pop() if len(measures) == 1 else "auto"
     if entry.search is not None:
-        measure = entry.search.goal.measure
+        measure = entry.search.asked.measure
     return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
 
 
@@ -312,7 +312,7 @@ def _device(entry: LineageEntry, device: Device) -> Device:
     """The device with the runtime of the search, unless another one is given."""
     if entry.search is None or device.runtime != AUTO:
         return device
-    return replace(device, runtime=entry.search.goal.runtime)
+    return replace(device, runtime=entry.search.asked.runtime)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -433,12 +433,12 @@ def _score_check(
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
     task = ScoredTask.of(goal, job)
     assert task is not None and goal.keep is not None and entry.search is not None
-    is_recorded = path_sha256(task.data) == entry.search.goal.eval_data_sha256
+    is_recorded = path_sha256(task.data) == entry.search.asked.eval_data_sha256
     part = (_part(entry) if is_recorded else None) or HeldOut.ALL
     share = task.share(model, fidelity, part, job)
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
-    then = entry.search.verifications[-1].share if entry.search.verifications else None
+    then = entry.search.proofs[-1].share if entry.search.proofs else None
     return GuaranteeCheck(
         runtime_of(model, job.context.device), "", task.data.name, "", "score",
         then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,

@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -50,7 +50,7 @@ class Decision(RecordedWithNulls, frozen=True):
         head_size: The truncated size of queries and keys, if they are truncated.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        operator: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
+        written: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.
@@ -64,7 +64,7 @@ class Decision(RecordedWithNulls, frozen=True):
     head_size: int | None = None
     rank: int | None = None
     source: str | None = None
-    operator: Annotated[str, Field(alias="written")]
+    written: str
     ms_before: float
     ms_after: float
     predicted_loss: float
@@ -95,7 +95,7 @@ class PlanRecord(SearchRecord, frozen=True):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
-        decisions: One for each block.
+        layers: The decision for each block.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -104,7 +104,7 @@ class PlanRecord(SearchRecord, frozen=True):
     model: Source = Source()
     calibration: Calibration = Calibration()
     speedups: ServedSpeed | None = None
-    decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
+    layers: tuple[Decision, ...] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
@@ -134,8 +134,8 @@ class SavedPlan:
     @property
     def guaranteed(self) -> float | None:
         """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
-        goal = self.record.goal
-        return goal.keep if self.record.gain and goal.measure != "score" else None
+        asked = self.record.asked
+        return asked.keep if self.record.gain and asked.measure != "score" else None
 
     def require_guarantee(self, fidelity: Fidelity) -> None:
         """Check that the model of the plan keeps what its search guarantees.
@@ -176,7 +176,7 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: This version does not know the measure.
         """
-        planned = _known(self.path, self.record.goal.measure, SearchMeasure)
+        planned = _known(self.path, self.record.asked.measure, SearchMeasure)
         if planned in ("score", given):
             return given
         if given != "auto":
@@ -193,7 +193,7 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the phase.
         """
-        phase = given.phase or _known(self.path, self.record.goal.phase, Phase)
+        phase = given.phase or _known(self.path, self.record.asked.phase, Phase)
         return given.model_copy(update={"phase": phase})
 
     def context(self, context: RunContext) -> RunContext:
@@ -202,10 +202,10 @@ class SavedPlan:
         Raises:
             InvalidData: This version does not know the provider.
         """
-        goal = self.record.goal
-        provider = _known(self.path, goal.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=goal.runtime)
-        return replace(context, device=device, seed=goal.seed)
+        asked = self.record.asked
+        provider = _known(self.path, asked.provider, Provider)
+        device = replace(context.device, provider=provider, runtime=asked.runtime)
+        return replace(context, device=device, seed=asked.seed)
 
     def job(
         self,
@@ -280,9 +280,7 @@ def _read(path: Path) -> PlanRecord:
         InvalidData: The file cannot be read, or is not a plan.
     """
     try:
-        return PlanRecord.model_validate(
-            json.loads(path.read_text(encoding="utf-8")), by_name=False
-        )
+        return PlanRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:
