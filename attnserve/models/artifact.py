@@ -19,7 +19,7 @@ from typing import Any, cast
 from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, OptimizeEntry
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
@@ -185,7 +185,8 @@ class Artifact:
 
         See ``planning.runtime_verification``.
         """
-        return self.lineage[-1].other_runtimes.keys() if self.lineage else frozenset()
+        last = self.lineage[-1] if self.lineage else None
+        return last.other_runtimes.keys() if isinstance(last, OptimizeEntry) else frozenset()
 
     @property
     def source(self) -> str | None:

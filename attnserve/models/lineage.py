@@ -6,9 +6,9 @@ They write one entry each, which is the ``record`` of their report.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import FiniteFloat
+from pydantic import Discriminator, FiniteFloat, Tag
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
@@ -19,16 +19,20 @@ from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
     "SIZES",
+    "AnyEntry",
     "BeforeRecovery",
     "Calibration",
     "LineageEntry",
     "MixingChoice",
     "MixingReport",
     "ModelCost",
+    "OptimizeEntry",
     "RecordedChange",
+    "RecoverEntry",
     "Source",
     "TokenIds",
     "TrainingRecord",
+    "search_of",
 ]
 
 
@@ -181,20 +185,17 @@ class BeforeRecovery(Measured, frozen=True):
 
 
 class LineageEntry(Measured, frozen=True):
-    """One entry of the lineage.
+    """The part of an entry that ``optimize`` and ``recover`` both write.
+
+    The order of the fields is that of the keys in files. So fields that follow those of one command
+    are declared in both classes.
 
     Attributes:
         rewrite: The names of the passes, of the training and of the precision, joined by "+".
         source: The model that the quality is measured against.
         rewritten: For a training, the model that was trained.
+        steps: The changes of single blocks; a training has none.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
-        other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
-            is kept (``planning.runtime_verification``).
-        choose: As in ``SearchRecord``.
-        scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
-            the rewritten model ``before`` and ``after``, on verification rows. Their labels were
-            not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
-            number of rows to fit, to choose and to verify.
     """
 
     rewrite: str
@@ -211,6 +212,22 @@ class LineageEntry(Measured, frozen=True):
     sequence: int | None = None
     warnings: tuple[str, ...] = ()
     plan: dict[str, Any] | None = None
+
+    @property
+    def plan_id(self) -> str | None:
+        """Checksum of the plan; None without a plan."""
+        return None if self.plan is None else digest(self.plan)[:12]
+
+
+class OptimizeEntry(LineageEntry, frozen=True):
+    """An entry of ``optimize``.
+
+    Attributes:
+        choose: As in ``SearchRecord``.
+        other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
+            is kept (``planning.runtime_verification``).
+    """
+
     served_speedup: FiniteFloat | None = None
     speedups: ServedSpeed | None = None
     mixing: MixingChoice | None = None
@@ -220,25 +237,42 @@ class LineageEntry(Measured, frozen=True):
     choose: Quality | None = None
     also_proved: tuple[Fidelity, ...] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
-    before_recovery: BeforeRecovery | None = None
-    scores: dict[str, Any] | None = None
-    gain: bool | None = None
-    verdict: str = ""
-    training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
 
-    @property
-    def kept_goal(self) -> float | None:
-        """The share of the quality that a search guarantees; None if it guarantees none.
 
-        Without it, each quality has its own guarantee.
-        """
-        search = self.search
-        if search is None or not search.gain or search.asked.measure == "score":
-            return None
-        return search.asked.keep
+class RecoverEntry(LineageEntry, frozen=True):
+    """An entry of ``recover``.
 
-    @property
-    def plan_id(self) -> str | None:
-        """Checksum of the plan; None without a plan."""
-        return None if self.plan is None else digest(self.plan)[:12]
+    Attributes:
+        scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
+            the rewritten model ``before`` and ``after``, on verification rows. Their labels were
+            not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
+            number of rows to fit, to choose and to verify.
+    """
+
+    int8_weight_bits: int | None = None
+    int8_activations: str | None = None
+    before_recovery: BeforeRecovery
+    scores: dict[str, Any] | None = None
+    gain: bool
+    verdict: str
+    training: TrainingRecord
+    versions: Mapping[str, str] = {}
+
+
+def search_of(entry: LineageEntry) -> SearchRecord | None:
+    """The search that made the plan of an entry, if there was one."""
+    return entry.search if isinstance(entry, OptimizeEntry) else None
+
+
+def _kind(entry: object) -> str:
+    """The tag of the class of an entry, which is a value or JSON; only trainings record one."""
+    is_training = isinstance(entry, dict) and "training" in entry
+    return "[recover]" if is_training or isinstance(entry, RecoverEntry) else "[optimize]"
+
+
+AnyEntry = Annotated[
+    Annotated[OptimizeEntry, Tag("[optimize]")] | Annotated[RecoverEntry, Tag("[recover]")],
+    Discriminator(_kind),
+]
+"""An entry of either command, for fields. ``first_problem`` leaves out the tag."""

@@ -117,3 +117,11 @@ class SearchRecord(Measured, frozen=True):
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
     recovered: TrainingRounds | None = None
+
+    @property
+    def guaranteed(self) -> float | None:
+        """The share of the quality that it guarantees, of each output; None for a score or no gain.
+
+        Without it, each quality has its own guarantee.
+        """
+        return self.asked.keep if self.gain and self.asked.measure != "score" else None

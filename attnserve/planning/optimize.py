@@ -19,7 +19,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import LineageEntry, ModelCost, RecordedChange
+from attnserve.models.lineage import ModelCost, OptimizeEntry, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -75,7 +75,7 @@ class OptimizeReport:
         search: The content of plan.json, if there was a search; the lineage has a part of it.
     """
 
-    record: LineageEntry
+    record: OptimizeEntry
     plan: Plan
     fidelity: Fidelity
     output: Path
@@ -313,9 +313,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     warnings = warnings_of(
         job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
     )
-    # ``choose`` is null without a gain.
-    searched: dict[str, Any] = {"search": search, "choose": search.choose} if search else {}
-    record = LineageEntry(
+    record = OptimizeEntry(
         rewrite=rewritten.names,
         source=source_entry(job.artifact, job.original),
         calibration=None if job.data is None else calibration_of(job.data),
@@ -334,13 +332,14 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         speedups=speed,
         versions=versions(),
         **without_empty(
+            search=search,
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),
             also_proved=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        **searched,
+        **({"choose": search.choose} if search else {}),  # null without a gain
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 

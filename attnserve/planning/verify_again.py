@@ -19,7 +19,7 @@ from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
-from attnserve.models.lineage import Calibration, LineageEntry, Source
+from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
@@ -246,7 +246,7 @@ def _part(entry: LineageEntry) -> HeldOut | None:
     Raises:
         InvalidData: This version does not know the part.
     """
-    search = entry.search
+    search = search_of(entry)
     if search is None or not search.gain or not search.proofs:
         return None
     last = search.proofs[-1].part
@@ -262,7 +262,8 @@ def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
         InvalidArgument: The file is missing, or there is no such goal.
         InvalidData: This version does not know the task.
     """
-    asked = entry.search.asked if entry.search is not None and entry.search.gain else GoalRecord()
+    search = search_of(entry)
+    asked = search.asked if search is not None and search.gain else GoalRecord()
     if asked.task is None or asked.keep is None:
         if eval_data is not None:
             raise InvalidArgument(
@@ -292,8 +293,8 @@ def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
         return given
     measures = {quality.measure for quality in entry.qualities}
     measure = measures.pop() if len(measures) == 1 else "auto"
-    if entry.search is not None:
-        measure = entry.search.asked.measure
+    if (search := search_of(entry)) is not None:
+        measure = search.asked.measure
     return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
 
 
@@ -310,9 +311,10 @@ def _known(value: str, values: Sequence[str], name: str) -> str:
 
 def _device(entry: LineageEntry, device: Device) -> Device:
     """The device with the runtime of the search, unless another one is given."""
-    if entry.search is None or device.runtime != AUTO:
+    search = search_of(entry)
+    if search is None or device.runtime != AUTO:
         return device
-    return replace(device, runtime=entry.search.asked.runtime)
+    return replace(device, runtime=search.asked.runtime)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -398,6 +400,8 @@ def _checks(
     # By output, the lowest one counts.
     lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
     is_bounded = rows.part is not None and not rows.part.is_unused
+    search = search_of(entry)
+    goal = None if search is None else search.guaranteed
     checks: list[GuaranteeCheck] = []
     for quality in found.qualities:
         then = lowest.get(key(quality))
@@ -409,7 +413,6 @@ def _checks(
             )
         losses = quality.losses
         loss = losses.bounded if is_bounded else losses.measured
-        goal = entry.kept_goal
         kept, guarantee = (quality.value, then.guaranteed) if goal is None else (1 - loss, goal)
         holds = quality.is_finite and kept >= guarantee - ROUNDING
         checks.append(
@@ -431,14 +434,14 @@ def _score_check(
     job: Job, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
 ) -> GuaranteeCheck:
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
-    task = ScoredTask.of(goal, job)
-    assert task is not None and goal.keep is not None and entry.search is not None
-    is_recorded = path_sha256(task.data) == entry.search.asked.eval_data_sha256
+    task, search = ScoredTask.of(goal, job), search_of(entry)
+    assert task is not None and goal.keep is not None and search is not None
+    is_recorded = path_sha256(task.data) == search.asked.eval_data_sha256
     part = (_part(entry) if is_recorded else None) or HeldOut.ALL
     share = task.share(model, fidelity, part, job)
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
-    then = entry.search.proofs[-1].share if entry.search.proofs else None
+    then = search.proofs[-1].share if search.proofs else None
     return GuaranteeCheck(
         runtime_of(model, job.context.device), "", task.data.name, "", "score",
         then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,

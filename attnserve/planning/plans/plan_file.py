@@ -131,12 +131,6 @@ class SavedPlan:
         """
         return cls(path, _read(path))
 
-    @property
-    def guaranteed(self) -> float | None:
-        """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
-        asked = self.record.asked
-        return asked.keep if self.record.gain and asked.measure != "score" else None
-
     def require_guarantee(self, fidelity: Fidelity) -> None:
         """Check that the model of the plan keeps what its search guarantees.
 
@@ -147,7 +141,7 @@ class SavedPlan:
             CheckFailed: It certainly keeps less.
         """
         quality = fidelity.quality
-        guaranteed = self.guaranteed
+        guaranteed = self.record.guaranteed
         if guaranteed is None or quality is None or quality.ci95 is None:
             return
         if quality.ci95[1] < guaranteed:
