@@ -583,7 +583,7 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup])
 )
 def test_decision_records_every_configuration(config: BlockConfig) -> None:
     written = Decision(
-        block="layer", kind="attention", count=8, **config.recorded, operator="attention",
+        block="layer", kind="attention", count=8, **config.recorded, written="attention",
         ms_before=2.0, ms_after=1.0, predicted_loss=0.0, why="",
     )  # fmt: skip
     assert Decision.model_validate_json(written.model_dump_json()).config == config
