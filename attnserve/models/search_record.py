@@ -120,7 +120,7 @@ class SearchRecord(Measured, frozen=True):
 
     @property
     def guaranteed(self) -> float | None:
-        """The share of the quality that it guarantees, of each output; None for a score or no gain.
+        """The share of each quality that it guarantees; None if it guarantees a score or nothing.
 
         Without it, each quality has its own guarantee.
         """

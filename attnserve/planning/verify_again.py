@@ -19,11 +19,11 @@ from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
-from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
+from attnserve.models.lineage import Calibration, LineageEntry, OptimizeEntry, Source, search_of
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
-from attnserve.models.search_record import GoalRecord
+from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
@@ -161,23 +161,26 @@ def verify_again(
             f"give {entry.source.file} with sha256 {entry.source.sha256} as `original`",
             code="verify.original",
         )
-    goal = _task_goal(entry, as_path(eval_data))
+    search = search_of(entry)
+    guaranteed = search and search.guaranteed
+    goal = _task_goal(search, as_path(eval_data))
     # A training reads texts as the trained model does.
     texts = artifact if entry.rewritten is not None and artifact.tokenizer is not None else before
     model, source = load_model(artifact), load_model(before, in_place=True)
     rows = _read_rows(entry, comparison.data, source, texts, comparison.tokenizer)
     context = run.context(progress)
-    context = replace(context, device=_device(entry, context.device))
+    context = replace(context, device=_device(search, context.device))
     job = Job(
         texts, source, rows.data, tokenizer=comparison.tokenizer,
         measure=_measure(entry, comparison.measure), context=context,
     )  # fmt: skip
     device = context.device
     fidelity = job.compare_held_out(model, rows.first, rows.split)
-    checks = _checks(runtime_of(model, device), entry, entry.qualities, fidelity, rows)
+    checks = _checks(runtime_of(model, device), guaranteed, entry.qualities, fidelity, rows)
     not_installed: list[str] = []
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
-    for name, recorded in entry.other_runtimes.items():
+    others = entry.other_runtimes if isinstance(entry, OptimizeEntry) else {}
+    for name, recorded in others.items():
         if not set(runtimes_by_length(name)) <= {*installed}:
             not_installed.append(name)
             continue
@@ -186,9 +189,9 @@ def verify_again(
             open_new=opener_in(name, device, rows.others),
         )  # fmt: skip
         # The rows of other runtimes are unused, whatever the part of the search.
-        checks += _checks(name, entry, recorded.qualities, found, rows._replace(part=None))
-    if goal is not None:
-        checks.append(_score_check(job, goal, entry, model, fidelity))
+        checks += _checks(name, guaranteed, recorded.qualities, found, rows._replace(part=None))
+    if goal is not None and search is not None:
+        checks.append(_score_check(job, goal, search, model, fidelity))
     return VerifyAgainReport(fidelity, rows.is_recorded, checks, not_installed)
 
 
@@ -240,13 +243,12 @@ def _original(artifact: Artifact, source: Source, given: Path | None) -> Artifac
     )
 
 
-def _part(entry: LineageEntry) -> HeldOut | None:
+def _part(search: SearchRecord | None) -> HeldOut | None:
     """The part that the search verified its result on; None without a search or a gain.
 
     Raises:
         InvalidData: This version does not know the part.
     """
-    search = search_of(entry)
     if search is None or not search.gain or not search.proofs:
         return None
     last = search.proofs[-1].part
@@ -255,14 +257,13 @@ def _part(entry: LineageEntry) -> HeldOut | None:
     return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
 
 
-def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
+def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | None:
     """The goal that keeps a score, with the given file; None if no score is guaranteed.
 
     Raises:
         InvalidArgument: The file is missing, or there is no such goal.
         InvalidData: This version does not know the task.
     """
-    search = search_of(entry)
     asked = search.asked if search is not None and search.gain else GoalRecord()
     if asked.task is None or asked.keep is None:
         if eval_data is not None:
@@ -309,9 +310,8 @@ def _known(value: str, values: Sequence[str], name: str) -> str:
     return value
 
 
-def _device(entry: LineageEntry, device: Device) -> Device:
+def _device(search: SearchRecord | None, device: Device) -> Device:
     """The device with the runtime of the search, unless another one is given."""
-    search = search_of(entry)
     if search is None or device.runtime != AUTO:
         return device
     return replace(device, runtime=search.asked.runtime)
@@ -356,7 +356,7 @@ def _read_rows(
         sequence=calibration.joined_to,
     )  # fmt: skip
     _require_same_counts(calibration, data.source)
-    part = _part(entry)
+    part = _part(search_of(entry))
     names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
                                                       strict=True)}  # fmt: skip
     first = data.to_verify if part is None else part.batches(data)
@@ -384,9 +384,12 @@ def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
 
 
 def _checks(
-    runtime: str, entry: LineageEntry, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
+    runtime: str, goal: float | None, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
 ) -> list[GuaranteeCheck]:
     """Compare the qualities of one runtime with the guarantees.
+
+    Args:
+        goal: What the search guarantees of each quality, if it does.
 
     Raises:
         InvalidData: The record has qualities of other outputs, files or measures.
@@ -400,8 +403,6 @@ def _checks(
     # By output, the lowest one counts.
     lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
     is_bounded = rows.part is not None and not rows.part.is_unused
-    search = search_of(entry)
-    goal = None if search is None else search.guaranteed
     checks: list[GuaranteeCheck] = []
     for quality in found.qualities:
         then = lowest.get(key(quality))
@@ -431,13 +432,13 @@ def _checks(
 
 
 def _score_check(
-    job: Job, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
+    job: Job, goal: Goal, search: SearchRecord, model: ir.Model, fidelity: Fidelity
 ) -> GuaranteeCheck:
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
-    task, search = ScoredTask.of(goal, job), search_of(entry)
-    assert task is not None and goal.keep is not None and search is not None
+    task = ScoredTask.of(goal, job)
+    assert task is not None and goal.keep is not None
     is_recorded = path_sha256(task.data) == search.asked.eval_data_sha256
-    part = (_part(entry) if is_recorded else None) or HeldOut.ALL
+    part = (_part(search) if is_recorded else None) or HeldOut.ALL
     share = task.share(model, fidelity, part, job)
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)

@@ -118,7 +118,7 @@ def _guaranteed(entry: LineageEntry) -> float | None:
     if quality is None or quality.split == "random":
         return None
     search = search_of(entry)
-    goal = None if search is None else search.guaranteed
+    goal = search and search.guaranteed
     return quality.guaranteed if goal is None else goal
 
 

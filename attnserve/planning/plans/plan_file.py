@@ -22,7 +22,7 @@ from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
-from attnserve.options import Data, Lengths, Target
+from attnserve.options import Data, Target
 from attnserve.planning.blocks.configurations import BlockConfig
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
@@ -158,11 +158,6 @@ class SavedPlan:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
         return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
 
-    @property
-    def lengths(self) -> Lengths | None:
-        """The lengths to which the search joined calibration texts; None if it joined none."""
-        return self.record.calibration.joined_to
-
     def measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
@@ -181,26 +176,6 @@ class SavedPlan:
             )
         return planned
 
-    def target(self, given: Target) -> Target:
-        """The given target, in the phase of the search unless another one is given.
-
-        Raises:
-            InvalidData: This version does not know the phase.
-        """
-        phase = given.phase or _known(self.path, self.record.asked.phase, Phase)
-        return given.model_copy(update={"phase": phase})
-
-    def context(self, context: RunContext) -> RunContext:
-        """The context with the device and the seed of the search.
-
-        Raises:
-            InvalidData: This version does not know the provider.
-        """
-        asked = self.record.asked
-        provider = _known(self.path, asked.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=asked.runtime)
-        return replace(context, device=device, seed=asked.seed)
-
     def job(
         self,
         artifact: Artifact,
@@ -210,15 +185,22 @@ class SavedPlan:
         measure: SearchMeasure,
         context: RunContext,
     ) -> Job:
-        """Read the data of the plan, for the device, lengths and measure of its search.
+        """Read the data of the plan, for the device, seed, lengths and measure of its search.
+
+        The phase is that of the search too, unless ``target`` has one.
 
         Raises:
             InvalidArgument: Another measure is given.
             InvalidData: A file cannot be used, or this version does not know a value of the search.
         """
+        asked = self.record.asked
+        phase = target.phase or _known(self.path, asked.phase, Phase)
+        provider = _known(self.path, asked.provider, Provider)
+        device = replace(context.device, provider=provider, runtime=asked.runtime)
         return Job.read(
-            artifact, original, data, self.target(target),
-            measure=self.measure(measure), joined=self.lengths, context=self.context(context),
+            artifact, original, data, target.model_copy(update={"phase": phase}),
+            measure=self.measure(measure), joined=self.record.calibration.joined_to,
+            context=replace(context, device=device, seed=asked.seed),
         )  # fmt: skip
 
     def forget_trainings(self, plan: Plan) -> None:
