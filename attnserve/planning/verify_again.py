@@ -19,7 +19,7 @@ from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
-from attnserve.models.lineage import Calibration, LineageEntry, OptimizeEntry, Source, search_of
+from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
@@ -179,8 +179,7 @@ def verify_again(
     checks = _checks(runtime_of(model, device), guaranteed, entry.qualities, fidelity, rows)
     not_installed: list[str] = []
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
-    others = entry.other_runtimes if isinstance(entry, OptimizeEntry) else {}
-    for name, recorded in others.items():
+    for name, recorded in artifact.other_runtimes.items():
         if not set(runtimes_by_length(name)) <= {*installed}:
             not_installed.append(name)
             continue

@@ -113,7 +113,7 @@ def test_report_fields_of_the_other_command_are_unknown(copy: Path):
     set_lineage(copy, [{"rewrite": "x", "before_recovery": 3}, {**RECOVERED, **unknown}])
     (found,) = report(copy)
     assert "0.9123" in page_of(found.output).text
-    assert found.artifact.other_runtimes == frozenset()
+    assert found.artifact.other_runtimes == {}
 
 
 COST = {"parameters": 1, "macs": 2, "bytes": 4}
