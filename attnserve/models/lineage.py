@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Discriminator, FiniteFloat, Tag
+from pydantic import BeforeValidator, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
@@ -265,14 +265,12 @@ def search_of(entry: LineageEntry) -> SearchRecord | None:
     return entry.search if isinstance(entry, OptimizeEntry) else None
 
 
-def _kind(entry: object) -> str:
-    """The tag of the class of an entry, which is a value or JSON; only trainings record one."""
-    is_training = isinstance(entry, dict) and "training" in entry
-    return "[recover]" if is_training or isinstance(entry, RecoverEntry) else "[optimize]"
+def _read(content: object) -> object:
+    """The entry of the command that wrote this JSON; only ``recover`` records a training."""
+    if not isinstance(content, dict):
+        return content
+    return (RecoverEntry if "training" in content else OptimizeEntry).model_validate(content)
 
 
-AnyEntry = Annotated[
-    Annotated[OptimizeEntry, Tag("[optimize]")] | Annotated[RecoverEntry, Tag("[recover]")],
-    Discriminator(_kind),
-]
-"""An entry of either command, for fields. ``first_problem`` leaves out the tag."""
+AnyEntry = Annotated[SerializeAsAny[LineageEntry], BeforeValidator(_read)]
+"""An entry of either command, as a field."""

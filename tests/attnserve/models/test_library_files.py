@@ -12,7 +12,7 @@ import pytest
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.folder_settings import read_settings
 from attnserve.models.library_files import LibraryModel, library_model, write_library_files
-from attnserve.models.lineage import OptimizeEntry
+from attnserve.models.lineage import LineageEntry
 from attnserve.models.model_card import MARK, is_own_card, model_card
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_openvino, output_file, write_rewritten
@@ -133,7 +133,7 @@ def test_model_without_configuration_has_no_files(tmp_path: Path):
 
 def rewrite(source: Artifact, target: Path, *, openvino: bool = False) -> None:
     model = load_model(source)
-    entry = OptimizeEntry(rewrite="fuse", plan={"format": 1})
+    entry = LineageEntry(rewrite="fuse", plan={"format": 1})
     write_rewritten(
         target, model, source, entry, external=False, openvino=model if openvino else None
     )
@@ -202,7 +202,7 @@ def test_card_of_the_user_is_kept(tmp_path: Path):
 def test_card_escapes_names(tmp_path: Path):
     name = "<script>\n# [x](y) | `z` \ud800"
     source = artifact(tmp_path, graph(), source=f"a/{name}")
-    entry = OptimizeEntry.model_validate({"rewrite": name, "source": {"file": name}})
+    entry = LineageEntry.model_validate({"rewrite": name, "source": {"file": name}})
     hostile = Artifact(source.model, source.record.model_copy(update={"lineage": (entry,)}))
     card = model_card(hostile, None, has_openvino=False)
     card.encode()
@@ -250,7 +250,7 @@ def test_refused_fused_graph_is_replaced_by_the_model(
         path.write_text("")
 
     monkeypatch.setattr("attnserve.models.outputs.write_openvino", write)
-    model, entry = load_model(source), OptimizeEntry(rewrite="fuse")
+    model, entry = load_model(source), LineageEntry(rewrite="fuse")
     target = tmp_path / "new" / "model.onnx"
     write_rewritten(target, model, source, entry, external=False, openvino=fused)
     assert written[0] is fused and written[1] is model
