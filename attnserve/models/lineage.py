@@ -187,8 +187,8 @@ class BeforeRecovery(Measured, frozen=True):
 class LineageEntry(Measured, frozen=True):
     """The part of an entry that ``optimize`` and ``recover`` both write.
 
-    The order of the fields is that of the keys in files. So fields that follow those of one command
-    are declared in both classes.
+    Fields are declared in the order of the keys in files, so ``versions`` and two others, which
+    follow the fields of one command, are declared in both classes.
 
     Attributes:
         rewrite: The names of the passes, of the training and of the precision, joined by "+".
