@@ -339,7 +339,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             also_proved=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        **({"choose": search.choose} if search else {}),  # null without a gain
+        **(dict[str, Any](choose=search.choose) if search else {}),  # null without a gain
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 

@@ -244,7 +244,7 @@ def test_optimize_writes_complete_artifact(tiny: Path, fitted: OptimizeReport):
     assert entry.rewrite == "collaborate" and entry.seed == 5
     assert entry.calibration is not None and entry.calibration.file == "sentences.txt"
     assert entry.steps == fitted.changes
-    assert {"numpy", "onnxruntime", "python"} <= entry.versions.keys()
+    assert {"numpy", "onnxruntime", "python"} <= entry.to_json()["versions"].keys()
 
 
 def test_optimize_report_json_has_contract_keys(fitted: OptimizeReport):
