@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
@@ -19,7 +19,8 @@ from typing import Any, cast
 from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
 from attnserve.models.json_files import read_json
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, OptimizeEntry
+from attnserve.models.measured import Fidelity
 from attnserve.models.record import RECORD, Record, parse_record, read_record
 from attnserve.models.settings_files import TransformersConfig
 from attnserve.paths import StrPath, belongs_to
@@ -180,12 +181,10 @@ class Artifact:
         return self.record.lineage
 
     @property
-    def other_runtimes(self) -> Set[str]:
-        """Further runtimes, and pairs of runtimes, in which the last rewrite is verified.
-
-        See ``planning.runtime_verification``.
-        """
-        return self.lineage[-1].other_runtimes.keys() if self.lineage else frozenset()
+    def other_runtimes(self) -> Mapping[str, Fidelity]:
+        """The verifications of the last rewrite in further runtimes; see ``OptimizeEntry``."""
+        last = self.lineage[-1] if self.lineage else None
+        return last.other_runtimes if isinstance(last, OptimizeEntry) else {}
 
     @property
     def source(self) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Field, FiniteFloat
+from pydantic import BeforeValidator, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
@@ -19,16 +19,20 @@ from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
     "SIZES",
+    "AnyEntry",
     "BeforeRecovery",
     "Calibration",
     "LineageEntry",
     "MixingChoice",
     "MixingReport",
     "ModelCost",
+    "OptimizeEntry",
     "RecordedChange",
+    "RecoverEntry",
     "Source",
     "TokenIds",
     "TrainingRecord",
+    "search_of",
 ]
 
 
@@ -99,7 +103,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 
 
 class RecordedChange(RecordedWithNulls, frozen=True):
-    """One rewrite of one block (a step in JSON).
+    """One rewrite of one block.
 
     Attributes:
         rewrite: The name of the pass.
@@ -137,14 +141,14 @@ class MixingReport(RecordedWithNulls, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        mixing: Its kind.
+        form: Its kind.
         error: Error of the outputs on calibration data, or of the weights without data; None if the
             mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
-    mixing: Annotated[MixingKind, Field(alias="form")]
+    form: MixingKind
     error: FiniteFloat | None
     speedup: Speedup
     slowest: Speedup
@@ -155,7 +159,7 @@ class MixingChoice(RecordedWithNulls, frozen=True):
 
     chosen: MixingKind
     why: str
-    mixings: Annotated[tuple[MixingReport, ...], Field(alias="forms")]
+    forms: tuple[MixingReport, ...]
 
 
 class TrainingRecord(Recorded, frozen=True):
@@ -181,20 +185,17 @@ class BeforeRecovery(Measured, frozen=True):
 
 
 class LineageEntry(Measured, frozen=True):
-    """One entry of the lineage.
+    """The part of an entry that ``optimize`` and ``recover`` both write.
+
+    Fields are declared in the order of the keys in files, so ``versions`` and two others, which
+    follow the fields of one command, are declared in both classes.
 
     Attributes:
         rewrite: The names of the passes, of the training and of the precision, joined by "+".
         source: The model that the quality is measured against.
         rewritten: For a training, the model that was trained.
+        steps: The changes of single blocks; a training has none.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
-        other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
-            is kept (``planning.runtime_verification``).
-        chosen_by: As in ``SearchRecord``.
-        scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
-            the rewritten model ``before`` and ``after``, on verification rows. Their labels were
-            not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
-            number of rows to fit, to choose and to verify.
     """
 
     rewrite: str
@@ -204,41 +205,72 @@ class LineageEntry(Measured, frozen=True):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
+    steps: tuple[RecordedChange, ...] = ()
     fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None
     sequence: int | None = None
     warnings: tuple[str, ...] = ()
     plan: dict[str, Any] | None = None
+
+    @property
+    def plan_id(self) -> str | None:
+        """Checksum of the plan; None without a plan."""
+        return None if self.plan is None else digest(self.plan)[:12]
+
+
+class OptimizeEntry(LineageEntry, frozen=True):
+    """An entry of ``optimize``.
+
+    Attributes:
+        choose: As in ``SearchRecord``.
+        other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
+            is kept (``planning.runtime_verification``).
+    """
+
     served_speedup: FiniteFloat | None = None
     speedups: ServedSpeed | None = None
     mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
-    also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
+    choose: Quality | None = None
+    also_proved: tuple[Fidelity, ...] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
-    before_recovery: BeforeRecovery | None = None
-    scores: dict[str, Any] | None = None
-    gain: bool | None = None
-    verdict: str = ""
-    training: TrainingRecord | None = None
     versions: Mapping[str, str] = {}
 
-    @property
-    def kept_goal(self) -> float | None:
-        """The share of the quality that a search guarantees; None if it guarantees none.
 
-        Without it, each quality has its own guarantee.
-        """
-        search = self.search
-        if search is None or not search.gain or search.goal.measure == "score":
-            return None
-        return search.goal.keep
+class RecoverEntry(LineageEntry, frozen=True):
+    """An entry of ``recover``.
 
-    @property
-    def plan_id(self) -> str | None:
-        """Checksum of the plan; None without a plan."""
-        return None if self.plan is None else digest(self.plan)[:12]
+    Attributes:
+        scores: For a training with labels, ``Score.to_json`` of the original (``teacher``), and of
+            the rewritten model ``before`` and ``after``, on verification rows. Their labels were
+            not used, but a text of a pair may have been, alone or in another pair. ``rows`` has the
+            number of rows to fit, to choose and to verify.
+    """
+
+    int8_weight_bits: int | None = None
+    int8_activations: str | None = None
+    before_recovery: BeforeRecovery
+    scores: dict[str, Any] | None = None
+    gain: bool
+    verdict: str
+    training: TrainingRecord
+    versions: Mapping[str, str] = {}
+
+
+def search_of(entry: LineageEntry) -> SearchRecord | None:
+    """The search that made the plan of an entry, if there was one."""
+    return entry.search if isinstance(entry, OptimizeEntry) else None
+
+
+def _read(content: object) -> object:
+    """The entry of the command that wrote this JSON; only ``recover`` records a training."""
+    if not isinstance(content, dict):
+        return content
+    return (RecoverEntry if "training" in content else OptimizeEntry).model_validate(content)
+
+
+AnyEntry = Annotated[SerializeAsAny[LineageEntry], BeforeValidator(_read)]
+"""An entry of either command, as a field."""

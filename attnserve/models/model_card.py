@@ -13,7 +13,7 @@ from pathlib import Path
 from attnserve.literals import Precision
 from attnserve.models.artifact import Artifact
 from attnserve.models.library_files import LibraryModel
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, OptimizeEntry
 from attnserve.models.measured import Quality
 from attnserve.runtime.machine import cpu_name, gpu_name
 from attnserve.versions import package_versions
@@ -167,7 +167,8 @@ def _quality(artifact: Artifact) -> list[str]:
     entry = artifact.lineage[-1]
     lines = [f"Compared with {_escaped(entry.source.file)}, the model that was rewritten."]
     found: list[Quality] = list(entry.qualities)
-    found += [quality for other in entry.also_verified for quality in other.qualities]
+    if isinstance(entry, OptimizeEntry):
+        found += [quality for other in entry.also_proved for quality in other.qualities]
     if found:
         lines.append(
             _table(
@@ -206,12 +207,12 @@ def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
 
 def _speed(lineage: Sequence[LineageEntry]) -> list[str]:
     """The measured speed-up, with the machine."""
-    speeds = lineage[-1].speedups if lineage else None
-    if speeds is None:
+    last = lineage[-1] if lineage else None
+    if not isinstance(last, OptimizeEntry) or (speeds := last.speedups) is None:
         return []
     device = speeds.device
     gpu = gpu_name() if device.provider == "cuda" else None
-    precision: Precision = (lineage[-1].plan or {}).get("precision", "float32")
+    precision: Precision = (last.plan or {}).get("precision", "float32")
     served = speeds.served
     return [
         "## Speed\n\n"

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, FiniteFloat, StrictBool, StrictStr, 
 
 from attnserve.literals import Activation, Padding, Pooling, Side, Similarity
 from attnserve.models.json_files import first_problem
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import AnyEntry
 from attnserve.models.recorded import Recorded
 from graph_passes.errors import InvalidModel
 
@@ -89,7 +89,7 @@ class Record(Recorded, frozen=True):
     source: StrictStr | None = None
     format: int = 1
     files: Mapping[str, StrictStr] = {}
-    lineage: tuple[LineageEntry, ...] = ()
+    lineage: tuple[AnyEntry, ...] = ()
     others: Mapping[str, Record] = {}
 
     @classmethod
@@ -109,7 +109,7 @@ class Record(Recorded, frozen=True):
 
         try:
             orjson.dumps(content)
-            return cls.model_validate(content, by_name=False)
+            return cls.model_validate(content)
         except (TypeError, ValidationError) as error:
             is_invalid = isinstance(error, ValidationError)
             problem = first_problem(error) if is_invalid else str(error)

@@ -1,8 +1,7 @@
 """The base classes of records: which fields their JSON has.
 
-Older versions recorded fewer fields, so most may be missing. Fields that this version does not know
-are kept: a newer one may have written them. A field whose JSON key has another word has that key as
-its alias; files are read by keys only (``by_name=False``).
+Each field has the name of its JSON key. Older versions recorded fewer fields, so most may be
+missing. Fields that this version does not know are kept: a newer one may have written them.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ __all__ = ["Recorded", "RecordedWithNulls", "without_empty"]
 class Recorded(BaseModel, frozen=True):
     """Base class of record parts whose JSON contains only the given fields."""
 
-    model_config = ConfigDict(
-        extra="allow", validate_by_name=True, validate_by_alias=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(extra="allow")
 
     @property
     def json_fields(self) -> Collection[str]:
@@ -29,10 +26,8 @@ class Recorded(BaseModel, frozen=True):
 
     @model_serializer(mode="wrap")
     def _serialized(self, to_content: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        keys = {fields[name].alias or name for name in self.json_fields if name in fields}
-        keys |= (self.model_extra or {}).keys()
-        return {key: value for key, value in to_content(self).items() if key in keys}
+        names = self.json_fields
+        return {name: value for name, value in to_content(self).items() if name in names}
 
     def to_json(self, *left_out: str) -> dict[str, Any]:
         """The fields as JSON values, without the named ones."""

@@ -101,19 +101,27 @@ class SearchRecord(Measured, frozen=True):
 
     Attributes:
         fidelity, quality, qualities: The result of the verification of the returned choice.
-        goal: The goal of the search, with its workloads and its device.
-        chosen_by: The same quality on the rows to choose, by which the plan was chosen.
-        verifications: All verifications of choices, in order; all but the last missed the goal.
+        asked: The goal of the search, with its workloads and its device.
+        choose: The same quality on the rows to choose, by which the plan was chosen.
+        proofs: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 
-    goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
+    asked: GoalRecord = GoalRecord()
     verdict: str = ""
     gain: bool = False
     fidelity: Fidelity | None = None
-    chosen_by: Annotated[Quality | None, Field(alias="choose")] = None
-    verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
+    choose: Quality | None = None
+    proofs: tuple[Verification, ...] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
     recovered: TrainingRounds | None = None
+
+    @property
+    def guaranteed(self) -> float | None:
+        """The share of each quality that it guarantees; None if it guarantees a score or nothing.
+
+        Without it, each quality has its own guarantee.
+        """
+        return self.asked.keep if self.gain and self.asked.measure != "score" else None

@@ -19,7 +19,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import LineageEntry, ModelCost, RecordedChange
+from attnserve.models.lineage import ModelCost, OptimizeEntry, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -75,7 +75,7 @@ class OptimizeReport:
         search: The content of plan.json, if there was a search; the lineage has a part of it.
     """
 
-    record: LineageEntry
+    record: OptimizeEntry
     plan: Plan
     fidelity: Fidelity
     output: Path
@@ -84,7 +84,7 @@ class OptimizeReport:
     @property
     def changes(self) -> tuple[RecordedChange, ...]:
         """The applied rewrites, one per block."""
-        return self.record.changes
+        return self.record.steps
 
     @property
     def break_even_sequence(self) -> int | None:
@@ -312,16 +312,14 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     warnings = warnings_of(
         job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
     )
-    # ``chosen_by`` is null without a gain.
-    searched: dict[str, Any] = {"search": search, "chosen_by": search.chosen_by} if search else {}
-    record = LineageEntry(
+    record = OptimizeEntry(
         rewrite=rewritten.names,
         source=source_entry(job.artifact, job.original),
         calibration=None if job.data is None else calibration_of(job.data),
         seed=job.context.seed,
         before=before,
         after=after,
-        changes=rewritten.applied.changes,
+        steps=rewritten.applied.changes,
         fidelity=fidelity.cosines,
         qualities=fidelity.qualities,
         break_even_sequence=break_even_length,
@@ -333,13 +331,14 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         speedups=speed,
         versions=versions(),
         **without_empty(
+            search=search,
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),
-            also_verified=other_fidelities,
+            also_proved=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        **searched,
+        **(dict[str, Any](choose=search.choose) if search else {}),  # null without a gain
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 
@@ -351,7 +350,7 @@ def _compare(job: Job, rewritten: _Outcome) -> Fidelity:
     """
     search, original, converted = rewritten.search, job.original, rewritten.state.result
     if search is not None and search.gain:
-        return search.verifications[-1].fidelity
+        return search.proofs[-1].fidelity
     if job.data is not None:
         return job.compare_held_out(converted, job.data.to_verify)
     batches = random_batches(original, job.context.seed, empty=empty_axes(original, converted))

@@ -20,7 +20,7 @@ from attnserve.job import Job
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of
-from attnserve.models.lineage import BeforeRecovery, LineageEntry
+from attnserve.models.lineage import BeforeRecovery, RecoverEntry
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, output_file
 from attnserve.models.quantized import int8_activations, int8_weight_bits
@@ -243,7 +243,7 @@ def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverR
             "after": after.score.to_json(),
         }
     bits = int8_weight_bits(result_model)
-    record = LineageEntry(
+    record = RecoverEntry(
         rewrite="recover" if bits is None else "recover+int8",
         fidelity=after.fidelity.cosines,
         qualities=after.fidelity.qualities,

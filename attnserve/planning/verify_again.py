@@ -19,11 +19,11 @@ from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
-from attnserve.models.lineage import Calibration, LineageEntry, Source
+from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
 from attnserve.models.measured import Fidelity, Quality
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
-from attnserve.models.search_record import GoalRecord
+from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
@@ -161,23 +161,25 @@ def verify_again(
             f"give {entry.source.file} with sha256 {entry.source.sha256} as `original`",
             code="verify.original",
         )
-    goal = _task_goal(entry, as_path(eval_data))
+    search = search_of(entry)
+    guaranteed = search and search.guaranteed
+    goal = _task_goal(search, as_path(eval_data))
     # A training reads texts as the trained model does.
     texts = artifact if entry.rewritten is not None and artifact.tokenizer is not None else before
     model, source = load_model(artifact), load_model(before, in_place=True)
     rows = _read_rows(entry, comparison.data, source, texts, comparison.tokenizer)
     context = run.context(progress)
-    context = replace(context, device=_device(entry, context.device))
+    context = replace(context, device=_device(search, context.device))
     job = Job(
         texts, source, rows.data, tokenizer=comparison.tokenizer,
         measure=_measure(entry, comparison.measure), context=context,
     )  # fmt: skip
     device = context.device
     fidelity = job.compare_held_out(model, rows.first, rows.split)
-    checks = _checks(runtime_of(model, device), entry, entry.qualities, fidelity, rows)
+    checks = _checks(runtime_of(model, device), guaranteed, entry.qualities, fidelity, rows)
     not_installed: list[str] = []
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
-    for name, recorded in entry.other_runtimes.items():
+    for name, recorded in artifact.other_runtimes.items():
         if not set(runtimes_by_length(name)) <= {*installed}:
             not_installed.append(name)
             continue
@@ -186,9 +188,9 @@ def verify_again(
             open_new=opener_in(name, device, rows.others),
         )  # fmt: skip
         # The rows of other runtimes are unused, whatever the part of the search.
-        checks += _checks(name, entry, recorded.qualities, found, rows._replace(part=None))
-    if goal is not None:
-        checks.append(_score_check(job, goal, entry, model, fidelity))
+        checks += _checks(name, guaranteed, recorded.qualities, found, rows._replace(part=None))
+    if goal is not None and search is not None:
+        checks.append(_score_check(job, goal, search, model, fidelity))
     return VerifyAgainReport(fidelity, rows.is_recorded, checks, not_installed)
 
 
@@ -240,29 +242,28 @@ def _original(artifact: Artifact, source: Source, given: Path | None) -> Artifac
     )
 
 
-def _part(entry: LineageEntry) -> HeldOut | None:
+def _part(search: SearchRecord | None) -> HeldOut | None:
     """The part that the search verified its result on; None without a search or a gain.
 
     Raises:
         InvalidData: This version does not know the part.
     """
-    search = entry.search
-    if search is None or not search.gain or not search.verifications:
+    if search is None or not search.gain or not search.proofs:
         return None
-    last = search.verifications[-1].part
-    if not last and len(search.verifications) <= len(ATTEMPTS):  # of an earlier version
-        return ATTEMPTS[len(search.verifications) - 1].part
+    last = search.proofs[-1].part
+    if not last and len(search.proofs) <= len(ATTEMPTS):  # of an earlier version
+        return ATTEMPTS[len(search.proofs) - 1].part
     return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
 
 
-def _task_goal(entry: LineageEntry, eval_data: Path | None) -> Goal | None:
+def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | None:
     """The goal that keeps a score, with the given file; None if no score is guaranteed.
 
     Raises:
         InvalidArgument: The file is missing, or there is no such goal.
         InvalidData: This version does not know the task.
     """
-    asked = entry.search.goal if entry.search is not None and entry.search.gain else GoalRecord()
+    asked = search.asked if search is not None and search.gain else GoalRecord()
     if asked.task is None or asked.keep is None:
         if eval_data is not None:
             raise InvalidArgument(
@@ -292,8 +293,8 @@ def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
         return given
     measures = {quality.measure for quality in entry.qualities}
     measure = measures.pop() if len(measures) == 1 else "auto"
-    if entry.search is not None:
-        measure = entry.search.goal.measure
+    if (search := search_of(entry)) is not None:
+        measure = search.asked.measure
     return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
 
 
@@ -308,11 +309,11 @@ def _known(value: str, values: Sequence[str], name: str) -> str:
     return value
 
 
-def _device(entry: LineageEntry, device: Device) -> Device:
+def _device(search: SearchRecord | None, device: Device) -> Device:
     """The device with the runtime of the search, unless another one is given."""
-    if entry.search is None or device.runtime != AUTO:
+    if search is None or device.runtime != AUTO:
         return device
-    return replace(device, runtime=entry.search.goal.runtime)
+    return replace(device, runtime=search.asked.runtime)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ def _read_rows(
         sequence=calibration.joined_to,
     )  # fmt: skip
     _require_same_counts(calibration, data.source)
-    part = _part(entry)
+    part = _part(search_of(entry))
     names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
                                                       strict=True)}  # fmt: skip
     first = data.to_verify if part is None else part.batches(data)
@@ -382,9 +383,12 @@ def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
 
 
 def _checks(
-    runtime: str, entry: LineageEntry, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
+    runtime: str, goal: float | None, recorded: Sequence[Quality], found: Fidelity, rows: _Rows
 ) -> list[GuaranteeCheck]:
     """Compare the qualities of one runtime with the guarantees.
+
+    Args:
+        goal: What the search guarantees of each quality, if it does.
 
     Raises:
         InvalidData: The record has qualities of other outputs, files or measures.
@@ -409,7 +413,6 @@ def _checks(
             )
         losses = quality.losses
         loss = losses.bounded if is_bounded else losses.measured
-        goal = entry.kept_goal
         kept, guarantee = (quality.value, then.guaranteed) if goal is None else (1 - loss, goal)
         holds = quality.is_finite and kept >= guarantee - ROUNDING
         checks.append(
@@ -428,17 +431,17 @@ def _checks(
 
 
 def _score_check(
-    job: Job, goal: Goal, entry: LineageEntry, model: ir.Model, fidelity: Fidelity
+    job: Job, goal: Goal, search: SearchRecord, model: ir.Model, fidelity: Fidelity
 ) -> GuaranteeCheck:
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
     task = ScoredTask.of(goal, job)
-    assert task is not None and goal.keep is not None and entry.search is not None
-    is_recorded = path_sha256(task.data) == entry.search.goal.eval_data_sha256
-    part = (_part(entry) if is_recorded else None) or HeldOut.ALL
+    assert task is not None and goal.keep is not None
+    is_recorded = path_sha256(task.data) == search.asked.eval_data_sha256
+    part = (_part(search) if is_recorded else None) or HeldOut.ALL
     share = task.share(model, fidelity, part, job)
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
-    then = entry.search.verifications[-1].share if entry.search.verifications else None
+    then = search.proofs[-1].share if search.proofs else None
     return GuaranteeCheck(
         runtime_of(model, job.context.device), "", task.data.name, "", "score",
         then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,

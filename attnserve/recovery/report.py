@@ -14,7 +14,7 @@ from attnserve.fusion import fused_copy
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import RecoverEntry
 from attnserve.models.measured import Fidelity
 from attnserve.models.outputs import write_rewritten
 from attnserve.models.training_result import TrainingResult
@@ -39,7 +39,7 @@ class RecoverReport:
         output: The .onnx file.
     """
 
-    record: LineageEntry
+    record: RecoverEntry
     before: Fidelity
     after: Fidelity
     training: TrainingResult

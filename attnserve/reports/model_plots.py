@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, RecoverEntry, search_of
 from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
 from attnserve.reports.plots import Figure
 
@@ -22,7 +22,7 @@ def figures(rewrite: LineageEntry) -> list[Figure]:
 
 def _changes(rewrite: LineageEntry) -> Figure | None:
     """Error of each change, and the cost after it."""
-    changes = [change for change in rewrite.changes if change.relative_error is not None]
+    changes = [change for change in rewrite.steps if change.relative_error is not None]
     if len(changes) < 2:
         return None
     macs_before = rewrite.before and rewrite.before.macs
@@ -72,7 +72,8 @@ def _groups(names: list[str]) -> tuple[list[int], list[str]]:
 
 def _latency(rewrite: LineageEntry) -> Figure | None:
     """Latency of the original and of the new model at each measured shape."""
-    speeds = rewrite.search.speeds if rewrite.search else ()
+    search = search_of(rewrite)
+    speeds = search.speeds if search else ()
     if not speeds:
         return None
 
@@ -110,7 +111,7 @@ def _latency(rewrite: LineageEntry) -> Figure | None:
 
 def _recovery(rewrite: LineageEntry) -> Figure | None:
     """Losses of the training against time."""
-    history = rewrite.training.history if rewrite.training else ()
+    history = rewrite.training.history if isinstance(rewrite, RecoverEntry) else ()
     rows = [(s, a, b) for s, a, b in history if a and b and a > 0 and b > 0]
     if len(rows) < 2:
         return None

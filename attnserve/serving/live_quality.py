@@ -28,7 +28,7 @@ from attnserve.limits import ROUNDING
 from attnserve.literals import Measure, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, search_of
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model
@@ -117,7 +117,9 @@ def _guaranteed(entry: LineageEntry) -> float | None:
     quality = entry.quality
     if quality is None or quality.split == "random":
         return None
-    return quality.guaranteed if entry.kept_goal is None else entry.kept_goal
+    search = search_of(entry)
+    goal = search and search.guaranteed
+    return quality.guaranteed if goal is None else goal
 
 
 @dataclass(frozen=True)

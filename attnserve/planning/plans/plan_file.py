@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -22,7 +22,7 @@ from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
-from attnserve.options import Data, Lengths, Target
+from attnserve.options import Data, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -49,7 +49,7 @@ class Decision(RecordedWithNulls, frozen=True):
         head_size: K of truncated queries and keys, with the dimension of the content term.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        operator: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
+        written: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.
@@ -63,7 +63,7 @@ class Decision(RecordedWithNulls, frozen=True):
     head_size: int | None = None
     rank: int | None = None
     source: str | None = None
-    operator: Annotated[str, Field(alias="written")]
+    written: str
     ms_before: float
     ms_after: float
     predicted_loss: float
@@ -90,7 +90,7 @@ class PlanRecord(SearchRecord, frozen=True):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
-        decisions: One for each block.
+        layers: The decision for each block.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -99,7 +99,7 @@ class PlanRecord(SearchRecord, frozen=True):
     model: Source = Source()
     calibration: Calibration = Calibration()
     speedups: ServedSpeed | None = None
-    decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
+    layers: tuple[Decision, ...] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
@@ -126,12 +126,6 @@ class SavedPlan:
         """
         return cls(path, _read(path))
 
-    @property
-    def guaranteed(self) -> float | None:
-        """The guaranteed quality; None if the search guaranteed a task score, or had no gain."""
-        goal = self.record.goal
-        return goal.keep if self.record.gain and goal.measure != "score" else None
-
     def require_guarantee(self, fidelity: Fidelity) -> None:
         """Check that the model of the plan keeps what its search guarantees.
 
@@ -142,7 +136,7 @@ class SavedPlan:
             CheckFailed: It certainly keeps less.
         """
         quality = fidelity.quality
-        guaranteed = self.guaranteed
+        guaranteed = self.record.guaranteed
         if guaranteed is None or quality is None or quality.ci95 is None:
             return
         if quality.ci95[1] < guaranteed:
@@ -159,11 +153,6 @@ class SavedPlan:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
         return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
 
-    @property
-    def lengths(self) -> Lengths | None:
-        """The lengths to which the search joined calibration texts; None if it joined none."""
-        return self.record.calibration.joined_to
-
     def measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
@@ -171,7 +160,7 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: This version does not know the measure.
         """
-        planned = _known(self.path, self.record.goal.measure, SearchMeasure)
+        planned = _known(self.path, self.record.asked.measure, SearchMeasure)
         if planned in ("score", given):
             return given
         if given != "auto":
@@ -182,26 +171,6 @@ class SavedPlan:
             )
         return planned
 
-    def target(self, given: Target) -> Target:
-        """The given target, in the phase of the search unless another one is given.
-
-        Raises:
-            InvalidData: This version does not know the phase.
-        """
-        phase = given.phase or _known(self.path, self.record.goal.phase, Phase)
-        return given.model_copy(update={"phase": phase})
-
-    def context(self, context: RunContext) -> RunContext:
-        """The context with the device and the seed of the search.
-
-        Raises:
-            InvalidData: This version does not know the provider.
-        """
-        goal = self.record.goal
-        provider = _known(self.path, goal.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=goal.runtime)
-        return replace(context, device=device, seed=goal.seed)
-
     def job(
         self,
         artifact: Artifact,
@@ -211,15 +180,22 @@ class SavedPlan:
         measure: SearchMeasure,
         context: RunContext,
     ) -> Job:
-        """Read the data of the plan, for the device, lengths and measure of its search.
+        """Read the data of the plan, for the device, seed, lengths and measure of its search.
+
+        The phase is that of the search too, unless ``target`` has one.
 
         Raises:
             InvalidArgument: Another measure is given.
             InvalidData: A file cannot be used, or this version does not know a value of the search.
         """
+        asked = self.record.asked
+        phase = target.phase or _known(self.path, asked.phase, Phase)
+        provider = _known(self.path, asked.provider, Provider)
+        device = replace(context.device, provider=provider, runtime=asked.runtime)
         return Job.read(
-            artifact, original, data, self.target(target),
-            measure=self.measure(measure), joined=self.lengths, context=self.context(context),
+            artifact, original, data, target.model_copy(update={"phase": phase}),
+            measure=self.measure(measure), joined=self.record.calibration.joined_to,
+            context=replace(context, device=device, seed=asked.seed),
         )  # fmt: skip
 
     def forget_trainings(self, plan: Plan) -> None:
@@ -275,9 +251,7 @@ def _read(path: Path) -> PlanRecord:
         InvalidData: The file cannot be read, or is not a plan.
     """
     try:
-        return PlanRecord.model_validate(
-            json.loads(path.read_text(encoding="utf-8")), by_name=False
-        )
+        return PlanRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise InvalidData(f"{path}: no such file", "check the path", code="plan.file") from error
     except OSError as error:

@@ -227,7 +227,7 @@ def _references(
     """
     first, *others = runtimes
     references = {first: Reference.of(source.model, model, replace(device, runtime=first))}
-    for runtime in source.other_runtimes & set(others):
+    for runtime in source.other_runtimes.keys() & set(others):
         with suppress(AttnserveError):  # ``_open_equal`` says why it does not run
             other = Reference.of(source.model, model, replace(device, runtime=runtime))
             replace(references[first], accepted=PLAUSIBLE).compare(other.session)

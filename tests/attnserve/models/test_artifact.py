@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import OptimizeEntry
 from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.models.onnx_files import external_data_locations, load_model, save_model
 from attnserve.models.outputs import output_file
@@ -135,7 +135,7 @@ def test_open_artifact_settings_that_are_no_json_are_refused(hub: Path, broken: 
 
 def test_record_of_a_model_above_the_folder_onnx_is_not_that_of_the_one_in_it(hub: Path):
     linear(hub / "model.onnx")
-    write_record(hub, Record(files={"model.onnx": ""}, lineage=(LineageEntry(rewrite="x"),)))
+    write_record(hub, Record(files={"model.onnx": ""}, lineage=(OptimizeEntry(rewrite="x"),)))
     assert open_artifact(hub / "onnx").lineage == ()
 
 
@@ -186,7 +186,7 @@ def test_record_properties_and_defaults(plain: Path):
     (plain.parent / "tokenizer.json").write_text("{}")
     artifact = open_artifact(plain)
     assert (artifact.pooling, artifact.normalize, artifact.max_length) == ("cls", True, 64)
-    assert artifact.lineage == (LineageEntry(rewrite="x"),)
+    assert artifact.lineage == (OptimizeEntry(rewrite="x"),)
     assert artifact.tokenizer == plain.parent / "tokenizer.json"
 
 

@@ -19,7 +19,7 @@ from attnserve.context import ONE_THREAD, Device
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import OptimizeEntry
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.planning.plans.apply import apply_plan
@@ -349,7 +349,7 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     by_length = dict(zip((16, 64), gains, strict=True))
     timed(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
     same = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="texts")
-    entry = LineageEntry(rewrite="int8", other_runtimes=dict.fromkeys(verified, same))
+    entry = OptimizeEntry(rewrite="int8", other_runtimes=dict.fromkeys(verified, same))
     artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
     found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
     assert (found.runtime, found.long_rows) == runtimes

@@ -32,6 +32,7 @@ RECOVERED = {
     "after": {"parameters": 300, "macs": 6000, "bytes": 1200},
     "quality": QUALITY,
     "before_recovery": {"quality": {**QUALITY, "value": 0.9123}},
+    "gain": True,
     "verdict": "similarity 0.9123 -> 0.9812",
     "training": {"steps": 12, "history": [[1.0, 0.5, 0.6], [2.0, 0.25, 0.3], [3.0, None, 0.2]]},
 }
@@ -107,7 +108,33 @@ def test_report_old_record_without_fields(copy: Path):
     assert "prune_heads" in page_of(found.output).text
 
 
+def test_report_fields_of_the_other_command_are_unknown(copy: Path):
+    unknown = {"search": 3, "speedups": 3, "other_runtimes": 3}
+    set_lineage(copy, [{"rewrite": "x", "before_recovery": 3}, {**RECOVERED, **unknown}])
+    (found,) = report(copy)
+    assert "0.9123" in page_of(found.output).text
+    assert found.artifact.other_runtimes == {}
+
+
 COST = {"parameters": 1, "macs": 2, "bytes": 4}
+
+
+@pytest.mark.parametrize(
+    ("entry", "place"),
+    [
+        ({}, "lineage.0.rewrite"),
+        ({"rewrite": "x", "before": {**COST, "macs": "many"}}, "lineage.0.before.macs"),
+        ({"rewrite": "x", "steps": [{"rewrite": "y"}]}, "lineage.0.steps.0.block"),
+        ({"rewrite": "x", "search": {"speeds": [{**SPEED, "ms": "fast"}]}}, "speeds.0.ms"),
+        ({**RECOVERED, "before_recovery": 3}, "lineage.0.before_recovery is 3"),
+        ({"rewrite": "recover", "training": {}}, "lineage.0.before_recovery"),
+    ],
+)
+def test_report_invalid_record_is_refused(copy: Path, entry: dict[str, Any], place: str):
+    set_lineage(copy, [entry])
+    with raises(InvalidModel, "artifact.record", place):
+        report(copy)
+    assert not (copy / "report.html").exists()
 
 
 def test_lineage_numbers_that_are_not_finite_are_refused():
