@@ -100,7 +100,9 @@ def open_runner(
     """
     open_one = partial(open_session, source)
     device = options.device
-    plain = SessionOptions(cuda=options.cuda, copied=tuple(copied), compiled=compiled)
+    plain = SessionOptions(
+        spinning=options.spinning, cuda=options.cuda, copied=tuple(copied), compiled=compiled
+    )
     if options.device.provider == "cpu":
         multiple = RUNTIMES[runtime_of(source, options.device)].size_multiple
         session = _open_on_cores(open_one, options, plain)
@@ -137,17 +139,19 @@ def _open_on_cores(
 
     Args:
         open_one: Opens the model.
-        plain: Options of a session that neither spins nor has concurrent runs.
+        plain: Options of a session that runs alone.
     """
     device, concurrency = options.device, options.concurrency
-    shared = replace(plain, concurrency=concurrency, compiled=None)  # another compiled model
+    # ``compiled`` is the file of the model that runs alone.
+    shared = replace(plain, concurrency=concurrency, compiled=None)
     share = max(1, available_cores() // concurrency)
     if 0 < device.threads <= share and concurrency > 1:
-        return open_one(device, replace(shared, spinning=options.spinning))
-    alone = open_one(device, replace(plain, spinning=options.spinning))
+        return open_one(device, shared)
+    alone = open_one(device, plain)
     if concurrency == 1 or available_cores() == 1:
         return alone
-    return LoadRunner(alone, open_one(replace(device, threads=share), shared))
+    waiting = replace(shared, spinning=False)  # concurrent runs take turns on the cores
+    return LoadRunner(alone, open_one(replace(device, threads=share), waiting))
 
 
 def parts_by_least_length(session: Session) -> dict[int, Session]:

@@ -570,7 +570,7 @@ def test_share_cores_divides_available_cores(
     assert threads(workers=16) == 1
     assert threads(workers=2, threads=3) == 3
     assert threads(cores=3) == 3  # by a quota
-    assert threads(cores=3, concurrency=2) == 1
+    assert threads(cores=3, concurrency=2) == 3  # of a run that is alone
 
 
 def test_sessions_that_share_cores_do_not_spin(
@@ -582,7 +582,8 @@ def test_sessions_that_share_cores_do_not_spin(
         return Settings(model=tmp_path, **given).shares_cores  # type: ignore[arg-type]
 
     assert not shares() and not shares(workers=4, threads=1) and not shares(threads=4)
-    assert shares(concurrency=2) and shares(workers=4, threads=2)
+    assert not shares(concurrency=2)  # only a run that is alone takes all cores
+    assert shares(concurrency=3, threads=2) and shares(workers=4, threads=2)
 
     seen: list[bool] = []
 
