@@ -64,7 +64,7 @@ class RunnerOptions:
         """These options with a number of concurrent runs: several on a CPU whose cores all serve.
 
         Args:
-            weight_bytes: Size of the weights of the model.
+            weight_bytes: Size of the weights in memory for one run at a time.
         """
         if self.concurrency:
             return self

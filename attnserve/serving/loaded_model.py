@@ -133,7 +133,8 @@ class Model:
         self._examples = facts.examples
         self._example: Feed | None = None  # inputs that the model accepts
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
-        options = options.with_concurrency(facts.weight_bytes)
+        copies = 1 if long_rows is None else 2  # each runtime holds the weights
+        options = options.with_concurrency(copies * facts.weight_bytes)
         self.concurrency = options.concurrency
         """Maximum number of concurrent runs."""
         self._session: Session = open_runner(
