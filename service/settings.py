@@ -175,8 +175,8 @@ class Settings(EnvironmentOptions):
     """Threads of one run; 0 uses the default of ONNX Runtime."""
     concurrency: Size = 0
     """Concurrent runs. A run that is alone uses all `threads`; on a CPU, concurrent ones share the
-    cores. 0 chooses: on a CPU up to 4, but 1 for weights above 500 MB or if `threads` is less than
-    the number of cores."""
+    cores. 0 chooses: on a CPU one per core, 4 with 8 cores and more, and 1 for weights above 500 MB
+    or if `threads` is less than the number of cores."""
     gpu_memory_bytes: PositiveInt | None = None
     """Maximum GPU memory of a session, for weights and activations. A model has one session; with
     CUDA graphs, one per concurrent run."""
@@ -321,7 +321,7 @@ class Settings(EnvironmentOptions):
     def shares_cores(self) -> bool:
         """Whether runs that take all their threads may need more of them than there are cores."""
         cores = available_cores()
-        runs = max(1, self.concurrency) if self.threads else 1
+        runs = max(1, self.concurrency) if 0 < self.threads < cores else 1
         return self.workers * runs * (self.threads or cores) > cores
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from threading import Barrier
 
 import numpy as np
 
@@ -48,12 +49,14 @@ class LoadRunner:
         return self.alone if IS_ALONE.get() else self.shared
 
 
-def run_together(session: Session, feed: Feed, runs: int) -> None:
-    """Run a session several times at once, so that all that it needs for that is prepared."""
+def run_together(run: Callable[[], object], runs: int) -> None:
+    """Run a session several times at once, so that everything needed for that is prepared."""
+    barrier = Barrier(runs)
 
-    def run(_: int) -> None:
+    def run_one(_: int) -> None:
         IS_ALONE.set(False)
-        session.run(None, feed)
+        barrier.wait()
+        run()
 
     with ThreadPoolExecutor(runs) as pool:
-        list(pool.map(run, range(runs)))
+        list(pool.map(run_one, range(runs)))

@@ -238,7 +238,10 @@ def _session_options(ort: Any, device: Device, session_options: SessionOptions) 
     """``onnxruntime.SessionOptions``, without external data."""
     options = ort.SessionOptions()
     options.log_severity_level = FATAL  # errors are raised as exceptions
-    options.intra_op_num_threads = device.threads or _quota()
+    threads = device.threads or _quota()
+    if device.threads:  # concurrent runs share the pool, and each has a thread of its own beside it
+        threads = 1 + (threads - 1) * session_options.concurrency
+    options.intra_op_num_threads = threads
     if not session_options.spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not session_options.optimize:

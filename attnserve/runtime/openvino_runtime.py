@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
+from itertools import count
 from pathlib import Path
 from queue import LifoQueue
 from threading import Lock
@@ -131,6 +132,9 @@ class Table:
 class _Compiled:
     """A compiled model that several requests run.
 
+    A compiled model cannot be used again after inputs of sizes that do not fit together: it may
+    repeat the error, return the outputs of the previous run, or end the process.
+
     Args:
         compile: Returns a new ``openvino.CompiledModel``.
     """
@@ -138,13 +142,24 @@ class _Compiled:
     def __init__(self, compile: Callable[[], Any]) -> None:
         self._compile = compile
         self._lock = Lock()
-        self.current = compile()
+        self._model: Any = compile()
+        self.numbers = count(1)
+        """Numbers of runs: requests share the memory of outputs, so no two have the same."""
 
-    def replace(self, failed: Any) -> None:
-        """Compile the model again, unless another request has done so since ``failed``."""
+    def get(self) -> Any:
+        """The compiled model; a new one after ``discard``."""
         with self._lock:
-            if self.current is failed:
-                self.current = self._compile()
+            if self._model is None:
+                self._model = self._compile()
+            return self._model
+
+    def discard(self, model: Any) -> bool:
+        """Let no run start on a broken model; return whether it was in use until now."""
+        with self._lock:
+            was_used = self._model is model
+            if was_used:
+                self._model = None
+            return was_used
 
 
 class _Request:
@@ -155,41 +170,50 @@ class _Request:
         self._model: Any = None
         self._request: Any = None
         self._read: set[str] = set()
-        self._runs = 0
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no run has succeeded since ``close``."""
+        return self._model is None
 
     def output(self, index: int) -> np.ndarray:
         """A view of an output of the last run."""
         return self._request.get_output_tensor(index).data
 
-    def infer(self, feed: Feed) -> None:
-        """Run the request.
-
-        A compiled model cannot be used again after inputs of sizes that do not fit together: it may
-        repeat the error, return the outputs of the previous run, or end the process.
-        """
-        if self._model is not self._compiled.current:
-            self._start()
-        self._runs += 1
+    def infer(self, feed: Feed, *, again: bool = True) -> None:
+        """Run the request; once more if another request broke the model in the meantime."""
+        model = self._compiled.get()
+        if self._model is not model:
+            self._start(model)
+        number = next(self._compiled.numbers)
         # A view, because numpy has several types of the same numbers ("q" and "l" for int64).
         given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
-        given[RUN] = np.array(self._runs)
+        given[RUN] = np.array(number)
         try:
             self._request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
             self._request.wait()
-            if int(self.output(self._place)) == self._runs:
+            if int(self.output(self._place)) == number:
                 return
             failure = RunFailed("the sizes of the inputs do not fit together", feed)
         except Exception as error:  # RuntimeError for everything
             failure = RunFailed(_describe(error), feed, _kind(error))
             failure.__cause__ = error
-        self._compiled.replace(self._model)
+        self.close()
+        if not self._compiled.discard(model) and again:
+            self.infer(feed, again=False)
+            return
+        self._compiled.get()  # this request waits for the new model, and not the next one
         raise failure
 
-    def _start(self) -> None:
-        self._model = self._compiled.current
+    def close(self) -> None:
+        """Free the memory of the compiled model, if no other request uses it."""
+        self._model = self._request = None
+
+    def _start(self, model: Any) -> None:
+        self._model = model
         # The compiled model lacks inputs that no node reads.
-        self._read = {name for port in self._model.inputs for name in port.get_names()}
-        self._request = self._model.create_infer_request()
+        self._read = {name for port in model.inputs for name in port.get_names()}
+        self._request = model.create_infer_request()
 
 
 class OpenVinoSession:
@@ -253,6 +277,10 @@ class OpenVinoSession:
         try:
             yield request
         finally:
+            if request.is_closed:
+                with self._free.mutex:  # idle requests would keep the broken model
+                    for idle in self._free.queue:
+                        idle.close()
             self._free.put(request)
 
     def _check(self, feed: Feed) -> None:

@@ -29,12 +29,20 @@ from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.padding import PaddingRunner, SessionWrapper
 from graph_passes.errors import InvalidModel
 
-__all__ = ["ON_CPU", "RunnerOptions", "RunnerPool", "open_runner", "parts_by_least_length"]
+__all__ = [
+    "MOST_RUNS",
+    "ON_CPU",
+    "RunnerOptions",
+    "RunnerPool",
+    "open_runner",
+    "parts_by_least_length",
+]
 
 log = logging.getLogger("attnserve")
 
 MOST_RUNS = 4
-"""Concurrent runs on a CPU that are chosen by themselves. More cores are threads of the runs."""
+"""Concurrent runs on a CPU with many cores, which are threads of the runs. With fewer than twice as
+many cores, there is a run for each."""
 
 MOST_COPIED_BYTES = 500_000_000
 """Size of the weights above which one run at a time is chosen: concurrent ones need a copy."""
@@ -71,7 +79,8 @@ class RunnerOptions:
         cores, threads = available_cores(), self.device.threads
         uses_all = self.device.provider == "cpu" and not 0 < threads < cores
         several = uses_all and weight_bytes <= MOST_COPIED_BYTES
-        return replace(self, concurrency=min(MOST_RUNS, cores) if several else 1)
+        runs = cores if cores < 2 * MOST_RUNS else MOST_RUNS
+        return replace(self, concurrency=runs if several else 1)
 
 
 ON_CPU = RunnerOptions()

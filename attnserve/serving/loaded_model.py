@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +245,8 @@ class Model:
                 outputs = self.run(inputs)
             except InvalidData:  # too many tokens, or the graph needs other inputs
                 continue
+            if self.concurrency > 1:
+                run_together(partial(self.run, inputs), self.concurrency)
             if self.signature.fixed_rows is None:
                 self.rows_are_independent = has_independent_rows(
                     self.run, inputs, outputs, WARM_UP_ROWS
@@ -255,6 +257,8 @@ class Model:
                     self.rows_are_independent &= has_independent_rows(
                         self.run, longer, self.run(longer), WARM_UP_ROWS
                     )
+                    if self.concurrency > 1:
+                        run_together(partial(self.run, longer), self.concurrency)
             self._allow_padding(inputs)
             self._example = inputs
             break
@@ -286,8 +290,6 @@ class Model:
             for least, part in parts_by_least_length(self._session).items():
                 if isinstance(part, PaddingRunner):
                     part.compile_sizes(example, least, self.concurrency)
-            if self.concurrency > 1:
-                run_together(self._session, example, self.concurrency)
             self.run_overhead = run_overhead(self._session, example)
         except RunFailed as error:  # without the preparation, runs take longer
             log.info("%s: the sizes of its runs were not prepared: %s", self.name, error.reason)

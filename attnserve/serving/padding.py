@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
@@ -202,7 +203,7 @@ class PaddingRunner(SessionWrapper[Session]):
             feed = _repeated(layout, example, (max(rows, 1), length))
             self.session.run(None, feed)
             if concurrency > 1:
-                run_together(self.session, feed, concurrency)
+                run_together(partial(self.session.run, None, feed), concurrency)
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
         layout = self._layout

@@ -17,6 +17,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from attnserve.serving.backends import MOST_RUNS
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from service.app import create_app
 from service.engine.repository import Repository
@@ -47,7 +48,7 @@ def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
         "ray_actor_options": {"num_cpus": ray.cpus, "num_gpus": ray.gpus},
         # Ray's default is 5 requests per replica, which is too few to form batches; above that,
         # Ray's proxy answers 503. With this limit the replica's own queue answers 429 first.
-        "max_ongoing_requests": 2 * (settings.max_queue + settings.concurrency),
+        "max_ongoing_requests": 2 * (settings.max_queue + (settings.concurrency or MOST_RUNS)),
         "graceful_shutdown_timeout_s": ray.drain_s,
     }
     if ray.max_replicas is None:

@@ -116,6 +116,7 @@ class Batcher:
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
         concurrency: Maximum number of concurrent runs ("slots").
+        parts: Number of runs that share the waiting rows.
         on_batch: Called on the event loop after every run.
         on_failure: Called on the event loop with errors that are not caused by a request.
     """
@@ -130,6 +131,7 @@ class Batcher:
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
+        parts: int = 1,
         on_batch: Callable[[BatchRun], None] = lambda batch: None,
         on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
@@ -137,7 +139,7 @@ class Batcher:
         self.max_queue = max_queue
         self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
         self._max_wait = max_wait_ms / 1e3
-        self._concurrency = concurrency
+        self._concurrency, self._parts = concurrency, parts
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
         # Preparation has its own threads, so that it does not wait for runs; short texts have a
         # thread of their own, so that they do not wait for long ones.
@@ -389,7 +391,7 @@ class Batcher:
         run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
-            is_only_run = self._free_slots == self._concurrency - 1 and not self.waiting
+            is_only_run = self._free_slots == self._concurrency - 1 and not len(self.queue)
         # Runs of one request are of one session, whose weights are in the caches.
         is_alone = is_only_run and sum(len(request.rows) for request in run.requests) == len(rows)
         STOP.set(run.stop)
@@ -426,7 +428,7 @@ class Batcher:
                     if delay > 0:
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None
-                rows = self.queue.take(self._concurrency)
+                rows = self.queue.take(self._parts)
                 end = now + self._expected_s(len(rows) * rows[-1].tokens)
                 batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
                 if batch:

@@ -117,6 +117,8 @@ class Engine:
         self._shadow = shadow
         self.settings = settings
         self.metrics = metrics
+        # Runs on a GPU, of a fixed number of rows, or after a wait take all rows that fit.
+        is_divided = model.provider == "cpu" and not model.signature.fixed_rows
         self.batcher = Batcher(
             self._run,
             budget=settings.batch_tokens,
@@ -125,6 +127,7 @@ class Engine:
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=model.concurrency,
+            parts=model.concurrency if is_divided and not settings.max_wait_ms else 1,
             on_batch=self._record_batch,
             on_failure=self._failed,
         )
@@ -373,6 +376,7 @@ class Engine:
         now_ns = perf_counter_ns()
         runs = [batch.result.stage_ns for batch, _ in result.batches]
         before, inside, after = map(sum, zip(*runs, strict=True))
+        inside = min(inside, int(result.compute_ms * 1e6))  # concurrent runs take the same time
         stages = StageNanoseconds(
             queue=int(result.queue_ms * 1e6),
             compute_input=int(result.prepare_ms * 1e6) + before,

@@ -58,10 +58,11 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
 
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
-    ``timing.TIMED`` must be at least ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its
-    interval must be at least ``MIN_SPEEDUP``. If a variant seems too slow at a shape, all are timed
-    once more, and both runs decide. Attention of one kind stays unfused if that is faster by
-    ``MIN_GAIN`` outside the interval. The comparison and the timing use the written file.
+    ``timing.TIMED``, without shapes at which the original still runs, must be at least
+    ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its interval must be at least
+    ``MIN_SPEEDUP``. If a variant seems too slow at a shape, all are timed once more, and both runs
+    decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN`` outside the
+    interval. The comparison and the timing use the written file.
 
     With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
     the runtime that it states (``runtime_of``); a runtime in which it was verified has one of

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -172,6 +175,29 @@ def test_runs_of_several_threads_give_their_own_results(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_run_waits_while_the_model_that_another_run_broke_is_compiled_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    session = open_session(table(), OPENVINO, SessionOptions(concurrency=2))
+    expected = session.run(None, ids_of(2, 4))[0]
+    compile = openvino_runtime._compiled  # pyright: ignore[reportPrivateUsage]
+    compiling = threading.Event()
+
+    def slowly(*given: Any) -> Any:
+        compiling.set()
+        time.sleep(0.3)
+        return compile(*given)
+
+    monkeypatch.setattr(openvino_runtime, "_compiled", slowly)
+    session = open_session(table(), OPENVINO, SessionOptions(concurrency=2))
+    compiling.clear()
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(result, session, ids_of(1, POSITIONS + 1))
+        assert compiling.wait(10)
+        np.testing.assert_array_equal(session.run(None, ids_of(2, 4))[0], expected)
+        assert refused.result() is None
 
 
 def test_outputs_are_right_after_a_run_that_nobody_waits_for():

@@ -240,7 +240,7 @@ def test_submit_concurrent_requests_get_their_own_results(
             assert outcome.queue_ms >= 0 and outcome.compute_ms > 0
 
     batches: list[BatchRun] = []
-    play(script, budget=budget, concurrency=concurrency, on_batch=batches.append)
+    play(script, budget=budget, concurrency=concurrency, parts=concurrency, on_batch=batches.append)
     assert sum(batch.rows for batch in batches) == sum(map(len, requests))
     assert sum(batch.tokens for batch in batches) == sum(map(sum, requests))
 
@@ -797,7 +797,7 @@ def test_run_is_alone_if_it_has_all_rows_that_are_due(sizes: list[int], alone: l
         batcher.resume()
         await asyncio.gather(*waiting)
 
-    play(script, run, concurrency=2)
+    play(script, run, concurrency=2, parts=2)
     assert found[:2] == alone[:2]
     if len(sizes) == 1:
         assert found == alone
