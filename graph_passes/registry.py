@@ -1,7 +1,8 @@
 """Parts of the product that other packages may add: passes, runtimes, precisions and trainings.
 
 A package names a module in the entry point group ``attnserve``. That module adds its parts to
-the registries when it is imported, which happens when an unknown name is looked up::
+the registries when it is imported, which happens when an unknown name is looked up, or when all
+parts of a kind are listed::
 
     [project.entry-points.attnserve]
     fast = "fast_runtime"
@@ -9,6 +10,7 @@ the registries when it is imported, which happens when an unknown name is looked
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -18,6 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["Registry", "load_plugins"]
+
+log = logging.getLogger(__name__)
 
 GROUP = "attnserve"
 
@@ -38,24 +42,31 @@ def load_plugins() -> None:
     Raises:
         InvalidArgument: A module cannot be imported.
     """
-    if (failure := _failed_plugin()) is not None:
-        entry, error = failure
+    for entry, error in _failed_plugins():
         raise InvalidArgument(
-            f"the plugin {entry.name} ({entry.value}) cannot be imported: "
-            f"{type(error).__name__}: {error}",
+            _failure(entry, error),
             "update or remove the package that names it",
             code="plugin.import",
         ) from error
 
 
 @cache  # a second import of the module would add its parts a second time
-def _failed_plugin() -> tuple[EntryPoint, Exception] | None:
+def _failed_plugins() -> list[tuple[EntryPoint, Exception]]:
+    failed: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
         except Exception as error:  # a foreign package may raise anything
-            return entry, error
-    return None
+            failed.append((entry, error))
+            log.warning(_failure(entry, error))
+    return failed
+
+
+def _failure(entry: EntryPoint, error: Exception) -> str:
+    return (
+        f"the plugin {entry.name} ({entry.value}) cannot be imported: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 class Registry(Generic[Part]):
@@ -124,7 +135,11 @@ class Registry(Generic[Part]):
         return name in self._parts
 
     def __iter__(self) -> Iterator[Part]:
-        """Iterate over the parts; parts of plugins come last."""
+        """Iterate over the parts; parts of plugins come last.
+
+        A plugin that cannot be imported is logged: a command that does not name one of its parts
+        does not need it.
+        """
         self._load()
-        load_plugins()
+        _failed_plugins()
         return iter(self._parts.values())

@@ -135,6 +135,12 @@ class Rewrites(Options):
         """Whether any rewrite is requested."""
         return any(self.changed(*self.MODIFIERS))
 
+    @property
+    def uses_layers(self) -> bool:
+        """Whether a rewrite is requested for the layers that ``layers`` names."""
+        is_form = isinstance(self.reuse, str) and not self.reuse.endswith(".json")
+        return is_form or any(o is not None for o in (self.collab_dk, self.head_dk, self.prune))
+
     @classmethod
     def requests(cls) -> list[str]:
         """The names of the fields that request a rewrite."""
@@ -166,17 +172,6 @@ class Rewrites(Options):
             fail(
                 "`prune` and `prune_heads` both choose the heads to remove",
                 "give one of them",
-                "request.conflict",
-            )
-        attention_rewrites = (self.collab_dk, self.head_dk, self.reuse, self.prune)
-        if (
-            self.ffn is not None
-            and self.layers is not None
-            and all(o is None for o in attention_rewrites)
-        ):
-            fail(
-                "`layers` names attention blocks, and `ffn` removes neurons of any layer",
-                "leave `layers` out",
                 "request.conflict",
             )
         return self

@@ -33,6 +33,13 @@ def check_mode(
                 f"{requests} or `precision`",
                 "request.empty",
             )
+        if rewrites.layers is not None and not rewrites.uses_layers:
+            fail(
+                "`layers` has no effect without `collab_dk`, `head_dk`, `prune`, or `reuse` without"
+                " a file",
+                "leave `layers` out, or give one of them",
+                "request.conflict",
+            )
         return
     if changed := next(iter(rewrites.changed()), None):
         name, _ = changed

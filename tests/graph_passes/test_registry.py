@@ -36,9 +36,9 @@ class Entry:
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No package with plugins is installed."""
     monkeypatch.setattr(registry, "entry_points", lambda group: [])  # pyright: ignore
-    registry._failed_plugin.cache_clear()
+    registry._failed_plugins.cache_clear()
     yield monkeypatch
-    registry._failed_plugin.cache_clear()
+    registry._failed_plugins.cache_clear()
 
 
 def test_registry_equal_name_is_refused_unless_it_replaces(no_plugins: object) -> None:
@@ -84,3 +84,4 @@ def test_registry_broken_plugin_is_reported_at_each_look_up(
     for _ in range(2):
         with raises(InvalidArgument, "plugin.import", "fake_plugin", "no numpy"):
             _ = parts["two"]
+    assert list(parts) == [Part("one"), Part("added")]

@@ -346,7 +346,7 @@ def test_optimize_ffn_small_share_warns(tiny: Path, sentences: Path, tmp_path: P
 
 def test_optimize_ffn_with_layers_needs_prune(tiny: Path, sentences: Path, tmp_path: Path):
     """``layers`` selects attention layers: alone it is an error, with ``prune`` it limits that."""
-    with raises(InvalidArgument, "request.conflict", "`layers`", "`ffn`"):
+    with raises(InvalidArgument, "request.conflict", "`layers`", "`prune`"):
         optimize(tiny, tmp_path / "new", ffn=0.25, layers=["1"], calib=sentences)
     assert not any(tmp_path.iterdir())
     options: dict[str, Any] = {"ffn": 0.25, "prune": 0.5, "layers": ["1"], "calib": sentences}

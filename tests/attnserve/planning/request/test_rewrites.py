@@ -64,6 +64,18 @@ def test_request_without_rewrites_is_refused():
 
 
 @pytest.mark.parametrize(
+    "rewrites",
+    [{}, {"skip": ("1",)}, {"ffn": 0.5}, {"strip_cache": True}, {"prune_heads": "m.json"},
+     {"reuse": "edges.json"}],
+    ids=["conversion", "skip", "ffn", "strip_cache", "prune_heads", "reuse"],
+)  # fmt: skip
+def test_layers_without_a_rewrite_that_uses_them_are_refused(rewrites: dict[str, Any]):
+    request = Rewrites(layers=("1",), **rewrites)
+    with raises(InvalidArgument, "request.conflict", "`layers`"):
+        check_mode(Goal(), request, Data(), Target(precision="int8"), None)
+
+
+@pytest.mark.parametrize(
     ("option", "needed"),
     [
         ({"mixing": "dense"}, "`collab_dk`"),
