@@ -576,7 +576,8 @@ def test_share_cores_divides_available_cores(
 def test_sessions_that_share_cores_do_not_spin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings_module, "available_cores", lambda: 4)
+    for module in (settings_module, backends):
+        monkeypatch.setattr(module, "available_cores", lambda: 4)
 
     def shares(**given: int) -> bool:
         return Settings(model=tmp_path, **given).shares_cores  # type: ignore[arg-type]
@@ -600,9 +601,10 @@ def test_sessions_that_share_cores_do_not_spin(
         await repository.start()
         await repository.close()
 
-    asyncio.run(load())
-    asyncio.run(load(concurrency=2))
-    assert seen == [True, False]
+    asyncio.run(load(concurrency=1))
+    asyncio.run(load())  # alone, shared
+    asyncio.run(load(concurrency=2, workers=2))
+    assert seen == [True, True, False, False, False]
 
 
 def _status(state: SharedState, worker: int) -> Status:
