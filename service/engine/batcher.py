@@ -116,7 +116,7 @@ class Batcher:
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
         concurrency: Maximum number of concurrent runs ("slots").
-        parts: Number of runs that share the waiting rows.
+        parts: Number of runs that share the waiting rows, if as many slots are free.
         on_batch: Called on the event loop after every run.
         on_failure: Called on the event loop with errors that are not caused by a request.
     """
@@ -428,7 +428,7 @@ class Batcher:
                     if delay > 0:
                         self._loop.call_soon_threadsafe(self._arm, delay)
                         return None
-                rows = self.queue.take(self._parts)
+                rows = self.queue.take(min(self._parts, self._free_slots))
                 end = now + self._expected_s(len(rows) * rows[-1].tokens)
                 batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
                 if batch:

@@ -101,7 +101,7 @@ class Queue:
         """Remove and return the next batch, shortest row first; the queue must not be empty.
 
         Args:
-            runs: Number of concurrent runs. A batch leaves the other runs their share of the
+            runs: Number of runs that can start now. A batch leaves the others their share of the
                 tokens, unless that is less than twice the overhead.
         """
         budget = self.budget
