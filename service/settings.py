@@ -35,8 +35,15 @@ ServedBy = Literal["auto", "cpu", "cuda"]
 """Execution providers; ``on_device`` replaces "auto" before models are loaded."""
 
 BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
-"""Default of ``max_batch_tokens`` by provider. On a CPU, larger batches raise the latency but not
-the throughput."""
+"""Least default of ``max_batch_tokens`` by provider. On a CPU, larger batches raise the latency but
+not the throughput, unless starting a run takes long."""
+
+OVERHEADS = 20
+"""Default of ``max_batch_tokens`` in units of ``run_overhead_tokens``. That is half of the cost of
+starting a run, which then takes at most a tenth of the time of a full batch."""
+
+MOST_CPU_TOKENS = 2048
+"""Largest default of ``max_batch_tokens`` on a CPU."""
 
 RUN_OVERHEAD = {"auto": 4, "cpu": 4, "cuda": 512}
 """Default of ``run_overhead_tokens`` by provider, if the overhead of a run was not measured."""
@@ -189,7 +196,8 @@ class Settings(EnvironmentOptions):
         Count | None,
         Field(
             description="Maximum of rows x longest row of a batch, in tokens; by default"
-            f" {BATCH_TOKENS['cpu']} on a CPU and {BATCH_TOKENS['cuda']} on CUDA."
+            f" {BATCH_TOKENS['cpu']} on a CPU, more if starting a run takes long, and"
+            f" {BATCH_TOKENS['cuda']} on CUDA."
         ),
         Cli(metavar="N", panel=BATCHING),
     ] = None
@@ -334,10 +342,10 @@ class Settings(EnvironmentOptions):
         """Whether clients may load and unload models."""
         return self.is_local if self.model_control is None else self.model_control
 
-    @property
-    def batch_tokens(self) -> int:
-        """``max_batch_tokens``, or the default of the provider."""
-        return self.max_batch_tokens or BATCH_TOKENS[self.provider]
+    def batch_tokens(self, overhead: int) -> int:
+        """``max_batch_tokens``, or its default for a model with this ``overhead_tokens``."""
+        default = max(BATCH_TOKENS[self.provider], min(OVERHEADS * overhead, MOST_CPU_TOKENS))
+        return self.max_batch_tokens or default
 
     def overhead_tokens(self, measured: int | None) -> int:
         """``run_overhead_tokens``, or the measured overhead, or the default of the provider."""

@@ -26,7 +26,7 @@ from attnserve.models.tokenizer import (
     longest_text,
     model_inputs,
 )
-from attnserve.runtime.by_load import run_together
+from attnserve.runtime.by_load import IS_ALONE, run_together
 from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import Feed, RunFailed, Session
 from attnserve.runtime.memory_use import return_freed_memory
@@ -290,7 +290,11 @@ class Model:
             for least, part in parts_by_least_length(self._session).items():
                 if isinstance(part, PaddingRunner):
                     part.compile_sizes(example, least, self.concurrency)
-            self.run_overhead = run_overhead(self._session, example)
+            is_alone = IS_ALONE.set(self.concurrency == 1)
+            try:
+                self.run_overhead = run_overhead(self._session, example)
+            finally:
+                IS_ALONE.reset(is_alone)
         except RunFailed as error:  # without the preparation, runs take longer
             log.info("%s: the sizes of its runs were not prepared: %s", self.name, error.reason)
 

@@ -163,7 +163,7 @@ def configuration(engine: Engine) -> dict[str, Any]:
         ],
         "default_model_filename": model.artifact.model.name,
         "parameters": {
-            "max_batch_tokens": {"string_value": str(settings.batch_tokens)},
+            "max_batch_tokens": {"string_value": str(engine.batcher.queue.budget)},
             "operators": {"string_value": orjson.dumps(model.operators.to_json()).decode()},
             "precision": {"string_value": model.precision},
             "batch_invariant": {"string_value": "true" if model.batch_invariant else "false"},

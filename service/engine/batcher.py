@@ -288,8 +288,8 @@ class Batcher:
 
     def _start_batches(self) -> None:
         """Start every batch that is due and has a free slot."""
-        while batch := self._take_batch():
-            self._run_pool.submit(self._run_batches, batch)
+        for batch in self._take_batches():
+            self._run_pool.submit(self._run_batches, [batch])
 
     def _expire(self, request: _OpenRequest) -> None:
         self._fail(
@@ -374,15 +374,17 @@ class Batcher:
         if error is not None:
             self._loop.call_soon_threadsafe(self._fail, request, error)
         if in_slot:
-            self._run_batches(self._take_batch())
+            self._run_batches(self._take_batches())
         else:
             self._start_batches()
 
-    def _run_batches(self, batch: list[AnyRow] | None) -> None:
-        """Run ``batch`` and then every batch that is due."""
-        while batch is not None:
-            done = self._compute(batch)
-            batch = self._take_batch(freed=1)
+    def _run_batches(self, batches: list[list[AnyRow]]) -> None:
+        """Run ``batches``, all but the first in other threads, and then every batch that is due."""
+        while batches:
+            for other in batches[1:]:
+                self._run_pool.submit(self._run_batches, [other])
+            done = self._compute(batches[0])
+            batches = self._take_batches(freed=1)
             self._loop.call_soon_threadsafe(self._deliver, done)
 
     def _compute(self, rows: list[AnyRow]) -> list[tuple[list[AnyRow], BatchRun | Exception]]:
@@ -416,8 +418,9 @@ class Batcher:
         tokens = sum(row.real_tokens or row.tokens for row in rows)
         return [(rows, BatchRun(len(rows), rows[-1].tokens, tokens, start, ended, result))]
 
-    def _take_batch(self, freed: int = 0) -> list[AnyRow] | None:
-        """Free ``freed`` slots, then take a slot and the due batch; None if either is missing."""
+    def _take_batches(self, freed: int = 0) -> list[list[AnyRow]]:
+        """Free ``freed`` slots, then take a slot for each batch that is due."""
+        batches: list[list[AnyRow]] = []
         with self._lock:
             self._free_slots += freed
             now = perf_counter()
@@ -427,14 +430,14 @@ class Batcher:
                     delay = oldest + self._max_wait - now
                     if delay > 0:
                         self._loop.call_soon_threadsafe(self._arm, delay)
-                        return None
-                rows = self.queue.take(min(self._parts, self._free_slots))
-                end = now + self._expected_s(len(rows) * rows[-1].tokens)
-                batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
-                if batch:
-                    self._free_slots -= 1
-                    return batch
-            return None
+                        break
+                for rows in self.queue.take(min(self._parts, self._free_slots)):
+                    end = now + self._expected_s(len(rows) * rows[-1].tokens)
+                    batch = [row for row in rows if not self._will_miss_deadline(row.request, end)]
+                    if batch:
+                        self._free_slots -= 1
+                        batches.append(batch)
+        return batches
 
     # -- with the lock held -----------------------------------------------------------------------
 

@@ -119,10 +119,11 @@ class Engine:
         self.metrics = metrics
         # Runs on a GPU, of a fixed number of rows, or after a wait take all rows that fit.
         is_divided = model.provider == "cpu" and not model.signature.fixed_rows
+        overhead = settings.overhead_tokens(model.run_overhead)
         self.batcher = Batcher(
             self._run,
-            budget=settings.batch_tokens,
-            overhead=settings.overhead_tokens(model.run_overhead),
+            budget=settings.batch_tokens(overhead),
+            overhead=overhead,
             max_rows=model.max_rows,
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,

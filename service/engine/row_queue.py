@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -45,6 +45,47 @@ class Row(Generic[P, R]):
 
 AnyRow = Row[Any, Any]
 
+OVERHEADS = 2
+"""The cost of starting a run, in padding that a row may add."""
+
+MOST_TURNS = 4
+"""Most batches that a run takes in turn when rows are divided."""
+
+
+class Division(NamedTuple):
+    """Rows divided into batches of close lengths.
+
+    Attributes:
+        sizes: The number of rows of each batch, longest rows first.
+        padded_tokens: The padded tokens of the largest batch.
+    """
+
+    sizes: Sequence[int]
+    padded_tokens: int = 0
+
+    @classmethod
+    def even(cls, lengths: Sequence[int], batches: int) -> Division:
+        """The division into at most so many batches whose largest batch is the smallest.
+
+        Args:
+            lengths: Tokens of the rows, in rising order; not empty.
+        """
+        tokens = range(lengths[-1], len(lengths) * lengths[-1] + 1)
+        least = bisect_left(
+            tokens, True, key=lambda most: len(cls._within(lengths, most)) <= batches
+        )
+        return cls(cls._within(lengths, tokens[least]), tokens[least])
+
+    @staticmethod
+    def _within(lengths: Sequence[int], most: int) -> Sequence[int]:
+        """The fewest batches of at most so many padded tokens."""
+        sizes: list[int] = []
+        left = len(lengths)
+        while left:
+            sizes.append(min(left, most // lengths[left - 1]))
+            left -= sizes[-1]
+        return sizes
+
 
 class Queue:
     """Waiting rows, and the choice of rows that run together.
@@ -55,7 +96,7 @@ class Queue:
 
     Args:
         budget: Maximum number of padded tokens of a batch: rows x longest row.
-        overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
+        overhead: Maximum padding that a row may add, in tokens: a part of the cost of a run.
         max_rows: Maximum rows of a batch; None for no limit.
     """
 
@@ -97,16 +138,40 @@ class Queue:
             at = bisect_left(rows, (row.tokens, row.number))
             self._remove(rows, at, at + 1)
 
-    def take(self, runs: int = 1) -> list[AnyRow]:
-        """Remove and return the next batch, shortest row first; the queue must not be empty.
+    def take(self, runs: int = 1) -> list[list[AnyRow]]:
+        """Remove and return the next batches, shortest row first; the queue must not be empty.
 
         Args:
-            runs: Number of runs that can start now. A batch leaves the others their share of the
-                tokens, unless that is less than twice the overhead.
+            runs: Number of runs that can start now. Rows that fit into them are divided, so that
+                all end at the same time; otherwise there is one batch.
         """
-        budget = self.budget
-        if runs > 1:
-            budget = min(budget, max(math.ceil(self.tokens / runs), 2 * self.overhead))
+        rows = self._sorted[self.next.key]
+        sizes = self._divided([tokens for tokens, _, _ in rows], runs)
+        if sizes:
+            return [self._remove(rows, len(rows) - size, len(rows)) for size in sizes[:runs]]
+        return [self._take_one()]
+
+    def _divided(self, lengths: Sequence[int], runs: int) -> Sequence[int]:
+        """The numbers of rows of concurrent batches, longest rows first; none for one batch.
+
+        Args:
+            lengths: Tokens of the rows, in rising order.
+        """
+        run_cost = OVERHEADS * self.overhead
+        if runs == 1 or sum(lengths) < runs * run_cost:
+            return ()
+        best: Sequence[int] = ()
+        least = math.inf
+        for turns in range(1, MOST_TURNS + 1):
+            sizes, padded_tokens = Division.even(lengths, runs * turns)
+            cost = turns * (padded_tokens + run_cost)
+            fits = self.max_rows is None or max(sizes) <= self.max_rows
+            if fits and padded_tokens <= self.budget and cost < least:
+                best, least = sizes, cost
+        return best
+
+    def _take_one(self) -> list[AnyRow]:
+        """Remove and return a batch with the oldest row of the request that has the next turn."""
         oldest = self.next
         self._waiting.move_to_end(oldest.request)
         rows = self._sorted[oldest.key]
@@ -117,9 +182,9 @@ class Queue:
             longest = rows[high - 1][0]
             # For each neighbor: the padding that it would add, and whether it is the longer one.
             padding_costs: list[tuple[int, bool]] = []
-            if low > 0 and size * longest <= budget:
+            if low > 0 and size * longest <= self.budget:
                 padding_costs.append((longest - rows[low - 1][0], False))
-            if high < len(rows) and size * rows[high][0] <= budget:
+            if high < len(rows) and size * rows[high][0] <= self.budget:
                 padding_costs.append(((size - 1) * (rows[high][0] - longest), True))
             padding, is_above = min(padding_costs, default=(math.inf, False))
             if padding > self.overhead:

@@ -83,17 +83,18 @@ def test_invalid_setting_is_refused(given: dict[str, Any], text: str) -> None:
 
 def test_batch_limits_default_to_those_of_provider(tmp_path: Path) -> None:
     cpu, cuda = (Settings(model=tmp_path, provider=name) for name in ("cpu", "cuda"))
-    assert cpu.batch_tokens < cuda.batch_tokens == 16_384
+    assert cpu.batch_tokens(4) < cuda.batch_tokens(512) == 16_384
+    assert cpu.batch_tokens(4) < cpu.batch_tokens(40)
     assert cpu.overhead_tokens(None) < cuda.overhead_tokens(None)
     assert cpu.overhead_tokens(31) == 31
     chosen = Settings(model=tmp_path, max_batch_tokens=5, run_overhead_tokens=0)
-    assert (chosen.batch_tokens, chosen.overhead_tokens(31)) == (5, 0)
+    assert (chosen.batch_tokens(31), chosen.overhead_tokens(31)) == (5, 0)
 
 
 def test_batch_limits_of_auto_provider_are_those_of_cpu(tmp_path: Path) -> None:
     undecided = Settings(model=tmp_path)
     assert undecided.provider == "auto"
-    assert undecided.batch_tokens == Settings(model=tmp_path, provider="cpu").batch_tokens
+    assert undecided.batch_tokens(4) == Settings(model=tmp_path, provider="cpu").batch_tokens(4)
 
 
 def test_gpu_settings_are_read_from_environment(
@@ -124,7 +125,7 @@ def test_model_limits_hold_for_their_model_alone(
     client = start(tmp_path, model_limits=limits, max_queue=7)
     busy, other = (client.app.state.repository.engine(name) for name in ("busy", "other"))  # type: ignore[attr-defined]
     assert (busy.batcher.max_queue, other.batcher.max_queue) == (0, 7)
-    assert (busy.batcher.queue.budget, other.batcher.queue.budget) == (3, 512)
+    assert busy.batcher.queue.budget == 3 < 512 <= other.batcher.queue.budget
     held = hold()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.post, "/texts/embed", json={"inputs": "a", "model": "busy"})

@@ -7,6 +7,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import suppress
+from itertools import combinations, pairwise
 from time import perf_counter, sleep
 from typing import Any
 
@@ -19,7 +20,7 @@ from attnserve.runtime.stop import STOP
 from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
 from service.engine import batcher as batcher_module
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
-from service.engine.row_queue import AnyRow, Queue, Row
+from service.engine.row_queue import AnyRow, Division, Queue, Row
 from service.errors import DeadlineExceeded, NotReady, Overloaded
 from tests.errors import raises
 
@@ -33,7 +34,7 @@ def row(tokens: int, key: Hashable = "text", payload: Any = None) -> AnyRow:
 def drained(queue: Queue) -> list[list[AnyRow]]:
     batches: list[list[AnyRow]] = []
     while len(queue):
-        batches.append(queue.take())
+        batches += queue.take()
     return batches
 
 
@@ -67,19 +68,38 @@ def test_queue_take_chooses_batches(queue: Queue, batches: list[list[int]]) -> N
     assert [[one.tokens for one in batch] for batch in drained(queue)] == batches
 
 
-SHARES: dict[str, tuple[Queue, int, list[int]]] = {
-    "half of the tokens": (filled(*[20] * 8, budget=500), 2, [20] * 4),
-    "never above the budget": (filled(*[20] * 80), 2, [20] * 5),
-    "twice the overhead": (filled(*[5] * 8), 4, [5] * 4),
-    "a row above the share runs alone": (filled(60, 20), 2, [60]),
+DIVIDED: dict[str, tuple[Queue, int, list[list[int]]]] = {
+    "equal rows": (filled(*[20] * 8, budget=500), 2, [[20] * 4, [20] * 4]),
+    "batches of equal cost": (filled(*[20] * 3, 60, 61, budget=500), 2, [[60, 61], [20] * 3]),
+    "more batches than runs": (
+        filled(64, *[32] * 2, *[16] * 4, *[8] * 8, overhead=1),
+        2,
+        [[64], [32] * 2],
+    ),
+    "above the budget": (filled(*[20] * 80), 2, [[20] * 5]),
+    "less than the cost of two runs": (filled(*[5] * 7), 2, [[5] * 7]),
+    "more rows than a batch may have": (filled(*[20] * 6, rows=2), 2, [[20] * 2] * 2),
+    "fewer rows than runs": (filled(60, overhead=0), 2, [[60]]),
 }
 
 
-@pytest.mark.parametrize(("queue", "runs", "batch"), SHARES.values(), ids=SHARES)
-def test_queue_take_leaves_a_share_for_concurrent_runs(
-    queue: Queue, runs: int, batch: list[int]
+@pytest.mark.parametrize(("queue", "runs", "batches"), DIVIDED.values(), ids=DIVIDED)
+def test_queue_take_divides_rows_among_concurrent_runs(
+    queue: Queue, runs: int, batches: list[list[int]]
 ) -> None:
-    assert [one.tokens for one in queue.take(runs)] == batch
+    assert [[one.tokens for one in batch] for batch in queue.take(runs)] == batches
+
+
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=9).map(sorted), batches=st.integers(1, 4))
+def test_even_division_has_the_smallest_largest_batch(lengths: list[int], batches: int) -> None:
+    division = Division.even(lengths, batches)
+    assert sum(division.sizes) == len(lengths) and len(division.sizes) <= batches
+    ends = range(1, len(lengths))
+    candidates = (
+        max((end - start) * lengths[end - 1] for start, end in pairwise((0, *cuts, len(lengths))))
+        for cuts in combinations(ends, min(batches, len(lengths)) - 1)
+    )
+    assert division.padded_tokens == min(candidates)
 
 
 def test_queue_take_separates_keys() -> None:
@@ -126,7 +146,7 @@ def test_queue_any_arrivals_keep_invariants(
     seen: Counter[int] = Counter()
 
     def take() -> None:
-        batch = queue.take()
+        [batch] = queue.take()
         longest = max(one.tokens for one in batch)
         assert waiting[0] in batch  # nobody starves
         assert len(batch) == 1 or len(batch) * longest <= budget
