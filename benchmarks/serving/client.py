@@ -92,7 +92,8 @@ def send_load(
 
 
 def body(texts: str | Sequence[str]) -> str:
-    return json.dumps({"inputs": texts})
+    """The body of a request of ``/embed``."""
+    return json.dumps({"inputs": texts, "truncate": True})
 
 
 def _get(port: int, path: str) -> str:
