@@ -49,7 +49,7 @@ BATCHES = (1, 8)
 SECONDS = 100.0
 """Time of the measurement of one model at all shapes."""
 
-TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=10, max_rounds=100)
+TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=4, max_rounds=100)
 
 
 def main(arguments: list[str] | None = None) -> int:
