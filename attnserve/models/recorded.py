@@ -1,8 +1,7 @@
 """The base classes of records: which fields their JSON has.
 
-A field has the name of its JSON key, or states the key as its alias. Older versions recorded fewer
-fields, so most may be missing. Fields that this version does not know are kept: a newer one may
-have written them.
+A field has the name of its JSON key, or the key as its alias. Most may be missing, because older
+versions recorded fewer. Unknown fields are kept: a newer version may have written them.
 """
 
 from __future__ import annotations

@@ -338,9 +338,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             also_verified=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        **(
-            dict[str, Any](quality_to_choose=search.quality_to_choose) if search else {}
-        ),  # null without a gain
+        # Null without a gain.
+        **(dict[str, Any](quality_to_choose=search.quality_to_choose) if search else {}),
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 
