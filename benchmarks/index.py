@@ -125,7 +125,7 @@ def optimized(
         **goal, "seconds": time.perf_counter() - start, "verdict": search.verdict,
         "proved": verified.to_json(),
         "unseen": {measure: quality(original, output, unseen, measure) for measure in MEASURES},
-        "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
+        "layers": [[d.block, d.kept, d.count, d.operator] for d in search.decisions],
     }  # fmt: skip
 
 

@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "calibrated_on": kind, "goal": goal, "asked": GOALS[goal], "seconds": seconds,
                 "kept": kept, "mean_cosine": report.fidelity.mean_cosine,
                 "verdict": search.verdict, "quality_unseen": quality.to_json(),
-                "proofs": [verification.to_json() for verification in search.proofs],
-                "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
+                "proofs": [verification.to_json() for verification in search.verifications],
+                "layers": [[d.block, d.kept, d.count, d.operator] for d in search.decisions],
             })  # fmt: skip
             if kind == "--train":
                 models[goal] = output

@@ -241,13 +241,13 @@ def measure(case: Case, keep: float, output: Path) -> dict[str, Any]:
     return {
         "keep": keep, "verdict": search.verdict, "gain": search.gain,
         "seconds": seconds, "cpu_seconds": cpu_seconds,
-        "sequences": search.asked.sequences, "speedup": search.speedup,
-        "proofs": [verification.to_json() for verification in search.proofs],
+        "sequences": search.goal.sequences, "speedup": search.speedup,
+        "proofs": [verification.to_json() for verification in search.verifications],
         "unseen": {**unseen.to_json(), "loss": unseen.losses.measured},
         "other": other and {**other.to_json(), "loss": other.losses.measured},
         "task": {"name": case.task, "original": case.score(case.model), "new": case.score(output)},
         "disagree": disagreements(keep, verified, unseen) if search.gain else [],
-        "layers": [[d.block, d.kept, d.count, d.written] for d in search.layers],
+        "layers": [[d.block, d.kept, d.count, d.operator] for d in search.decisions],
     }  # fmt: skip
 
 

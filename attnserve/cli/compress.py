@@ -97,7 +97,7 @@ def optimize(
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     record = report.record
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
-    changes = [change for change in record.steps if change.rewrite in lossy]
+    changes = [change for change in record.changes if change.rewrite in lossy]
     names, legend = shorten_names([change.block for change in changes], width=out.width - 66)
     rows: list[Sequence[object]] = []
     for change, name in zip(changes, names, strict=True):
@@ -126,7 +126,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
             f"MACs at {record.batch} x {record.sequence} tokens: "
             f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
         )
-    for fidelity in (report.fidelity, *record.also_proved):
+    for fidelity in (report.fidelity, *record.also_verified):
         print_qualities("quality", fidelity)
     print_line(
         f"cosine to the original: mean {report.fidelity.mean_cosine:.4f}, "
@@ -202,8 +202,8 @@ def plan(
 
 def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
-    if record.layers:
-        names, legend = shorten_names([d.block for d in record.layers], width=out.width - 56)
+    if record.decisions:
+        names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
         print_table(
             "plan, block by block",
             ("block", "kept", "operator", ">original ms:.3f", ">ms:.3f", ">speed-up", ">loss:.4f"),
@@ -214,17 +214,17 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
                     f" {'heads' if each.kind == 'attention' else 'neurons'}"
                     + ("" if each.head_size is None else f" x {each.head_size}")
                     + ("" if each.rank is None else f" of {each.rank} shared"),
-                    each.written + (", float32" if each.in_float else ""),
+                    each.operator + (", float32" if each.in_float else ""),
                     each.ms_before,
                     each.ms_after,
                     f"{each.ms_before / each.ms_after:.2f}x",
                     each.predicted_loss,
                 )
-                for each, name in zip(record.layers, names, strict=True)
+                for each, name in zip(record.decisions, names, strict=True)
             ],
             legend,
         )
-        for decision, name in zip(record.layers, names, strict=True):
+        for decision, name in zip(record.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
     print_table(
         "fastest choices by loss (Pareto front)",
@@ -236,8 +236,8 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
     )
     if record.speeds:
         print_table(
-            f"latency of the whole model, {record.asked.threads or 'all'} thread(s), "
-            f"{record.asked.provider}",
+            f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
+            f"{record.goal.provider}",
             (">batch x tokens", ">original ms:.2f", ">ms:.2f", ">speed-up"),
             [
                 (f"{at.batch} x {at.sequence}", at.original_ms, at.ms, f"{at.speedup:.2f}x")

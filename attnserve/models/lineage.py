@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, FiniteFloat, SerializeAsAny
+from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
@@ -141,14 +141,13 @@ class MixingReport(RecordedWithNulls, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
-        form: Its kind.
         error: Error of the outputs on calibration data, or of the weights without data; None if the
             mixing was too slow to be fitted.
         speedup: Speed-up over the fused original, as served.
         slowest: The speed-up at the slowest shape, by the upper end of its interval.
     """
 
-    form: MixingKind
+    kind: Annotated[MixingKind, Field(alias="form")]
     error: FiniteFloat | None
     speedup: Speedup
     slowest: Speedup
@@ -159,7 +158,7 @@ class MixingChoice(RecordedWithNulls, frozen=True):
 
     chosen: MixingKind
     why: str
-    forms: tuple[MixingReport, ...]
+    candidates: Annotated[tuple[MixingReport, ...], Field(alias="forms")]
 
 
 class TrainingRecord(Recorded, frozen=True):
@@ -194,7 +193,7 @@ class LineageEntry(Measured, frozen=True):
         rewrite: The names of the passes, of the training and of the precision, joined by "+".
         source: The model that the quality is measured against.
         rewritten: For a training, the model that was trained.
-        steps: The changes of single blocks; a training has none.
+        changes: The changes of single blocks; a training has none.
         plan: The plan that was applied, as ``Plan.to_json`` gives it.
     """
 
@@ -205,7 +204,7 @@ class LineageEntry(Measured, frozen=True):
     seed: int | None = None
     before: ModelCost | None = None
     after: ModelCost | None = None
-    steps: tuple[RecordedChange, ...] = ()
+    changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
     fidelity: Fidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None
@@ -223,7 +222,7 @@ class OptimizeEntry(LineageEntry, frozen=True):
     """An entry of ``optimize``.
 
     Attributes:
-        choose: As in ``SearchRecord``.
+        quality_to_choose: As in ``SearchRecord``.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_verification``).
     """
@@ -234,8 +233,8 @@ class OptimizeEntry(LineageEntry, frozen=True):
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
     search: SearchRecord | None = None
-    choose: Quality | None = None
-    also_proved: tuple[Fidelity, ...] = ()
+    quality_to_choose: Annotated[Quality | None, Field(alias="choose")] = None
+    also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()
     other_runtimes: Mapping[str, Fidelity] = {}
     versions: Mapping[str, str] = {}
 

@@ -168,7 +168,7 @@ def _quality(artifact: Artifact) -> list[str]:
     lines = [f"Compared with {_escaped(entry.source.file)}, the model that was rewritten."]
     found: list[Quality] = list(entry.qualities)
     if isinstance(entry, OptimizeEntry):
-        found += [quality for other in entry.also_proved for quality in other.qualities]
+        found += [quality for other in entry.also_verified for quality in other.qualities]
     if found:
         lines.append(
             _table(

@@ -1,7 +1,7 @@
 """The base classes of records: which fields their JSON has.
 
-Each field has the name of its JSON key. Older versions recorded fewer fields, so most may be
-missing. Fields that this version does not know are kept: a newer one may have written them.
+A field has the name of its JSON key, or the key as its alias. Most may be missing, because older
+versions recorded fewer. Unknown fields are kept: a newer version may have written them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Recorded", "RecordedWithNulls", "without_empty"]
 class Recorded(BaseModel, frozen=True):
     """Base class of record parts whose JSON contains only the given fields."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", validate_by_name=True, serialize_by_alias=True)
 
     @property
     def json_fields(self) -> Collection[str]:
@@ -26,8 +26,9 @@ class Recorded(BaseModel, frozen=True):
 
     @model_serializer(mode="wrap")
     def _serialized(self, to_content: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        names = self.json_fields
-        return {name: value for name, value in to_content(self).items() if name in names}
+        fields = type(self).model_fields
+        keys = {fields[name].alias or name if name in fields else name for name in self.json_fields}
+        return {key: value for key, value in to_content(self).items() if key in keys}
 
     def to_json(self, *left_out: str) -> dict[str, Any]:
         """The fields as JSON values, without the named ones."""

@@ -101,18 +101,18 @@ class SearchRecord(Measured, frozen=True):
 
     Attributes:
         fidelity, quality, qualities: The result of the verification of the returned choice.
-        asked: The goal of the search, with its workloads and its device.
-        choose: The same quality on the rows to choose, by which the plan was chosen.
-        proofs: All verifications of choices, in order; all but the last missed the goal.
+        goal: The goal of the search, with its workloads and its device.
+        quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
+        verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
     """
 
-    asked: GoalRecord = GoalRecord()
+    goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
     verdict: str = ""
     gain: bool = False
     fidelity: Fidelity | None = None
-    choose: Quality | None = None
-    proofs: tuple[Verification, ...] = ()
+    quality_to_choose: Annotated[Quality | None, Field(alias="choose")] = None
+    verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
@@ -124,4 +124,4 @@ class SearchRecord(Measured, frozen=True):
 
         Without it, each quality has its own guarantee.
         """
-        return self.asked.keep if self.gain and self.asked.measure != "score" else None
+        return self.goal.keep if self.gain and self.goal.measure != "score" else None

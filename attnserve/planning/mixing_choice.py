@@ -166,27 +166,27 @@ def choose_mixing(
         error = errors.get(kind, math.inf)
         mean, slowest = speeds[kind]
         return MixingReport(
-            form=kind,
+            kind=kind,
             error=error if math.isfinite(error) else None,
             speedup=mean,
             slowest=slowest,
         )
 
     reports = {kind: report(kind) for kind in models}
-    if _fastest(reports.values()).form == "sparse":
+    if _fastest(reports.values()).kind == "sparse":
         fit("sparse", plans["sparse"][0])
         reports["sparse"] = report("sparse")
     chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
-    others = [report for report in reports.values() if report.form != chosen.form]
+    others = [report for report in reports.values() if report.kind != chosen.kind]
     lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
         + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
-        + "".join(f"; {report.form} {report.speedup.value:.2f}x" for report in others)
+        + "".join(f"; {report.kind} {report.speedup.value:.2f}x" for report in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
-    choice = MixingChoice(chosen=chosen.form, why=why, forms=tuple(reports.values()))
-    return *built[chosen.form], choice
+    choice = MixingChoice(chosen=chosen.kind, why=why, candidates=tuple(reports.values()))
+    return *built[chosen.kind], choice
 
 
 def _fastest(reports: Collection[MixingReport]) -> MixingReport:

@@ -84,7 +84,7 @@ class OptimizeReport:
     @property
     def changes(self) -> tuple[RecordedChange, ...]:
         """The applied rewrites, one per block."""
-        return self.record.steps
+        return self.record.changes
 
     @property
     def break_even_sequence(self) -> int | None:
@@ -319,7 +319,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         seed=job.context.seed,
         before=before,
         after=after,
-        steps=rewritten.applied.changes,
+        changes=rewritten.applied.changes,
         fidelity=fidelity.cosines,
         qualities=fidelity.qualities,
         break_even_sequence=break_even_length,
@@ -335,10 +335,11 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             mixing=rewritten.mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),
-            also_proved=other_fidelities,
+            also_verified=other_fidelities,
             other_runtimes=other_runtimes,
         ),
-        **(dict[str, Any](choose=search.choose) if search else {}),  # null without a gain
+        # Null without a gain.
+        **(dict[str, Any](quality_to_choose=search.quality_to_choose) if search else {}),
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 
@@ -350,7 +351,7 @@ def _compare(job: Job, rewritten: _Outcome) -> Fidelity:
     """
     search, original, converted = rewritten.search, job.original, rewritten.state.result
     if search is not None and search.gain:
-        return search.proofs[-1].fidelity
+        return search.verifications[-1].fidelity
     if job.data is not None:
         return job.compare_held_out(converted, job.data.to_verify)
     batches = random_batches(original, job.context.seed, empty=empty_axes(original, converted))

@@ -248,11 +248,11 @@ def _part(search: SearchRecord | None) -> HeldOut | None:
     Raises:
         InvalidData: This version does not know the part.
     """
-    if search is None or not search.gain or not search.proofs:
+    if search is None or not search.gain or not search.verifications:
         return None
-    last = search.proofs[-1].part
-    if not last and len(search.proofs) <= len(ATTEMPTS):  # of an earlier version
-        return ATTEMPTS[len(search.proofs) - 1].part
+    last = search.verifications[-1].part
+    if not last and len(search.verifications) <= len(ATTEMPTS):  # of an earlier version
+        return ATTEMPTS[len(search.verifications) - 1].part
     return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
 
 
@@ -263,8 +263,8 @@ def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | No
         InvalidArgument: The file is missing, or there is no such goal.
         InvalidData: This version does not know the task.
     """
-    asked = search.asked if search is not None and search.gain else GoalRecord()
-    if asked.task is None or asked.keep is None:
+    goal = search.goal if search is not None and search.gain else GoalRecord()
+    if goal.task is None or goal.keep is None:
         if eval_data is not None:
             raise InvalidArgument(
                 f"`eval_data` is {eval_data}, and the record guarantees no score of a task",
@@ -274,13 +274,13 @@ def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | No
         return None
     if eval_data is None:
         raise InvalidArgument(
-            f"the record guarantees {asked.keep:g} of the {asked.task} score on {asked.eval_data}:"
+            f"the record guarantees {goal.keep:g} of the {goal.task} score on {goal.eval_data}:"
             " expected `eval_data`",
             "give this file, or other labeled data in its format",
             code="verify.eval_data",
         )
-    task = cast(TaskName, _known(asked.task, get_args(TaskName), "task"))
-    return Goal(keep=asked.keep, task=task, eval_data=eval_data)
+    task = cast(TaskName, _known(goal.task, get_args(TaskName), "task"))
+    return Goal(keep=goal.keep, task=task, eval_data=eval_data)
 
 
 def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
@@ -294,7 +294,7 @@ def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
     measures = {quality.measure for quality in entry.qualities}
     measure = measures.pop() if len(measures) == 1 else "auto"
     if (search := search_of(entry)) is not None:
-        measure = search.asked.measure
+        measure = search.goal.measure
     return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
 
 
@@ -313,7 +313,7 @@ def _device(search: SearchRecord | None, device: Device) -> Device:
     """The device with the runtime of the search, unless another one is given."""
     if search is None or device.runtime != AUTO:
         return device
-    return replace(device, runtime=search.asked.runtime)
+    return replace(device, runtime=search.goal.runtime)
 
 
 # ---- rows ---------------------------------------------------------------------------------------
@@ -436,12 +436,12 @@ def _score_check(
     """The kept share of the score on the recorded rows, or on all rows of a new file."""
     task = ScoredTask.of(goal, job)
     assert task is not None and goal.keep is not None
-    is_recorded = path_sha256(task.data) == search.asked.eval_data_sha256
+    is_recorded = path_sha256(task.data) == search.goal.eval_data_sha256
     part = (_part(search) if is_recorded else None) or HeldOut.ALL
     share = task.share(model, fidelity, part, job)
     is_bounded = is_recorded and not part.is_unused
     kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
-    then = search.proofs[-1].share if search.proofs else None
+    then = search.verifications[-1].share if search.verifications else None
     return GuaranteeCheck(
         runtime_of(model, job.context.device), "", task.data.name, "", "score",
         then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,

@@ -22,7 +22,7 @@ def figures(rewrite: LineageEntry) -> list[Figure]:
 
 def _changes(rewrite: LineageEntry) -> Figure | None:
     """Error of each change, and the cost after it."""
-    changes = [change for change in rewrite.steps if change.relative_error is not None]
+    changes = [change for change in rewrite.changes if change.relative_error is not None]
     if len(changes) < 2:
         return None
     macs_before = rewrite.before and rewrite.before.macs

@@ -109,7 +109,7 @@ def test_optimize_cache_shrinks_and_error_falls_with_rank(gpt2: Path, tmp_path: 
 def test_optimize_cache_is_recorded_and_inspected(gpt2: Path, tmp_path: Path):
     report = optimized(gpt2, tmp_path, 10)
     (entry,) = open_artifact(report.output).lineage
-    assert [change.cache_width for change in entry.steps] == [10 + H] * LAYERS
+    assert [change.cache_width for change in entry.changes] == [10 + H] * LAYERS
     assert entry.fidelity.data == "random inputs, empty caches"
     matches = inspect(report.output).matches
     assert [block.form for block in matches.blocks] == ["collaborative"] * LAYERS

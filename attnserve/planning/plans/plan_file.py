@@ -6,10 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -49,7 +49,7 @@ class Decision(RecordedWithNulls, frozen=True):
         head_size: K of truncated queries and keys, with the dimension of the content term.
         rank: The shared dimensions R, if heads share any.
         source: The attention whose probabilities are reused, if any.
-        written: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
+        operator: Its implementation: an operator (``BlockOperator``), "skip", "sparse" or "reuse".
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.
@@ -63,7 +63,7 @@ class Decision(RecordedWithNulls, frozen=True):
     head_size: int | None = None
     rank: int | None = None
     source: str | None = None
-    written: str
+    operator: Annotated[str, Field(alias="written")]
     ms_before: float
     ms_after: float
     predicted_loss: float
@@ -90,7 +90,7 @@ class PlanRecord(SearchRecord, frozen=True):
     """The content of plan.json: a plan, and the report of the search that made it.
 
     Attributes:
-        layers: The decision for each block.
+        decisions: The decision for each block.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -99,7 +99,7 @@ class PlanRecord(SearchRecord, frozen=True):
     model: Source = Source()
     calibration: Calibration = Calibration()
     speedups: ServedSpeed | None = None
-    layers: tuple[Decision, ...] = ()
+    decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
     plan: Any = None
     front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
@@ -160,7 +160,7 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: This version does not know the measure.
         """
-        planned = _known(self.path, self.record.asked.measure, SearchMeasure)
+        planned = _known(self.path, self.record.goal.measure, SearchMeasure)
         if planned in ("score", given):
             return given
         if given != "auto":
@@ -188,14 +188,14 @@ class SavedPlan:
             InvalidArgument: Another measure is given.
             InvalidData: A file cannot be used, or this version does not know a value of the search.
         """
-        asked = self.record.asked
-        phase = target.phase or _known(self.path, asked.phase, Phase)
-        provider = _known(self.path, asked.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=asked.runtime)
+        goal = self.record.goal
+        phase = target.phase or _known(self.path, goal.phase, Phase)
+        provider = _known(self.path, goal.provider, Provider)
+        device = replace(context.device, provider=provider, runtime=goal.runtime)
         return Job.read(
             artifact, original, data, target.model_copy(update={"phase": phase}),
             measure=self.measure(measure), joined=self.record.calibration.joined_to,
-            context=replace(context, device=device, seed=asked.seed),
+            context=replace(context, device=device, seed=goal.seed),
         )  # fmt: skip
 
     def forget_trainings(self, plan: Plan) -> None:

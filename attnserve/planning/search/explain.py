@@ -73,7 +73,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         kind=group.kind,
                         count=group.count,
                         **config.recorded,
-                        written=operator,
+                        operator=operator,
                         ms_before=latency.default_of(block).original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,

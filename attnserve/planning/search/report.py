@@ -47,8 +47,8 @@ def draw_front(record: PlanRecord) -> str:
             for point in record.front
             if point.measured_loss is not None
         ],
-        (1 - record.proofs[-1].loss, record.speedup)
-        if record.gain and record.proofs and record.speedup
+        (1 - record.verifications[-1].loss, record.speedup)
+        if record.gain and record.verifications and record.speedup
         else None,
         title=record.verdict.partition(": ")[0] if record.gain else record.verdict,
     )

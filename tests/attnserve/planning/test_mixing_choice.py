@@ -211,8 +211,8 @@ def test_optimize_auto_mixing_is_decided_by_time(
     timed += times
     report = optimize(tiny, tmp_path / "new", collab_dk=12, calib=sentences)
     assert report.record.mixing is not None
-    assert {each.form for each in report.record.mixing.forms} >= {"dense", "own"}
-    dense, *others = report.record.mixing.forms
+    assert {each.kind for each in report.record.mixing.candidates} >= {"dense", "own"}
+    dense, *others = report.record.mixing.candidates
     assert dense.error is not None
     assert all(form.error is None or form.error <= 1.02 * dense.error for form in others)
     blocks = inspect(tmp_path / "new").matches.blocks

@@ -241,7 +241,7 @@ def test_optimize_writes_complete_artifact(tiny: Path, fitted: OptimizeReport):
     (entry,) = new.lineage
     assert entry.rewrite == "collaborate" and entry.seed == 5
     assert entry.calibration is not None and entry.calibration.file == "sentences.txt"
-    assert entry.steps == fitted.changes
+    assert entry.changes == fitted.changes
     assert {"numpy", "onnxruntime", "python"} <= entry.to_json()["versions"].keys()
 
 
@@ -258,7 +258,7 @@ def test_optimize_reports_the_quality_and_its_data(
     assert keys <= content["quality"].keys()
     assert content["quality"]["measure"] == "similarity"
     assert content["quality"]["split"] == split
-    (other,) = report.record.also_proved
+    (other,) = report.record.also_verified
     assert other.data == "sentences.txt" and other.quality is not None
     assert other.quality.rows == 60 and other.quality.split == "data"
     assert content["also_proved"][0]["quality"]["value"] < 1

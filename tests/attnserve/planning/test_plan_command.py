@@ -26,7 +26,7 @@ def test_plan_json_and_plot_contain_the_report(planned: Planner, tmp_path: Path)
     assert content == json.loads(json.dumps(report.to_json()))
     assert content["format"] == 2
     assert {layer["block"] for layer in content["layers"]} == {
-        d.block for d in report.record.layers
+        d.block for d in report.record.decisions
     }
     assert all(layer["why"] for layer in content["layers"])
     losses = [point["predicted_loss"] for point in content["front"]]

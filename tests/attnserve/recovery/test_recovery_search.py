@@ -109,8 +109,8 @@ def test_search_with_training_finds_a_faster_model(
     assert recovered.gain and 1 <= len(recovered.rounds) <= recovery_search.ROUNDS
     assert plain.search is not None and found.speedup > 1.01 * plain.search.speedup
     # The promise of the search, on data to choose and on data that nothing has seen.
-    assert found.choose.losses.bounded <= 1 - KEEP
-    assert found.proofs[-1].loss <= 1 - KEEP
+    assert found.quality_to_choose.losses.bounded <= 1 - KEEP
+    assert found.verifications[-1].loss <= 1 - KEEP
     assert found.quality.split == "verify"
     kept = [one for one in recovered.rounds if one.keeps]
     assert kept and all(one.steps and one.loss < one.built_loss for one in kept)

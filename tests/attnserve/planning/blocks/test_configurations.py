@@ -609,7 +609,7 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup])
 )
 def test_decision_records_every_configuration(config: BlockConfig, fields: dict[str, Any]) -> None:
     written = Decision(
-        block="layer", kind="attention", count=8, **config.recorded, written="attention",
+        block="layer", kind="attention", count=8, **config.recorded, operator="attention",
         ms_before=2.0, ms_after=1.0, predicted_loss=0.0, why="",
     ).to_json()  # fmt: skip
     without = dict.fromkeys(("head_size", "rank", "source"))

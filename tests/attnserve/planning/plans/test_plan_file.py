@@ -105,7 +105,7 @@ def test_optimize_plan_of_other_data_is_refused(
 
 
 def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
-    file = PlanRecord(format=2, gain=True, asked=GoalRecord(keep=0.985))
+    file = PlanRecord(format=2, gain=True, goal=GoalRecord(keep=0.985))
 
     def check(ci95: tuple[float, float] | None) -> None:
         found = quality_of("similarity", 0.97, ci95=ci95)

@@ -54,7 +54,7 @@ def test_search_truncates_queries_and_keys(
 ):
     monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
     report = planned(keep=0.9)
-    cut = [decision for decision in report.record.layers if decision.head_size is not None]
+    cut = [decision for decision in report.record.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
     assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
     shared = report.plan.targets(Collaborate)
@@ -68,7 +68,7 @@ def test_search_truncates_queries_and_keys(
     again = {row.block.name: row.block.head_size
              for row in attnserve.inspect(tmp_path / "a.onnx").matches.certified}  # fmt: skip
     assert again == {
-        d.block: d.head_size or 8 for d in report.record.layers if d.kind == "attention"
+        d.block: d.head_size or 8 for d in report.record.decisions if d.kind == "attention"
     }
 
 
@@ -81,15 +81,16 @@ def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Plan
         # The third choice, if two fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("verify", "held out")
         assert quality.losses.measured <= 1 - keep
-        assert record.choose is not None and record.choose.losses.bounded <= 1 - keep
+        chosen_by = record.quality_to_choose
+        assert chosen_by is not None and chosen_by.losses.bounded <= 1 - keep
     speeds = [report.record.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
-    assert found[0.4].record.proofs[-1].loss > 0.1  # a larger allowance is used
+    assert found[0.4].record.verifications[-1].loss > 0.1  # a larger allowance is used
     for report in found.values():  # every block is explained
-        decisions = report.record.layers
+        decisions = report.record.decisions
         assert len(decisions) == 4 and all(decision.why for decision in decisions)
         assert all(decision.ms_after <= decision.ms_before for decision in decisions)
-    decisions = found[0.9].record.layers
+    decisions = found[0.9].record.decisions
     assert any("others cannot reproduce" in decision.why for decision in decisions)
 
 
@@ -98,7 +99,7 @@ def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
     assert report.record.gain and not report.plan.lossy_blocks
     assert report.fidelity.mean_cosine > 1 - 1e-5
-    assert {d.written for d in report.record.layers} == {"attention", "gelu"}
+    assert {d.operator for d in report.record.decisions} == {"attention", "gelu"}
 
 
 @pytest.mark.timing
@@ -112,8 +113,8 @@ def test_search_removes_unimportant_attention(
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
-    decision = next(d for d in report.record.layers if d.block == last.name)
-    assert (decision.kept, decision.written) == (0, "skip")
+    decision = next(d for d in report.record.decisions if d.block == last.name)
+    assert (decision.kept, decision.operator) == (0, "skip")
     assert report.plan.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
     assert report.record.gain and report.fidelity.mean_cosine >= 0.999
@@ -136,13 +137,13 @@ def test_search_reuses_probabilities_without_fused_operators(
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.blocks.configurations.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
-    source, reader = (d for d in report.record.layers if d.kind == "attention")
+    source, reader = (d for d in report.record.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
     assert f"the probabilities of {source.block}" in reader.why
     edges = report.plan.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
-    assert report.record.gain and report.record.proofs[-1].loss <= 0.05
+    assert report.record.gain and report.record.verifications[-1].loss <= 0.05
     assert replays()
 
 
@@ -157,7 +158,7 @@ def test_search_raises_the_opset_for_a_newer_operator(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     assert load_model(open_artifact(model)).opset_imports[""] < 23
     found = optimized("a.onnx", keep=0.95)
-    fused = [d.block for d in found.search.layers if d.written == "onnx"]
+    fused = [d.block for d in found.search.decisions if d.operator == "onnx"]
     written = load_model(open_artifact(tmp_path / "a.onnx"))
     assert written.opset_imports[""] == 23
     assert [n.op_type for n in written.graph].count("Attention") == len(fused) > 0
@@ -175,14 +176,14 @@ def test_search_without_newer_opset_uses_older_operators(
     monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
     monkeypatch.setattr(search, "raise_opset", refuse)
     report = planned(keep=1.0)
-    assert {d.written for d in report.record.layers if d.kind == "attention"} == {"attention"}
+    assert {d.operator for d in report.record.decisions if d.kind == "attention"} == {"attention"}
 
 
 @pytest.mark.timing(seconds=5)
 def test_search_without_ffn_keeps_neurons(planned: Planner):
     report = planned(keep=0.96, measure="cosine")
     assert report.plan.lossy_blocks and not report.plan.targets(PruneNeurons)
-    kinds = {d.kind: d for d in report.record.layers}
+    kinds = {d.kind: d for d in report.record.decisions}
     assert "`allow`" in kinds["feed_forward"].why
 
 
@@ -239,7 +240,7 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
     assert report.fidelity.quality is not None, "also reported if it is not a condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
     assert both.record.speedup <= report.record.speedup
-    assert both.record.proofs[-1].loss <= 0.4
+    assert both.record.verifications[-1].loss <= 0.4
 
 
 @pytest.fixture
@@ -338,14 +339,14 @@ def test_search_of_several_files_verifies_each_of_them(
     both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
     report = planned(**both)
     assert report.record.gain
-    assert report.record.choose == timed[-1].fidelity.quality
+    assert report.record.quality_to_choose == timed[-1].fidelity.quality
     for fidelity in (report.fidelity, timed[-1].fidelity):
         assert fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
         losses = [quality.losses.bounded for quality in fidelity.qualities]
         assert fidelity.quality.losses.bounded == max(losses)
     losses = [quality.losses.measured for quality in report.fidelity.qualities]
-    assert report.record.proofs[-1].loss == max(losses) <= 0.03
+    assert report.record.verifications[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
     assert content["weights"] == [1, 2]
@@ -376,7 +377,7 @@ def test_search_range_is_timed_at_both_ends_and_between(
     planned: Planner, replays: Callable[[], bool], tmp_path: Path
 ):
     report = planned(sequence=(4, 64))
-    assert report.record.asked.sequences == (4, 16, 64)
+    assert report.record.goal.sequences == (4, 16, 64)
     assert {4, 16, 64} <= {speed.sequence for speed in report.record.speeds}
     assert report.record.calibration.joined_rows
     assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
@@ -390,7 +391,7 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     report = planned(sequence=None)
     graph = load_model(model / "model.onnx")
     lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
-    low, *_, high = report.record.asked.sequences
+    low, *_, high = report.record.goal.sequences
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
@@ -404,4 +405,4 @@ def test_search_scalar_output_is_measured_by_r2(
         tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.9, threads=1
     )
     assert report.fidelity.quality is not None and report.fidelity.quality.measure == "r2"
-    assert report.record.proofs[-1].loss <= 0.1
+    assert report.record.verifications[-1].loss <= 0.1
