@@ -153,7 +153,7 @@ def _present(
         return heads + projection.offset[:, None, :]
     product = tokens if is_quantized else tokens @ projection.matrix()  # B T N
     if projection.norm is not None:
-        groups = _sum_of_terms(projection.before_norm(), product, values)  # B G T L
+        groups = _sum_of_terms(projection.norm.operand(projection), product, values)  # B G T L
         normed = np.moveaxis(projection.norm(groups), 1, 2)
         product = normed.reshape(*product.shape[:2], -1)
     return _sum_of_terms(projection, product, values)

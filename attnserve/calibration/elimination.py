@@ -64,10 +64,10 @@ def elimination_order(
     eliminations: dict[str, Elimination] = {}
     for name, moments in last_map_moments(model, projected_blocks, batches, context=context):
         block = by_name[name]
-        assert block.output is not None
-        rows = block.output.rows.reshape(-1)
+        output = block.required_output
+        rows = output.rows.reshape(-1)
         covariance = moments.covariance[np.ix_(rows, rows)]
-        weight = block.output.matrix()[rows].astype(np.float64)
+        weight = output.matrix()[rows].astype(np.float64)
         eliminations[name] = eliminate(covariance, weight, block.num_heads)
         progress(len(eliminations), len(projected_blocks))
     return {block.name: eliminations[block.name] for block in projected_blocks}

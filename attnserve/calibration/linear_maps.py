@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock, OutputProjection
+from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -55,8 +55,7 @@ class Site:
     def weight(self) -> Float[np.ndarray, "N D"]:
         """The current weight."""
         match self.owner:
-            case AttentionBlock(output=output):
-                assert output is not None
+            case AttentionBlock(required_output=output):
                 weight = output.matrix()
             case FeedForwardBlock() as block:
                 weight = block.second.matrix()
@@ -69,8 +68,7 @@ class Site:
     def bias(self) -> Float[np.ndarray, " D"]:
         """The current bias."""
         match self.owner:
-            case AttentionBlock(output=output):
-                assert output is not None
+            case AttentionBlock(required_output=output):
                 bias = np.broadcast_to(output.offset(), output.matrix().shape[1:])
             case FeedForwardBlock() as block:
                 bias = np.zeros(1) if block.bias is None else constant_array(block.bias).reshape(-1)
@@ -95,8 +93,8 @@ class Site:
     def weight_key(self) -> object:
         """A key that is equal for sites of one weight."""
         match self.owner:
-            case AttentionBlock(output=OutputProjection(weight=weight)):
-                return origin(weight)
+            case AttentionBlock(required_output=output):
+                return origin(output.weight.value)
             case FeedForwardBlock(second=second):
                 return origin(second.weight)
             case _:
@@ -121,8 +119,8 @@ def last_map(block: AttentionBlock | FeedForwardBlock) -> Site:
     """The output projection of attention, or the second product of a feed-forward layer."""
     if isinstance(block, FeedForwardBlock):
         return Site(block.name, block.hidden, block.output, block)
-    assert block.output is not None
-    return Site(block.name, block.output.input, block.output.output, block)
+    output = block.required_output
+    return Site(block.name, output.input, output.output, block)
 
 
 def _of_skipped(gap: Skipped) -> Site:
@@ -141,8 +139,7 @@ def install(site: Site, weight: np.ndarray, bias: np.ndarray, info: ShapeInfo) -
         product = emit_affine(make, site.owner.hidden, weight, bias, site.owner.output, info)
         pin_name(product, site.name)
         return product
-    output = site.owner.output
-    assert output is not None
+    output = site.owner.required_output
     make = Inserter(site.owner.graph, output.nodes[-1], f"{site.name}/refit")
     tokens = output.input
     if len(info.shape(tokens) or ()) == 4:

@@ -37,12 +37,15 @@ from graph_passes.blocks.projections import (
     OutputProjection,
     Projection,
     QuantizedProduct,
+    QuantizedWeight,
     RotaryTerm,
+    Weight,
 )
 
 __all__ = [
     "AttentionBlock", "BlockForm", "BroadcastLayout", "Capped", "Causal", "FeedForwardBlock",
     "Floor", "FullLengths", "KeyLengths", "KeyMask", "Linear", "LogitStep", "Mask", "Norm",
-    "Operand", "OutputProjection", "PositionBias", "Projection", "QuantizedProduct", "Reused",
-    "RotaryTerm", "Scaled", "Softmax", "Unmatched", "Weighted",
+    "Operand", "OutputProjection", "PositionBias", "Projection", "QuantizedProduct",
+    "QuantizedWeight", "Reused", "RotaryTerm", "Scaled", "Softmax", "Unmatched", "Weight",
+    "Weighted",
 ]  # fmt: skip

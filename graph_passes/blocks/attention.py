@@ -161,6 +161,12 @@ class AttentionBlock:
         return self.q.width
 
     @property
+    def required_output(self) -> OutputProjection:
+        """The output projection of a block that was checked to have one."""
+        assert self.output is not None
+        return self.output
+
+    @property
     def is_quantized(self) -> bool:
         """Whether any weight of the block is quantized; rewrites cannot change such a block."""
         parts = (self.q, self.k, self.v, self.output)

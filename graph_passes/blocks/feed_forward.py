@@ -9,7 +9,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_shape
-from graph_passes.blocks.projections import weight_matrix
+from graph_passes.analysis.required import input_of
+from graph_passes.blocks.projections import Weight
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -54,7 +55,7 @@ class Linear:
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """scale * W."""
-        return weight_matrix(self.weight, self.contracted) * self.scale
+        return Weight(self.weight, self.contracted).matrix() * self.scale
 
     def weight_operand(self, axis: int) -> Operand:
         """The weight as an input of the node; ``axis`` counts the neurons."""
@@ -77,9 +78,7 @@ class Operand(NamedTuple):
 
     @property
     def value(self) -> ir.Value:
-        value = self.node.inputs[self.position]
-        assert value is not None
-        return value
+        return input_of(self.node, self.position)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -21,8 +21,9 @@ __all__ = [
     "OutputProjection",
     "Projection",
     "QuantizedProduct",
+    "QuantizedWeight",
     "RotaryTerm",
-    "weight_matrix",
+    "Weight",
 ]
 
 HeadLayout = Literal["B H T K", "B*H T K", "B T H*K", "inside"]
@@ -142,19 +143,60 @@ class Norm:
         size = np.sqrt(np.square(u).mean(axis=-1, keepdims=True) + self.epsilon)
         return u / (np.maximum(size, self.least) + self.added)
 
+    def operand(self, part: Projection) -> Projection:
+        """The projection that the norm divides by its size, by group instead of by head."""
+        return replace(
+            part,
+            columns=self.columns,
+            gain=self.gain,
+            offset=self.offset,
+            scale=1.0,
+            rotary_terms=self.rotary_terms,
+            norm=None,
+        )
 
-class QuantizedProduct(NamedTuple):
-    """The output of a product of tokens and a quantized weight, which stays in the graph.
+
+@dataclass(frozen=True, eq=False)
+class Weight:
+    """A constant W of floats.
 
     Attributes:
-        value: (B, T, N) in floating point; it may include a bias.
-        width: N.
+        value: The constant.
+        contracted: The axes of ``value`` that are contracted with the last axis of the tokens: (0,)
+            for (D, N), (1,) for (N, D). The other axes, flattened, are the columns.
+    """
+
+    value: ir.Value
+    contracted: tuple[int, ...]
+
+    def matrix(self) -> Float[np.ndarray, "D N"]:
+        """W as a matrix: contracted axes as rows, the others as columns."""
+        array = constant_array(self.value)
+        rows = math.prod(array.shape[axis] for axis in self.contracted)
+        axes = range(len(self.contracted))
+        return np.moveaxis(array, self.contracted, axes).reshape(rows, -1)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A constant whose elements are not read."""
+
+    value: ir.Value
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedProduct(QuantizedWeight):
+    """A quantized weight, and its product with tokens, which stays in the graph.
+
+    Attributes:
+        product: (B, T, N) in floating point; it may include a bias.
+        num_columns: N.
         is_flat: Whether the axes of the tokens differ from the axes of the projection's input,
             mostly (B*T, N).
     """
 
-    value: ir.Value
-    width: int
+    product: ir.Value
+    num_columns: int
     is_flat: bool
 
 
@@ -167,22 +209,16 @@ class Projection:
     ``columns`` maps each element of a head to a column of W. Packed projections, shared columns and
     any order of heads have the same representation.
 
-    A projection ``has_weight`` unless all its heads are inputs of the graph. If W ``is_quantized``,
-    its elements are not read, and ``product`` is the value input @ W of the graph. If the
-    projection ``is_cached``, the heads ``past`` of earlier tokens precede those of ``input``.
+    If the projection ``is_cached``, the heads ``past`` of earlier tokens precede those of
+    ``input``.
 
     Attributes:
         input: The tokens: (B, S, D) if ``by_sequence``, else flattened or split into windows. The
             cached heads if there is no weight.
-        weight: W, a constant; None if all heads are inputs (``past``), as in cached
-            cross-attention.
-        contracted: The axes of ``weight`` that are contracted with the last axis of the tokens:
-            (0,) for (D, N), (1,) for (N, D). The other axes, flattened, are the columns. Empty if
-            the weight is an integer tensor, from which no matrix is computed.
+        weight: W; None if all heads are inputs (``past``), as in cached cross-attention.
         width: D, the size of the tokens; 0 if all heads are inputs.
-        dtype: The element type in which the heads are computed: the type of the weight, or of
-            ``product``.
-        product: input @ W if W is quantized, else None.
+        dtype: The element type in which the heads are computed: the type of the weight, or of its
+            quantized product.
         columns: The column of each element of each head.
         gain: Element-wise factors, for example the mixing matrix of collaborative heads.
         offset: The bias.
@@ -201,8 +237,7 @@ class Projection:
     """
 
     input: ir.Value
-    weight: ir.Value | None
-    contracted: tuple[int, ...]
+    weight: Weight | QuantizedProduct | None
     width: int
     dtype: ir.DataType
     columns: Int[np.ndarray, "H K"]
@@ -213,7 +248,6 @@ class Projection:
     nodes: tuple[ir.Node, ...]
     by_sequence: bool
     layout: HeadLayout
-    product: QuantizedProduct | None = None
     rotary_terms: tuple[RotaryTerm, ...] = ()
     norm: Norm | None = None
     past: BroadcastLayout | None = None
@@ -227,8 +261,8 @@ class Projection:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weight is quantized, so that the heads are read from ``product``."""
-        return self.product is not None
+        """Whether the weight is quantized, so that the heads are read from its product."""
+        return isinstance(self.weight, QuantizedWeight)
 
     @property
     def is_cached(self) -> bool:
@@ -247,20 +281,6 @@ class Projection:
         """The cosines and sines of all rotary embeddings, before and after the norm."""
         terms = (*(() if self.norm is None else self.norm.rotary_terms), *self.rotary_terms)
         return tuple(term.factor for term in terms if term.factor is not None)
-
-    def before_norm(self) -> Projection:
-        """The projection that the q/k norm divides by its size, by group instead of by head."""
-        norm = self.norm
-        assert norm is not None
-        return replace(
-            self,
-            columns=norm.columns,
-            gain=norm.gain,
-            offset=norm.offset,
-            scale=1.0,
-            rotary_terms=norm.rotary_terms,
-            norm=None,
-        )
 
     @property
     def token_axis(self) -> int:
@@ -285,12 +305,12 @@ class Projection:
     @property
     def source(self) -> ir.Value:
         """The value that the heads are computed from: ``input``, or the quantized product."""
-        return self.input if self.product is None else self.product.value
+        return self.weight.product if isinstance(self.weight, QuantizedProduct) else self.input
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
-        """W as a matrix, input size first."""
-        assert self.weight is not None, "cached heads have no weight"
-        return weight_matrix(self.weight, self.contracted)
+        """W as a matrix, input size first, if it is a ``Weight``."""
+        assert isinstance(self.weight, Weight)
+        return self.weight.matrix()
 
     def heads(self) -> Float[np.ndarray, "H D K"]:
         """W^h of each head, without ``scale``."""
@@ -304,41 +324,34 @@ class OutputProjection:
 
     Attributes:
         input: The context operand of the product, (B, S, H*V) or (B, S, H, V).
-        weight: W_O, a constant.
-        contracted: The axes of ``weight`` that are contracted with the heads; empty if W_O is
-            quantized.
+        weight: W_O. If it is quantized, the block ends at ``input``.
         rows: The row of W_O for element v of head h.
         bias: A constant; None without a bias, or if W_O is quantized.
         output: The value after the bias, (B, S, D) or (B*S, D); ``input`` if W_O is quantized.
         nodes: The nodes from the context to ``output``.
         sequence_first: Whether the tokens of ``output`` are ordered (S, B).
-        is_quantized: Whether W_O is quantized. The block then ends at ``input``.
     """
 
     input: ir.Value
-    weight: ir.Value
-    contracted: tuple[int, ...]
+    weight: Weight | QuantizedWeight
     rows: Int[np.ndarray, "H V"]
     bias: ir.Value | None
     output: ir.Value
     nodes: tuple[ir.Node, ...]
     sequence_first: bool = False
-    is_quantized: bool = False
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether W_O is quantized."""
+        return isinstance(self.weight, QuantizedWeight)
 
     def matrix(self) -> Float[np.ndarray, "N D"]:
-        """W_O as a matrix, heads first."""
-        return weight_matrix(self.weight, self.contracted)
+        """W_O as a matrix, heads first, if it is a ``Weight``."""
+        assert isinstance(self.weight, Weight)
+        return self.weight.matrix()
 
     def offset(self) -> Float[np.ndarray, " D"]:
         """The bias, or a single zero without a bias."""
         if self.bias is None:
             return np.zeros(1, dtype=np.float32)
         return constant_array(self.bias).reshape(-1)
-
-
-def weight_matrix(weight: ir.Value, contracted: tuple[int, ...]) -> Float[np.ndarray, "D N"]:
-    """The elements of a constant as a matrix: contracted axes as rows, the others as columns."""
-    assert contracted, "a weight of integers has no matrix"
-    array = constant_array(weight)
-    rows = math.prod(array.shape[axis] for axis in contracted)
-    return np.moveaxis(array, contracted, range(len(contracted))).reshape(rows, -1)

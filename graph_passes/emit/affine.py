@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
+from graph_passes.analysis.required import producer_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
 
@@ -35,8 +36,7 @@ def emit_affine(
         make.constant(weight, "output_weight", dtype),
     ]
     value = make.op("MatMul", factors, "output_product")
-    product = value.producer()
-    assert product is not None
+    product = producer_of(value)
     if bias.any():
         value = make.op("Add", [value, make.constant(bias, "output_bias", dtype)], "output")
     _replace(make, old, value, weight.shape[1], info)

@@ -100,6 +100,7 @@ def emit_context(
     v = emit_heads(make.part("value"), block.v, block.v.scale, heads)
     v.type = ir.TensorType(block.v.dtype)
     contexts: list[ir.Value] = []
+    dtype = block.v.dtype
     first = 0
     for probabilities, heads in parts:
         values = v
@@ -112,8 +113,6 @@ def emit_context(
         contexts.append(make.op("MatMul", [probabilities, values], "context", dtype=dtype))
     if len(contexts) == 1:
         return contexts[0]
-    dtype = contexts[-1].dtype
-    assert dtype is not None
     contexts = [in_precision(make, context, dtype, info) for context in contexts]
     return make.op("Concat", contexts, "contexts_joined", axis=1, dtype=dtype)
 
@@ -122,9 +121,8 @@ def emit_output(
     make: Inserter, block: AttentionBlock, context: ir.Value, heads: np.ndarray, info: ShapeInfo
 ) -> None:
     """Replace the block's output by the projection of the context (B, H, S, V) of some heads."""
-    output = block.output
-    assert output is not None
-    merged = make.op("Transpose", [context], "by_token", perm=MERGE_ORDER[output.sequence_first])
+    order = MERGE_ORDER[block.required_output.sequence_first]
+    merged = make.op("Transpose", [context], "by_token", perm=order)
     shape = make.integers([0, 0, -1], "merged")
     merged = make.op("Reshape", [merged, shape], "merged_heads", dtype=context.dtype)
     emit_output_projection(make, block, merged, heads, info)
@@ -137,8 +135,7 @@ def emit_output_projection(
 
     If the weight of the projection is quantized, only the order of the elements is changed.
     """
-    output = block.output
-    assert output is not None
+    output = block.required_output
     if output.is_quantized:
         emit_order(make, context, np.argsort(output.rows.reshape(-1)), output.output, info)
         return

@@ -44,10 +44,11 @@ def cache_of(part: Projection) -> Cache | None:
 
 
 def cache_refusal(block: AttentionBlock) -> Refusal | None:
-    """Return why the cache of a block's keys cannot be rewritten; None if it can."""
+    """Return why the cache of a block's keys cannot be rewritten; None if it can or has none."""
     past = block.k.past
     cache = cache_of(block.k)
-    assert past is not None
+    if past is None:
+        return None
     if block.num_heads == 1:
         return Refusal("single_head", "its cache has a single head: there is nothing to share")
     if not has_separate_heads(block.k):

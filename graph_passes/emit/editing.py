@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.required import graph_of, tensor_of
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 
 if TYPE_CHECKING:
@@ -261,8 +262,7 @@ def _length_of(
 
 def _replace_shape(node: ir.Node, sources: Sequence[_Length]) -> None:
     """Replace a Shape node by the concatenation of these lengths."""
-    assert isinstance(node.graph, ir.Graph)
-    make = Inserter(node.graph, node, f"{node.name or node.outputs[0].name}/lengths")
+    make = Inserter(graph_of(node), node, f"{node.name or node.outputs[0].name}/lengths")
     first = node.attributes.get_int("start", 0)
     last = node.attributes.get_int("end", len(sources))
     parts: list[ir.Value] = []
@@ -309,21 +309,19 @@ def _is_external(value: ir.Value) -> bool:
 
 def _kind(value: ir.Value) -> Hashable:
     """The type and shape of a constant."""
-    assert value.const_value is not None
-    return value.const_value.dtype, tuple(value.const_value.shape)
+    tensor = tensor_of(value)
+    return tensor.dtype, tuple(tensor.shape)
 
 
 def _sample(value: ir.Value) -> Hashable:
     """A hash key from a few elements; equal for equal constants."""
-    assert value.const_value is not None
-    array = value.const_value.numpy().reshape(-1)
+    array = tensor_of(value).numpy().reshape(-1)
     return _kind(value), array[:: max(1, array.size // 16)].tobytes()
 
 
 def _same(a: ir.Value, b: ir.Value) -> bool:
     """Whether two constants of one type have equal bytes."""
-    assert a.const_value is not None and b.const_value is not None
-    return a.const_value.numpy().tobytes() == b.const_value.numpy().tobytes()
+    return tensor_of(a).numpy().tobytes() == tensor_of(b).numpy().tobytes()
 
 
 def type_of(value: ir.Value | None, info: ShapeInfo) -> ir.DataType | None:

@@ -88,8 +88,7 @@ def _place(block: AttentionBlock) -> ir.Node:
 
     If that projection is quantized, the first node that reads its input.
     """
-    output = block.output
-    assert output is not None
+    output = block.required_output
     if not output.is_quantized:
         return output.nodes[-1]
     readers = {user for user, _ in output.input.uses()}
@@ -233,7 +232,6 @@ def _fuse(
     Args:
         bias: Added to the scores, (B or 1, H or 1, S, T).
     """
-    assert block.output is not None
     make = Inserter(block.graph, _place(block), f"{block.name}/fused")
     call = _onnx_call(make, block) if operator == "onnx" else _microsoft_call(make, block, operator)
     inputs = [*call.inputs, *([None] * (call.bias_position - len(call.inputs))), bias]

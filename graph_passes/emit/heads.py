@@ -13,7 +13,14 @@ from itertools import pairwise
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.blocks import AttentionBlock, BroadcastLayout, Norm, Projection, RotaryTerm
+from graph_passes.blocks import (
+    AttentionBlock,
+    BroadcastLayout,
+    Norm,
+    Projection,
+    QuantizedProduct,
+    RotaryTerm,
+)
 from graph_passes.emit.editing import Inserter
 from graph_passes.errors import Refusal
 
@@ -53,13 +60,13 @@ class _Terms:
         base: The columns of W of each distinct head, G x K (of the norm, if any).
         head_groups: The distinct head of each head.
         rotary_terms: Each term with the order of the base elements that it reads.
-        group: The row of the norm of each distinct head.
+        group: The row of the norm of each distinct head; empty without a norm.
     """
 
     base: np.ndarray
     head_groups: np.ndarray
     rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
-    group: np.ndarray | None
+    group: np.ndarray
 
 
 def _terms(part: Projection, heads: np.ndarray) -> _Terms:
@@ -72,11 +79,11 @@ def _terms(part: Projection, heads: np.ndarray) -> _Terms:
     rotary_terms = [_of_heads(term, heads) for term in part.rotary_terms or identity]
     first, head_groups = _distinct(rotary_terms, heads)
     base = _read_columns(rotary_terms, first) if part.rotary_terms else part.columns[heads[first]]
-    group = None
+    group = np.zeros(0, np.int64)
     if part.norm is not None:
         group = _norm_rows(part.norm, base)
         if part.norm.rotary_terms:
-            _terms(part.before_norm(), group)
+            _terms(part.norm.operand(part), group)
         if part.rotary_terms:
             base = np.sort(base, axis=1)
         elif not (np.diff(base, axis=1) == 1).all():
@@ -186,8 +193,8 @@ def emit_heads(
         and part.norm is None
     )
     if part.norm is not None and part.norm.rotary_terms:
-        assert terms.group is not None
-        value = emit_heads(make.part("turned"), part.before_norm(), part.norm.scale, terms.group)
+        normed = part.norm.operand(part)
+        value = emit_heads(make.part("turned"), normed, part.norm.scale, terms.group)
         value = _apply_norm(make, value, part.norm, size, dtype)
     else:
         value = _emit_product(make, part, terms, scale, is_plain=is_plain)
@@ -215,11 +222,12 @@ def emit_columns(
     Args:
         names: Names of the new weight and of the new product.
     """
-    if part.product is None:
+    quantized = part.weight
+    if not isinstance(quantized, QuantizedProduct):
         weight = make.constant(part.matrix()[:, columns] * gain, names[0], part.dtype)
         return make.op("MatMul", [part.input, weight], names[1])
-    value, width, is_flat = part.product
-    if is_flat:
+    value, width = quantized.product, quantized.num_columns
+    if quantized.is_flat:
         lengths = [make.lengths(part.input, 0, 2), make.integers([width], "width")]
         apart = make.op("Concat", lengths, "by_token_shape", axis=0)
         value = make.op("Reshape", [value, apart], "by_token")
@@ -249,7 +257,6 @@ def _emit_product(
     gain = np.full(columns.shape, scale)
     bias = np.zeros(0)
     if part.norm is not None:
-        assert terms.group is not None
         columns = part.norm.columns[terms.group]
         gain = part.norm.gain[terms.group] * part.norm.scale
         bias = part.norm.offset[terms.group] * part.norm.scale

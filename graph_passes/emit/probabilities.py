@@ -53,9 +53,8 @@ def emit_softmax(
     Fully masked rows are zero if they are in the original.
     """
     logits.type = ir.TensorType(block.q.dtype)
-    logits = in_precision(make, logits, _logits_type(block, info), info)
-    dtype = logits.dtype
-    assert dtype is not None
+    dtype = _logits_type(block, info)
+    logits = in_precision(make, logits, dtype, info)
     value = emit_steps(make, block, logits, heads, info)
     value = make.op("Softmax", [value], "softmax", axis=-1)
     guarded = block.softmax is None or any(node.op_type == "IsNaN" for node in block.nodes)

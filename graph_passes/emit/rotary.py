@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.blocks import AttentionBlock, BroadcastLayout, Projection, RotaryTerm
+from graph_passes.blocks import AttentionBlock, BroadcastLayout, Projection, RotaryTerm, Weight
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import emit_heads
 from graph_passes.factorize.rotary import RotaryFactors, RotaryHeads
@@ -254,8 +254,7 @@ def _reduced(
     terms = tuple(term for term in terms if term.gain.any())
     return replace(
         part,
-        weight=make.constant(weight, "reduced", part.dtype),
-        contracted=(0,),
+        weight=Weight(make.constant(weight, "reduced", part.dtype), (0,)),
         columns=columns,
         gain=ones,
         offset=offset,

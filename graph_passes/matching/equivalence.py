@@ -15,6 +15,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.operator_sets import DATA_DEPENDENT
+from graph_passes.analysis.required import producer_of
 from graph_passes.blocks import AttentionBlock, LogitStep, Mask, PositionBias
 
 __all__ = ["have_equal_masks"]
@@ -161,6 +162,4 @@ def _same_operator(a: ir.Value, b: ir.Value) -> bool:
 
 def _inputs(a: ir.Value, b: ir.Value) -> list[tuple[ir.Value | None, ir.Value | None]]:
     """The pairs of inputs of the nodes that compute two values."""
-    first, second = a.producer(), b.producer()
-    assert first is not None and second is not None
-    return list(zip(first.inputs, second.inputs, strict=True))
+    return list(zip(producer_of(a).inputs, producer_of(b).inputs, strict=True))

@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import REWRITE_FIRST, SELECTIONS
+from graph_passes.analysis.required import graph_of
 from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
@@ -267,8 +268,6 @@ def _reusing_block(
             no_heads,
             input=source.x,
             weight=source.q.weight,
-            product=source.q.product,
-            contracted=source.q.contracted,
             width=source.q.width,
         )
     between = _between(probabilities, {reuse.value for reuse in reuses})
@@ -413,10 +412,9 @@ def _make_block(
     output = reader.match_output_projection(match.context, labels, order)
     parts = (q, k, v, content, output)
     projection_nodes = [node for part in parts if part is not None for node in part.nodes]
-    assert isinstance(product.graph, ir.Graph)
     return AttentionBlock(
         name="",
-        graph=product.graph,
+        graph=graph_of(product),
         q=q,
         k=k,
         v=v,

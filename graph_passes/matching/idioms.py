@@ -23,6 +23,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.operator_sets import COPIES, RESHAPES
+from graph_passes.analysis.required import input_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Capped, Floor, LogitStep, Mask, PositionBias, Weighted
 from graph_passes.matching.element_map import MatchFailure, describe
@@ -169,8 +170,7 @@ def biased_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """logits + mask, in either order, and logits - mask."""
     if node.op_type not in ("Add", "Sub", "Sum") or None in node.inputs or len(node.inputs) != 2:
         return None
-    a, b = node.inputs
-    assert a is not None and b is not None
+    a, b = input_of(node, 0), input_of(node, 1)
     if node.op_type == "Sub":
         return LogitMatch((a,), _always(PositionBias(b, sign=-1)))
     return LogitMatch((a, b), lambda logits: PositionBias(b if logits is a else a))
@@ -178,10 +178,9 @@ def biased_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
 
 def weighted_logits(node: ir.Node, info: ShapeInfo) -> LogitMatch | None:
     """logits * mask, in either order."""
-    if node.op_type != "Mul" or None in node.inputs:
+    if node.op_type != "Mul" or None in node.inputs or len(node.inputs) != 2:
         return None
-    a, b = node.inputs
-    assert a is not None and b is not None
+    a, b = input_of(node, 0), input_of(node, 1)
     if _number(a, info) is not None or _number(b, info) is not None:
         return None
     return LogitMatch((a, b), lambda logits: Weighted(b if logits is a else a))

@@ -33,6 +33,8 @@ from graph_passes.blocks import (
     OutputProjection,
     Projection,
     QuantizedProduct,
+    QuantizedWeight,
+    Weight,
 )
 from graph_passes.matching.element_map import (
     CachedHeads,
@@ -150,22 +152,21 @@ class LayoutReader:
         length = first.factor_index.shape[2]
         batch = source.rows.size // length
         source_input, sequence_first = self._unflattened_tokens(source.tokens, first.sequence_first)
+        value = origin(source.weight)
         if source.product is None:
             dtype = constant_type(source.weight)
-            product = None
+            weight = Weight(value, source.contracted)
         else:
             tensor = self.info.known[source.product]
             dtype = tensor.dtype
             is_flat = tensor.shape[:-1] != self.shape(source_input)[:-1]
-            product = QuantizedProduct(source.product, tensor.shape[-1], is_flat)
+            weight = QuantizedProduct(value, source.product, tensor.shape[-1], is_flat)
         lengths = (length, batch) if sequence_first else (batch, length)
         return Projection(
             input=source_input,
-            weight=origin(source.weight),
-            contracted=source.contracted,
+            weight=weight,
             width=source.width,
             dtype=dtype,
-            product=product,
             columns=first.columns,
             gain=first.gain / factor,
             offset=first.offset / factor,
@@ -220,17 +221,18 @@ class LayoutReader:
                 return None
             value = node.outputs[0]
             path.append(node)
-        product: Linear | None = None
-        quantized_read = quantized_reader(value, self.info)
-        if quantized_read is not None:
+        if (quantized := quantized_reader(value, self.info)) is not None:
+            node, constant = quantized
+            weight = QuantizedWeight(origin(constant))
             columns = labels.shape[-1]
-        elif node is not None and (product := linear(node, self.shape)) is not None:
-            if (
-                product.tokens is not value
-                or product.scale != 1.0
-                or not self._has_columns_in_order(product)
-            ):
-                return None
+        elif (
+            node is not None
+            and (product := linear(node, self.shape)) is not None
+            and product.tokens is value
+            and product.scale == 1.0
+            and self._has_columns_in_order(product)
+        ):
+            weight = Weight(origin(product.weight), product.contracted)
             columns = product.width
         else:
             return None
@@ -238,25 +240,10 @@ class LayoutReader:
         if labels.size != size or rows_and_layout is None:
             return None
         rows, sequence_first = rows_and_layout
-        if quantized_read is not None:
-            reader, weight = quantized_read
-            return OutputProjection(
-                input=value,
-                weight=origin(weight),
-                contracted=(),
-                rows=rows,
-                bias=None,
-                output=value,
-                nodes=(*path, reader),
-                sequence_first=sequence_first,
-                is_quantized=True,
-            )
-        assert product is not None and node is not None
-        addition = self._add_bias(node)
+        addition = _Biased(None, value) if quantized is not None else self._add_bias(node)
         return OutputProjection(
             input=value,
-            weight=origin(product.weight),
-            contracted=product.contracted,
+            weight=weight,
             rows=rows,
             bias=addition.bias,
             output=addition.output,
@@ -636,7 +623,6 @@ def _cached(
     return Projection(
         input=past.value,
         weight=None,
-        contracted=(),
         width=0,
         dtype=ir.DataType.FLOAT,
         columns=columns,

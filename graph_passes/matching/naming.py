@@ -78,7 +78,8 @@ def attention_name(block: AttentionBlock) -> str:
             return (node.name or "")[: mark.start()]
     groups: list[list[str | None]] = []
     for projection in (block.q, block.k, block.v) if block.q.nodes else (block.v,) * 3:
-        values = [v for node in projection.nodes[:2] for v in (projection.weight, *node.inputs)]
+        weight = None if projection.weight is None else projection.weight.value
+        values = [v for node in projection.nodes[:2] for v in (weight, *node.inputs)]
         constants = [value.name for value in values if is_constant(value)]
         groups.append([*(node.name for node in projection.nodes[:1]), *constants])
     return common_path(groups)

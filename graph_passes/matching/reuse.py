@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.operator_sets import SELECTIONS
+from graph_passes.analysis.required import producer_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
 from graph_passes.matching.element_map import MatchFailure, describe
@@ -108,8 +109,7 @@ def _splits_heads(node: ir.Node, probabilities: Collection[ir.Value], info: Shap
 
 def _selected(value: ir.Value, info: ShapeInfo) -> np.ndarray | None:
     """The heads that a Gather, Slice or Split over heads selects, if they are constant."""
-    node = value.producer()
-    assert node is not None
+    node = producer_of(value)
     shape = info.shape(node.inputs[0])
     if shape is None or len(shape) != 4:
         return None

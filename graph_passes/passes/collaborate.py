@@ -200,9 +200,7 @@ class Collaborate(AttentionPass[Mixing]):
             mixing = np.zeros((heads, rank))
             columns = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
             np.put_along_axis(mixing, columns, 1.0, axis=1)
-            query, key = (
-                np.full((part.matrix().shape[0], rank), 1e-2) for part in (block.q, block.k)
-            )
+            query, key = (np.full((part.width, rank), 1e-2) for part in (block.q, block.k))
             content = np.full((heads, len(key)), 1e-2)
             factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
             targets[block.name] = params.model_copy(update={"factors": factors})
@@ -413,9 +411,7 @@ def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal |
         )
     if not (block.q.by_sequence and block.k.by_sequence):
         return TOKEN_LAYOUT
-    if block.k.is_cached and (refusal := cache_refusal(block)):
-        return refusal
-    if refusal := _scores_refusal(block):
+    if refusal := cache_refusal(block) or _scores_refusal(block):
         return refusal
     if block.softmax is not None and not _only_softmax_reads(block.softmax.logits):
         return Refusal(

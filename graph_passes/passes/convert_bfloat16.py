@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.operator_sets import GELUS, MICROSOFT
+from graph_passes.analysis.required import graph_of
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.passes.base import RewritePass
@@ -230,9 +231,8 @@ def cast(value: ir.Value, to: ir.DataType) -> ir.Value:
     output.name = name
     output.type = ir.TensorType(to)
     output.shape = value.shape.copy() if value.shape is not None else None
-    graph = value.graph
+    graph = graph_of(value)
     producer = value.producer()
-    assert isinstance(graph, ir.Graph)
     if producer is not None:
         graph.insert_after(producer, node)
     elif len(graph):

@@ -117,9 +117,8 @@ def _heads(
     not done so before the operator.
     """
     make = Inserter(block.graph, block.product, f"{block.name}/{name}")
-    if part.layout != "B H T K":
+    if part.output is None or part.layout != "B H T K":
         return emit_heads(make, part, scale)
-    assert part.output is not None
     heads = part.num_heads
     shape = info.shape(part.output)
     groups = part.num_distinct_heads if shape is None else shape[1]

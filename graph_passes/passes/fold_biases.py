@@ -16,6 +16,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.operator_sets import MICROSOFT
+from graph_passes.analysis.required import graph_of, input_of
 from graph_passes.emit.editing import Inserter, remove_unused
 from graph_passes.passes.base import RewritePass, pin_all_names
 
@@ -161,8 +162,7 @@ def _map(user: ir.Node, place: int) -> _Map | None:
     """Match a node that reads r, as its input ``place``, as a map with a bias; else None."""
     if place != 0 or len(user.inputs) < 2 or not _is_float(user.inputs[1], 2):
         return None
-    weight = user.inputs[1]
-    assert weight is not None
+    weight = input_of(user, 1)
     if user.op_identifier() == (MICROSOFT, "Attention", ""):  # first projects: x W + c
         has_bias = len(user.inputs) > 2 and _is_float(user.inputs[2], 1)
         return _Map(weight, user, 2) if has_bias else None
@@ -188,11 +188,9 @@ def _fold(match: _Match) -> None:
 
 def _add(node: ir.Node, place: int, shift: np.ndarray) -> None:
     """Add to a constant of one node; other readers keep the original constant."""
-    graph = node.graph
-    assert isinstance(graph, ir.Graph)
     if len(node.inputs) <= place:
         node.resize_inputs(place + 1)
     old = node.inputs[place]
     array = np.zeros(1) if old is None else constant_array(old).astype(np.float64)
-    make = Inserter(graph, node, f"{node.name or node.outputs[0].name or 'map'}/folded")
+    make = Inserter(graph_of(node), node, f"{node.name or node.outputs[0].name or 'map'}/folded")
     node.replace_input_with(place, make.constant(array + shift, "bias", ir.DataType.FLOAT))

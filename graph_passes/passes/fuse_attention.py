@@ -123,10 +123,8 @@ def fusion_refusal(
         or emission_refusal(block, info)
     ):
         return refusal
-    output = block.output
     parts = (block.q, block.k, block.v)
-    assert output is not None
-    if output.sequence_first or not all(part.by_sequence for part in parts):
+    if block.required_output.sequence_first or not all(part.by_sequence for part in parts):
         return TOKEN_LAYOUT
     if projects_inside and not is_plain(block):
         return Refusal(
@@ -176,9 +174,8 @@ def _shared_refusal(block: AttentionBlock) -> Refusal | None:
 
 def _escapes(block: AttentionBlock, nodes: Iterable[ir.Node]) -> bool:
     """Whether a path from these nodes to an output of the graph avoids the block's output."""
-    assert block.output is not None
     pending = [value for node in nodes for value in node.outputs]
-    seen = {block.output.output}
+    seen = {block.required_output.output}
     while pending:
         value = pending.pop()
         if value in seen:

@@ -13,6 +13,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import FLOATS, constant_array, constant_type, is_constant
 from graph_passes.analysis.evaluation import evaluate
 from graph_passes.analysis.operator_sets import FLATTENS, MICROSOFT
+from graph_passes.analysis.required import producer_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.emit.editing import Inserter, replace_uses
@@ -66,9 +67,7 @@ class FuseGelu(FeedForwardPass[NoParams]):
             assert gelu is not None
             operator, value = gelu
             activation = _activation(block)
-            last = activation.producer()
-            assert last is not None
-            make = Inserter(block.graph, last, f"{block.name}/fused")
+            make = Inserter(block.graph, producer_of(activation), f"{block.name}/fused")
             replace_uses(activation, make.op(operator, [value], "gelu", domain=MICROSOFT))
             opsets.setdefault(MICROSOFT, 1)
 

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.required import graph_of, input_of, producer_of
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.passes.base import RewritePass
 
@@ -30,10 +31,9 @@ class FuseResiduals(RewritePass):
 
     def rewrite_graph(self, analyses: Analyses) -> bool:
         norms = find_residuals(analyses.model)
-        for added in dict.fromkeys(norm.inputs[0] for norm in norms):
-            node = None if added is None else added.producer()
-            assert added is not None and node is not None and isinstance(node.graph, ir.Graph)
-            make = Inserter(node.graph, node, f"{added.name}/residual")
+        for added in dict.fromkeys(input_of(norm, 0) for norm in norms):
+            node = producer_of(added)
+            make = Inserter(graph_of(node), node, f"{added.name}/residual")
             replace_uses(added, make.op("Sum", list(node.inputs), "sum"))
         remove_unused(analyses.model)
         return bool(norms)

@@ -16,6 +16,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.operator_sets import MICROSOFT
+from graph_passes.analysis.required import graph_of, input_of, producer_of
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at, infer_shapes_small
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.passes.base import RewritePass, pin_all_names, small_shapes
@@ -80,10 +81,7 @@ def _may_broadcast(norm: ir.Node, infos: Iterable[ShapeInfo]) -> bool:
 
 def _sum_before(norm: ir.Node) -> ir.Node:
     """The addition that ``find_residuals`` found before a norm."""
-    added = norm.inputs[0]
-    total = None if added is None else added.producer()
-    assert total is not None
-    return total
+    return producer_of(input_of(norm, 0))
 
 
 def _applies(norm: ir.Node, info: ShapeInfo) -> bool:
@@ -111,12 +109,11 @@ def _is_vector(value: ir.Value | None, size: int) -> bool:
 
 
 def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
-    residual_sum, gain, *shifts = norm.inputs
-    graph = norm.graph
+    residual_sum, gain = input_of(norm, 0), input_of(norm, 1)
+    shift = norm.inputs[2] if len(norm.inputs) > 2 else None
     total = _sum_before(norm)
-    assert residual_sum is not None and gain is not None and isinstance(graph, ir.Graph)
     # Names of nodes need not be unique; names of values are, also in bodies.
-    make = Inserter(graph, total, f"{norm.outputs[0].name}/fused")
+    make = Inserter(graph_of(norm), total, f"{norm.outputs[0].name}/fused")
     size = constant_shape(gain)[0]
     product, residual = total.inputs
     bias: ir.Value | None = None
@@ -127,7 +124,7 @@ def _fuse(norm: ir.Node, info: ShapeInfo) -> None:
             residual = total.inputs[1 - place]
             break
     # A constant may be the output of a node after the addition.
-    gain, shift = (_copied(make, value) for value in (gain, shifts[0] if shifts else None))
+    gain, shift = (_copied(make, value) for value in (gain, shift))
     readers = [user for user, _ in residual_sum.uses() if user is not norm]
     is_read = residual_sum.is_graph_output() or bool(readers)
     names = ("skip_norm", "mean", "deviation", "sum") if is_read else ("skip_norm",)
@@ -154,10 +151,9 @@ def _without_bias(
     for place in (0, 1):
         product = adds.inputs[1 - place]
         bias = adds.inputs[place]
-        if product is None or is_constant(product) or not _is_vector(bias, size):
+        if product is None or bias is None or is_constant(product) or not _is_vector(bias, size):
             continue
         if info.shape(product) == info.shape(value):
-            assert bias is not None
             return product, bias
     return None
 

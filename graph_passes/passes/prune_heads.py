@@ -102,13 +102,12 @@ def check_mask(
 
 def _keep_heads(block: AttentionBlock, heads: np.ndarray, info: ShapeInfo) -> None:
     """Replace a block by some of its heads; without heads, by its bias."""
-    assert block.output is not None
+    output = block.required_output
     if not len(heads):
-        width = block.output.matrix().shape[1]
-        bias = np.broadcast_to(block.output.offset(), (width,))
+        bias = np.broadcast_to(output.offset(), output.matrix().shape[1:])
         emit_skip(block, AffineMap(None, bias), info)
         return
-    make = Inserter(block.graph, block.output.nodes[-1], f"{block.name}/pruned")
+    make = Inserter(block.graph, output.nodes[-1], f"{block.name}/pruned")
     probabilities = emit_probabilities(make, block, heads, info)
     context = emit_context(make, block, [(probabilities, heads)], info)
     emit_output(make, block, context, heads, info)

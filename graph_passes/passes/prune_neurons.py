@@ -21,6 +21,7 @@ from graph_passes.analysis.constants import (
     readers,
 )
 from graph_passes.analysis.operator_sets import REWRITE_FIRST
+from graph_passes.analysis.required import input_of, tensor_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import FeedForwardBlock
 from graph_passes.emit.editing import Inserter
@@ -190,14 +191,12 @@ def _cut(cuts: _Cuts, makers: Mapping[_Place, Inserter]) -> None:
     cut_roots: set[ir.Value] = set()
     copies: dict[object, ir.Value] = {}
     for (node, index), axes in cuts.items():
-        value = node.inputs[index]
-        assert value is not None
+        value = input_of(node, index)
         root = origin(value)
         if root in cut_roots:
             continue
         if root.is_initializer() and _is_cut_alike(root, axes, cuts):
-            tensor = root.const_value
-            assert tensor is not None
+            tensor = tensor_of(root)
             array = _taken(tensor.numpy(), axes)
             root.const_value = ir.Tensor(array, dtype=tensor.dtype, name=root.name)
             for alias in _aliases(root):
@@ -286,8 +285,7 @@ def _set_width(node: ir.Node, old: int, width: int, make: Inserter, info: ShapeI
 
 def _set_last_axis(reshape: ir.Node, old: int, width: int, make: Inserter) -> None:
     """Replace the last axis of a Reshape's target shape, F or 2F."""
-    shape = reshape.inputs[1]
-    assert shape is not None
+    shape = input_of(reshape, 1)
     end = last_entry(shape)
     node = shape.producer()
     assert end is not None

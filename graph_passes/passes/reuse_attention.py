@@ -273,8 +273,7 @@ class _Available:
 
 def _reuse(block: AttentionBlock, edges: Mapping[int, SourceHead], available: _Available) -> None:
     """Emit a block with its own heads first, then the reused heads, grouped by source."""
-    assert block.output is not None
-    product = block.output.nodes[-1]
+    product = block.required_output.nodes[-1]
     make = Inserter(block.graph, product, f"{block.name}/reuse")
     own_heads = np.array([head for head in range(block.num_heads) if head not in edges], np.int64)
     parts: list[tuple[ir.Value, np.ndarray]] = []

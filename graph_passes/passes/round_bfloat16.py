@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graph_passes.analysis.required import graph_of
 from graph_passes.passes.convert_bfloat16 import BFLOAT16, FLOAT, MOVES, cast, in_type, spread_types
 
 __all__ = ["RoundInFloat32"]
@@ -62,9 +63,8 @@ def _round(node: ir.Node) -> bool:
         for user, place in readers:
             user.replace_input_with(place, float_value)
         if value.is_graph_output():
-            assert isinstance(node.graph, ir.Graph)
-            places = [i for i, output in enumerate(node.graph.outputs) if output is value]
-            for place in places:
-                node.graph.outputs[place] = float_value
+            outputs = graph_of(node).outputs
+            for place in [i for i, output in enumerate(outputs) if output is value]:
+                outputs[place] = float_value
             float_value.name, value.name = value.name, float_value.name
     return is_modified

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, model_validator
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array
+from graph_passes.analysis.required import graph_of, input_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, OutputProjection
 from graph_passes.emit.affine import emit_affine, emit_constant
@@ -90,8 +91,7 @@ class Replacement(BaseModel):
         """The map, by default zeros of the block's input and output size."""
         if self.map is not None:
             return self.map
-        assert block.output is not None
-        width = block.output.matrix().shape[1]
+        width = block.required_output.matrix().shape[1]
         weight = np.zeros((block.input_size, width)) if self.kind == "affine" else None
         return AffineMap(weight, np.zeros(width))
 
@@ -133,10 +133,9 @@ def skip_refusal(block: AttentionBlock) -> Refusal | None:
     """Return why an affine map cannot replace a block; None if it can."""
     if refusal := quantized_refusal(block) or no_output_projection_refusal(block):
         return refusal
-    assert block.output is not None
     if not (block.q.by_sequence or block.q.sequence_first):
         return TOKEN_LAYOUT
-    if block.q.sequence_first != block.output.sequence_first:
+    if block.q.sequence_first != block.required_output.sequence_first:
         return Refusal(
             "token_order", "its input and its output count batch and tokens in different orders"
         )
@@ -162,15 +161,14 @@ def _check_shapes(block: AttentionBlock, output: OutputProjection, affine: Affin
 
 def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None:
     """Replace an attention block by an affine map of its input."""
-    assert block.output is not None
-    _emit(block.output.nodes[-1], block.name, block.x, affine, block.output.output, info)
+    output = block.required_output
+    _emit(output.nodes[-1], block.name, block.x, affine, output.output, info)
 
 
 def _emit(
     before: ir.Node, name: str, tokens: ir.Value, affine: AffineMap, old: ir.Value, info: ShapeInfo
 ) -> None:
-    assert isinstance(before.graph, ir.Graph)
-    make = Inserter(before.graph, before, f"{name}{MARK}".rstrip("/"))
+    make = Inserter(graph_of(before), before, f"{name}{MARK}".rstrip("/"))
     if affine.weight is None:
         emit_constant(make, tokens, affine.bias, old, info)
     else:
@@ -196,12 +194,12 @@ def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
     if source is None or (tokens := source.inputs[0]) is None:
         return None
     if product is not None:
-        weight = constant_array(_input(product, 1))
+        weight = constant_array(input_of(product, 1))
         bias = np.zeros(weight.shape[1], weight.dtype)
-        bias = bias if end is None else constant_array(_input(end, 1))
+        bias = bias if end is None else constant_array(input_of(end, 1))
     elif end is not None:
         weight = None
-        bias = constant_array(_input(end, 0))
+        bias = constant_array(input_of(end, 0))
     else:
         return None
     return Skipped(
@@ -217,12 +215,6 @@ def _named(by_name: Mapping[str, ir.Node], part: str) -> ir.Node | None:
     """The node named ``part``, or ``part_2`` if the name was taken."""
     names = (name for name in by_name if re.fullmatch(rf"{part}(_\d+)?", name))
     return next((by_name[name] for name in names), None)
-
-
-def _input(node: ir.Node, index: int) -> ir.Value:
-    value = node.inputs[index]
-    assert value is not None
-    return value
 
 
 def refill(gap: Skipped, affine: AffineMap, info: ShapeInfo) -> None:

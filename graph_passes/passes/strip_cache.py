@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.axes import cached_axes, named_axes
+from graph_passes.analysis.required import input_of
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
 from graph_passes.errors import CannotRewrite
 from graph_passes.passes.base import RewritePass
@@ -72,9 +73,7 @@ class StripCache(RewritePass):
         graph.outputs[:] = [value for value in graph.outputs if value not in presents]
         for cache in caches:
             for join in cache.joins:
-                new_heads = join.inputs[1]
-                assert new_heads is not None
-                replace_uses(join.outputs[0], new_heads)
+                replace_uses(join.outputs[0], input_of(join, 1))
             make = Inserter(graph, graph[0], f"{cache.past.name}/empty")
             sizes = [0 if axis == cache.axis else size for axis, size in enumerate(cache.shape)]
             parts = [

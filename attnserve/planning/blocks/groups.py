@@ -69,7 +69,7 @@ def group_blocks(
     analyses = Analyses(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
-            blocks_by_weight.setdefault(origin(block.output.weight), []).append(block)
+            blocks_by_weight.setdefault(origin(block.output.weight.value), []).append(block)
     for block in find_feed_forward(model):
         if block.graph is model.graph:
             blocks_by_weight.setdefault(origin(block.second.weight), []).append(block)

@@ -352,8 +352,7 @@ def _rows(block: Block) -> Int[np.ndarray, "count rows"]:
     """The rows of the last weight that read each head or neuron."""
     if isinstance(block, FeedForwardBlock):
         return np.arange(block.num_neurons)[:, None]
-    assert block.output is not None
-    return block.output.rows
+    return block.required_output.rows
 
 
 def _elimination(

@@ -30,6 +30,6 @@ def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock
 
 
 def _weights(block: AttentionBlock) -> set[ir.Value]:
-    projections = (part.weight for part in (block.q, block.k, block.v))
-    weights = [*projections, None if block.output is None else block.output.weight]
-    return {origin(weight) for weight in weights if weight is not None}
+    parts = (block.q, block.k, block.v, block.output)
+    weights = [None if part is None else part.weight for part in parts]
+    return {origin(weight.value) for weight in weights if weight is not None}

@@ -381,8 +381,7 @@ def _operators(
 def _cut(block: Block) -> Cut:
     if isinstance(block, FeedForwardBlock):
         return Cut(block.output, (block.x,))
-    assert block.output is not None
-    return Cut(block.output.output, tuple(dict.fromkeys((block.x, block.y))))
+    return Cut(block.required_output.output, tuple(dict.fromkeys((block.x, block.y))))
 
 
 def _can_reuse(source: BlockGroup, reader: BlockGroup) -> bool:
