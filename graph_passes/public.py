@@ -16,7 +16,7 @@ from graph_passes.errors import (
 from graph_passes.factorize.cp import CollaborativeFactors
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.base import PASSES, BlockPass, RewritePass
+from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.convert_bfloat16 import ToBfloat16
 from graph_passes.passes.decompose_attention import DecomposeAttention
@@ -30,6 +30,7 @@ from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention
 from graph_passes.passes.strip_cache import StripCache
+from graph_passes.registry import Registry
 
 __all__ = [
     "PASSES",
@@ -65,3 +66,20 @@ __all__ = [
     "find_attention",
     "find_feed_forward",
 ]
+
+PASSES = Registry[type[RewritePass]](
+    "pass",
+    Collaborate,
+    DecomposeAttention,
+    FoldBiases,
+    FuseAttention,
+    FuseGelu,
+    FuseResiduals,
+    FuseSkipNorm,
+    PruneHeads,
+    PruneNeurons,
+    ReuseAttention,
+    SkipAttention,
+    StripCache,
+)
+"""The passes that plans name."""

@@ -1,8 +1,8 @@
 """Parts of the product that other packages may add: passes, runtimes, precisions and trainings.
 
 A package names a module in the entry point group ``attnserve``. That module adds its parts to
-the registries when it is imported, which happens when an unknown name is looked up, or when all
-parts of a kind are listed::
+the registries (``Registry.add``) when it is imported, which happens when an unknown name is looked
+up, or when all parts of a kind are listed::
 
     [project.entry-points.attnserve]
     fast = "fast_runtime"
@@ -11,7 +11,7 @@ parts of a kind are listed::
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -75,12 +75,10 @@ class Registry(Generic[Part]):
     Args:
         option: Name of the option that selects a part, for errors.
         parts: Parts of this package.
-        load: Adds further parts of this package when a part is first looked up.
     """
 
-    def __init__(self, option: str, *parts: Part, load: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, option: str, *parts: Part) -> None:
         self._option = option
-        self._load = load
         self._parts: dict[str, Part] = {}
         for part in parts:
             self.add(part)
@@ -129,9 +127,8 @@ class Registry(Generic[Part]):
         return self._parts[name]
 
     def __contains__(self, name: object) -> bool:
-        for load in (self._load, load_plugins):
-            if name not in self._parts:
-                load()
+        if name not in self._parts:
+            load_plugins()
         return name in self._parts
 
     def __iter__(self) -> Iterator[Part]:
@@ -140,6 +137,5 @@ class Registry(Generic[Part]):
         A plugin that cannot be imported is logged: a command that does not name one of its parts
         does not need it.
         """
-        self._load()
         _failed_plugins()
         return iter(self._parts.values())

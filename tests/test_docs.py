@@ -28,8 +28,8 @@ from attnserve.limits import (
     SELECTION_CONFIDENCE,
 )
 from docs.hooks import reference, tables
-from graph_passes.passes.base import PASSES
 from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.public import PASSES
 from service.settings import RaySettings, Settings
 
 ROOT = Path(__file__).parents[1]

@@ -19,8 +19,9 @@ from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import AttentionBlock
-from graph_passes.passes.base import PASSES, AttentionPass
+from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.skip_attention import Skipped, skipped
+from graph_passes.public import PASSES
 
 __all__ = ["Inspection", "inspect"]
 

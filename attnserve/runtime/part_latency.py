@@ -290,7 +290,7 @@ class LatencyTable:
         self.measured = 0
         """Number of entries that were measured and not found in the cache."""
 
-    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[Name, Part]) -> dict[Name, tuple[float, ...]]:
         """Milliseconds of each part at each shape, by name, in the order of the feeds.
 
         The first part is the reference: parts that are not cached are timed together with it, and
@@ -316,7 +316,7 @@ class LatencyTable:
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
 
-    def _time(self, parts: Mapping[str, Part], seconds: float) -> list[np.ndarray]:
+    def _time(self, parts: Mapping[Any, Part], seconds: float) -> list[np.ndarray]:
         """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards.
 
         On CUDA, inputs and outputs stay on the device, as in the whole model.

@@ -156,7 +156,7 @@ class Norm:
         )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Weight:
     """A constant W of floats.
 
@@ -177,14 +177,14 @@ class Weight:
         return np.moveaxis(array, self.contracted, axes).reshape(rows, -1)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class QuantizedWeight:
     """A constant whose elements are not read."""
 
     value: ir.Value
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class QuantizedProduct(QuantizedWeight):
     """A quantized weight, and its product with tokens, which stays in the graph.
 

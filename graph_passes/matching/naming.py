@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
@@ -17,6 +17,7 @@ __all__ = [
     "assign_names",
     "attention_name",
     "common_path",
+    "pin_inserted",
     "pin_name",
     "pin_names",
     "pinned_name",
@@ -25,8 +26,8 @@ __all__ = [
 BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
 
 
-REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse)/")
-"""Part of the names of nodes that a rewrite inserts, after the block's name."""
+REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse|skip)/")
+"""Part of the names of nodes that a rewrite of this package inserts, after the block's name."""
 
 NAME_KEY = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
@@ -50,6 +51,20 @@ def pin_names(blocks: Iterable[NamedBlock]) -> None:
 def pin_name(product: ir.Node, name: str) -> None:
     """Record the name of a block at its product."""
     product.metadata_props[NAME_KEY] = name
+
+
+def pin_inserted(nodes: Iterable[ir.Node], names: Collection[str]) -> None:
+    """Record the blocks of inserted nodes, which are named ``block/...``, for any rewrite.
+
+    Nodes of a block with a ``REWRITE_MARK`` need no record.
+    """
+    nodes_by_name: dict[str, list[ir.Node]] = {}
+    for node in nodes:
+        nodes_by_name.setdefault((node.name or "").partition("/")[0], []).append(node)
+    for name in nodes_by_name.keys() & names:
+        if not any(REWRITE_MARK.search(node.name or "") for node in nodes_by_name[name]):
+            for node in nodes_by_name[name]:
+                pin_name(node, name)
 
 
 def pinned_name(product: ir.Node) -> str | None:

@@ -1,4 +1,4 @@
-"""The interface of all passes, and their registry.
+"""The interface of all passes.
 
 A pass is one class in one file of this package. plan.json, reports, ``inspect`` and the
 documentation use its name. An object of the class holds the parameters by block, as plan.json lists
@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, Self, TypeVar, cast, get_args
 
@@ -26,12 +23,10 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.naming import pin_names
+from graph_passes.matching.naming import pin_inserted, pin_names
 from graph_passes.passes.invariants import CacheShape, Interface, check_invariants, interface
-from graph_passes.registry import Registry
 
 __all__ = [
-    "PASSES",
     "AttentionPass",
     "AttentionTargets",
     "BlockPass",
@@ -54,19 +49,6 @@ FeedForwardTargets = Sequence[tuple[FeedForwardBlock, Params]]
 MomentsOf = Callable[[Collection[str], bool], Mapping[str, TokenMoments]]
 """A function from names of blocks to their token moments, as far as known. With True, it first
 refits the blocks that earlier passes changed."""
-
-PACKAGE = "graph_passes.passes"
-
-
-@cache
-def _import_passes() -> None:
-    """Import every module of this package, which registers its passes."""
-    for module in iter_modules(import_module(PACKAGE).__path__, f"{PACKAGE}."):
-        import_module(module.name)
-
-
-PASSES: Registry[type[RewritePass]] = Registry("pass", load=_import_passes)
-"""All named passes; the definition of a class adds it."""
 
 
 class NoParams(BaseModel):
@@ -99,25 +81,21 @@ class RewritePass(ir.passes.InPlacePass):
     order: ClassVar[int] = 90
     targets: Mapping[str, Any] = MappingProxyType({})
 
-    def __init_subclass__(cls, *, replace: bool = False, **kwargs: Any) -> None:
-        """Register a named pass; ``class Mine(RewritePass, replace=True)`` replaces another.
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the definition of a pass.
 
         Raises:
-            InvalidArgument: Another pass has the name, or a named lossy pass has no blocks as
-                targets: outputs are refitted by block.
+            InvalidArgument: A named lossy pass has no blocks as targets: outputs are refitted by
+                block.
         """
         super().__init_subclass__(**kwargs)
-        if cls.__dict__.get("name"):
-            if cls.lossy is True and not issubclass(cls, BlockPass):
-                raise InvalidArgument(
-                    f"{cls.__name__} is lossy and rewrites the whole graph: outputs are refitted by"
-                    " block",
-                    "extend AttentionPass or FeedForwardPass, or leave out its name",
-                    code="pass.lossy",
-                )
-            if not cls.__module__.startswith(f"{PACKAGE}."):
-                _import_passes()  # passes of other packages come last
-            PASSES.add(cls, replace=replace)
+        if cls.name and cls.lossy and not issubclass(cls, BlockPass):
+            raise InvalidArgument(
+                f"{cls.__name__} is lossy and rewrites the whole graph: outputs are refitted by"
+                " block",
+                "extend AttentionPass or FeedForwardPass, or leave out its name",
+                code="pass.lossy",
+            )
 
     # ---- the run ---------------------------------------------------------------------------------
 
@@ -358,10 +336,13 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         if not targets:
             return False
         since = frozenset(model.graph.initializers)
+        old_nodes = frozenset(model.graph.all_nodes())
         pin_names(self.find(analyses))
         self.rewrite(targets, analyses)
         share_constants(model, since=since)
         remove_unused(model)
+        new_nodes = (node for node in model.graph.all_nodes() if node not in old_nodes)
+        pin_inserted(new_nodes, self.targets.keys())
         redirect_shapes(model, [b for b, _ in targets if isinstance(b, AttentionBlock)])
         return True
 

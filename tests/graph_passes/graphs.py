@@ -20,7 +20,7 @@ from attnserve.runtime.interface import Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array, constant_type, origin
 from graph_passes.analysis.shapes import infer_shapes_small
-from graph_passes.blocks import AttentionBlock
+from graph_passes.blocks import AttentionBlock, Weight
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.probabilities import probabilities_by_head
 from graph_passes.matching.find import find_attention
@@ -243,12 +243,14 @@ def masked(model: ir.Model, masks: Mapping[str, Sequence[int]]) -> ir.Model:
     for block in find_attention(model).blocks:
         if (output := block.output) is None or block.name not in masks:
             continue
-        array = constant_array(output.weight).astype(constant_type(output.weight).numpy())
+        weight = output.weight
+        assert isinstance(weight, Weight)
+        array = constant_array(weight.value).astype(constant_type(weight.value).numpy())
         pruned = output.rows[np.asarray(masks[block.name]) == 0].reshape(-1)
-        np.moveaxis(array, output.contracted[0], 0)[pruned] = 0
+        np.moveaxis(array, weight.contracted[0], 0)[pruned] = 0
         product = output.nodes[-1]
         made = Inserter(block.graph, product, f"{block.name}/masked").constant(array, "weight")
-        at = [value is not None and origin(value) is output.weight for value in product.inputs]
+        at = [value is not None and origin(value) is weight.value for value in product.inputs]
         product.replace_input_with(at.index(True), made)
     return model
 

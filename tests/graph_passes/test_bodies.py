@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.certify import read_attention
+from graph_passes.blocks import Weight
 from graph_passes.emit.editing import capture_weights
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
@@ -75,12 +76,12 @@ def test_find_attention_in_both_branches_of_an_if() -> None:
         assert (block.num_heads, block.head_size, block.input_size) == (H, K, D)
         assert block.scale == pytest.approx(SCALE, rel=1e-6)
         assert block.x.name == "x" and block.output is not None
-    assert [block.q.weight and block.q.weight.name for block in (yes, no)] == ["Wq", "Wk"]
+    assert [block.q.weight and block.q.weight.value.name for block in (yes, no)] == ["Wq", "Wk"]
 
 
 def test_find_attention_outer_weights_are_shared_by_branches() -> None:
     yes, no = read_attention(if_model()).blocks
-    assert yes.v.weight is no.v.weight
+    assert yes.v.weight == no.v.weight
     np.testing.assert_array_equal(yes.q.matrix(), weights()["Wq"])
 
 
@@ -192,7 +193,7 @@ def test_find_attention_weight_in_the_state_of_a_loop_is_captured() -> None:
     assert reasons(model)
     capture_weights(model)
     block = only(model)
-    assert block.q.weight is model.graph.initializers["Wq"]
+    assert block.q.weight == Weight(model.graph.initializers["Wq"], (0,))
     np.testing.assert_array_equal(run(model, {"x": x}), before)
 
 

@@ -62,17 +62,10 @@ def test_registry_unknown_name_is_refused_with_the_known_ones(no_plugins: object
     assert len(caught.value.what) < 200
 
 
-def test_registry_loads_its_own_parts_before_plugins(no_plugins: pytest.MonkeyPatch) -> None:
-    def load() -> None:
-        if "late" not in known:
-            known.append("late")
-            parts.add(Part("late"))
-
-    known: list[str] = []
-    parts = Registry("kind", Part("early"), load=load)
+def test_registry_loads_no_plugins_for_its_own_parts(no_plugins: pytest.MonkeyPatch) -> None:
+    parts = Registry("kind", Part("one"))
     no_plugins.setattr(registry, "load_plugins", lambda: pytest.fail("plugins are not needed"))
-    assert parts["early"] == Part("early") and not known
-    assert parts["late"] == Part("late") and "late" in parts
+    assert parts["one"] == Part("one") and "one" in parts
 
 
 def test_registry_broken_plugin_is_reported_at_each_look_up(

@@ -13,7 +13,8 @@ from attnserve.models.json_files import first_problem
 from attnserve.planning.plans.steps import TRAININGS, Convert, PlanStep, RunPass, Train
 from attnserve.precision.schemes import SCHEMES
 from graph_passes.errors import InvalidArgument
-from graph_passes.passes.base import PASSES, BlockPass, RewritePass
+from graph_passes.passes.base import BlockPass, RewritePass
+from graph_passes.public import PASSES
 
 __all__ = ["HOW_TO_PLAN", "Plan"]
 

@@ -1,8 +1,8 @@
 """The steps of a plan: rewrites of blocks, trainings, and the conversion to another precision.
 
 A step is an immutable value; ``apply`` changes a ``State``. Another package adds a kind of training
-with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a rewrite by
-subclassing ``RewritePass`` (``graph_passes.registry``).
+with ``TRAININGS.add``, a precision with ``precision.schemes.SCHEMES.add``, and a rewrite with
+``graph_passes.PASSES.add`` (``graph_passes.registry``).
 """
 
 from __future__ import annotations

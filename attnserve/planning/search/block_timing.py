@@ -336,9 +336,10 @@ class BlockTimer:
     def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, Latencies]:
         """The latencies of converted parts by key; None is the original."""
         parts = {None: original, **others}
-        times = self.table.measure({str(key): part for key, part in parts.items()})
         count = len(self.requested)
-        return {key: Latencies(times[str(key)][:count], times[str(key)][count:]) for key in parts}
+        return {
+            key: Latencies(ms[:count], ms[count:]) for key, ms in self.table.measure(parts).items()
+        }
 
     def _convertible(self, parts: Mapping[Key, Part]) -> dict[Key, Part]:
         """The parts in the precision of the timer, without those whose conversion fails."""

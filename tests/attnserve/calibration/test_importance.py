@@ -221,14 +221,14 @@ def test_loo_of_all_layers_equals_models_without_each_head(bert: ir.Model, data:
     spread = np.square(whole - whole.mean(0)).sum(-1).mean()
     for block in blocks:
         assert block.output is not None
-        original = block.output.weight.const_value
+        original = block.output.weight.value.const_value
         assert original is not None
         for head in (0, 3):
             rows = original.numpy().copy()
             rows[block.output.rows[head]] = 0
-            block.output.weight.const_value = ir.tensor(rows)
+            block.output.weight.value.const_value = ir.tensor(rows)
             cut = outputs(bert, data[0])[real]
-            block.output.weight.const_value = original
+            block.output.weight.value.const_value = original
             expected = np.square(whole - cut).sum(-1).mean() / spread
             assert got[block.name][head] == pytest.approx(expected, rel=1e-3)
 

@@ -125,7 +125,7 @@ def test_certify_wrong_query_bias_is_unmatched_and_key_bias_has_no_effect(graph:
 
 
 def test_read_attention_nan_weights_are_unmatched(graph: ir.Model):
-    weight = find_attention(graph).blocks[0].q.weight
+    weight = find_attention(graph).blocks[0].q.weight.value
     assert weight.const_value is not None
     array = weight.const_value.numpy().copy()
     array[0, 0] = np.nan

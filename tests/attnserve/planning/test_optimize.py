@@ -436,7 +436,7 @@ def test_optimize_weights_not_finite_are_refused(
 ):
     path = tmp_path / "model.onnx"
     proto = onnx.load(tiny / "model.onnx")
-    weight = inspect(tiny).matches.blocks[0].k.weight.name
+    weight = inspect(tiny).matches.blocks[0].k.weight.value.name
     name = weight if where == "attention" else "word_embeddings.weight"
     tensor = next(t for t in proto.graph.initializer if str(name) in t.name)
     array = numpy_helper.to_array(tensor).copy()

@@ -11,7 +11,7 @@ import pytest
 from tests.attnserve.plugins.conftest import Run
 
 CODE = """
-from graph_passes.passes.base import RewritePass
+from graph_passes import PASSES, RewritePass
 
 class Note(RewritePass):
     name = "note"
@@ -19,6 +19,8 @@ class Note(RewritePass):
     def rewrite_graph(self, context):
         context.model.graph.doc_string = "by a rewrite"
         return True
+
+PASSES.add(Note)
 """
 
 

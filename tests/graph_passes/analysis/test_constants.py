@@ -171,8 +171,8 @@ def test_find_attention_identity_of_weight_is_shared() -> None:
             "\n kT = Transpose <perm = [0, 2, 3, 1]> (k2)",
         )
     )
-    assert block.q.weight is block.k.weight
-    assert block.q.weight is not None and block.q.weight.name == "Wq"
+    assert block.q.weight == block.k.weight
+    assert block.q.weight is not None and block.q.weight.value.name == "Wq"
 
 
 @pytest.mark.parametrize(

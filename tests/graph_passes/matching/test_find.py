@@ -94,7 +94,7 @@ def test_shapes_of_the_context_are_read_beside_its_projection() -> None:
 @pytest.mark.parametrize("how", SPLIT)
 def test_find_attention_packed_projection_shares_weight(how: str) -> None:
     block = only(attention(q=SPLIT[how], **PACKED))
-    assert block.q.weight is block.k.weight is block.v.weight
+    assert block.q.weight == block.k.weight == block.v.weight
     columns = np.concatenate([p.columns.ravel() for p in (block.q, block.k, block.v)])
     assert sorted(columns) == list(range(3 * H * K))
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from graph_passes.analysis.axes import bind_axes
 from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
-from graph_passes.blocks import OutputProjection, Projection
+from graph_passes.blocks import OutputProjection, Projection, Weight
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.layout import LayoutReader, only_consumer
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
@@ -73,7 +73,7 @@ def test_match_projection_transposed_weight_has_same_matrix() -> None:
     out = Transpose <perm = [0, 2, 1, 3]> (q2)""",
         laid_out=np.array([2, 5, H, K], np.int64),
     )
-    assert read.contracted == (1,)
+    assert isinstance(read.weight, Weight) and read.weight.contracted == (1,)
     np.testing.assert_array_equal(read.matrix(), weights()["Wq"])
     assert (read.input.name, read.by_sequence) == ("x", True)  # not the flattened x2
 

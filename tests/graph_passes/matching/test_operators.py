@@ -62,14 +62,15 @@ def test_find_attention_operator_matches(name: str) -> None:
     operator = KNOWN[block.product.domain, block.product.op_type]
     assert block.idiom == operator.__name__
     assert block.q.num_heads == block.k.num_heads == block.v.num_heads
-    if block.q.weight is not None and block.q.weight.name == "Wq" and block.q.rotary_terms == ():
+    weight = None if block.q.weight is None else block.q.weight.value.name
+    if weight == "Wq" and block.q.rotary_terms == ():
         expected = weights()["Wq"].reshape(D, H, K).transpose(1, 0, 2)
         np.testing.assert_array_equal(block.q.heads(), expected)
 
 
 def test_find_attention_operator_weight_is_three_projections() -> None:
     block = only(MICROSOFT["plain"].model())
-    assert block.q.weight is block.k.weight is block.v.weight
+    assert block.q.weight == block.k.weight == block.v.weight
     np.testing.assert_array_equal(block.k.heads()[1], weights()["Wk"][:, K : 2 * K])
     np.testing.assert_array_equal(block.v.heads()[2], weights()["Wv"][:, 2 * V :])
     np.testing.assert_array_equal(block.q.offset, weights()["bq"].reshape(H, K))

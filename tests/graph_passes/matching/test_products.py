@@ -194,7 +194,7 @@ def test_find_attention_stacked_weight_is_shared() -> None:
     block = only(
         attention(q=stack, k="", v="", output="\n out = MatMul(c, Wo12)", constants=CONSTANTS)
     )
-    assert block.q.weight is block.k.weight is block.v.weight
+    assert block.q.weight == block.k.weight == block.v.weight
     assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, K)
     np.testing.assert_allclose(
         block.q.heads(), weights()["Wqkv"][:, : H * K].reshape(D, H, K).transpose(1, 0, 2), atol=0

@@ -11,15 +11,17 @@ import pytest
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, parameter_bytes
 from graph_passes.analysis.workload import Workload
+from graph_passes.blocks import QuantizedProduct
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import CannotRewrite
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.passes.base import PASSES, AttentionPass
+from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
+from graph_passes.public import PASSES
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     PARTS,
@@ -77,7 +79,7 @@ def test_quantized_projections_are_read_as_they_are(how: str) -> None:
     assert (block.num_heads, block.head_size, block.v_head_size) == (H, K, V)
     assert (block.x.name, block.kind, block.input_size) == ("x", "self", D)
     assert block.scale == pytest.approx(SCALE)
-    made = [part.product.value.name for part in (block.q, block.k, block.v) if part.product]
+    made = [part.source.name for part in (block.q, block.k, block.v)]
     after_biases = ["q1", "k1", "v1"] if how != "QGemm" else ["q0_p", "k0_p", "v0_p"]
     assert made == after_biases
     assert block.output.output.name == ("o_x" if how == "QGemm" else "c")
@@ -162,8 +164,8 @@ def test_packed_quantized_projection(how: str, split: str, form: FusedOperator) 
         output=PARTS["output"].replace("Wo", "Wo12"),
     )
     block = only(model)
-    assert block.q.product == block.k.product == block.v.product
-    assert block.q.product is not None and block.q.product.width == 3 * H * K
+    assert block.q.weight == block.k.weight == block.v.weight
+    assert isinstance(block.q.weight, QuantizedProduct) and block.q.weight.num_columns == 3 * H * K
     new, arrays = fused(model, form), feeds(model)
     np.testing.assert_allclose(run(new, arrays), run(model, arrays), rtol=0, atol=2e-2)
 

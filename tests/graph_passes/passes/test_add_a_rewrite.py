@@ -1,6 +1,6 @@
 """A new rewrite is one class in one file, and this is its test.
 
-Nothing else changes: the name of the class is known to ``plan.json`` and to ``apply_plan``.
+Nothing else changes: a pass in ``PASSES`` is known to ``plan.json`` and to ``apply_plan``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from graph_passes.emit.editing import replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.matching.layout import only_consumer
-from graph_passes.passes.base import PASSES, AttentionPass, AttentionTargets, NoParams
+from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams
+from graph_passes.public import PASSES
 from tests.errors import raises
 from tests.graph_passes.graphs import H, feeds, layers, run
 from tests.jobs import job_of
@@ -85,17 +86,19 @@ BY_KEY = np.arange(5, dtype=np.float32)
 def remove_constant_bias() -> Iterator[type[AttentionPass[NoParams]]]:
     """The class, registered while a test runs."""
     with PASSES.restored():
-        yield define_pass()
+        new = define_pass()
+        PASSES.add(new)
+        yield new
 
 
-def test_new_pass_is_registered_by_its_definition(
+def test_new_pass_is_found_by_its_name(
     remove_constant_bias: type[AttentionPass[NoParams]],
 ) -> None:
     assert PASSES[NAME] is remove_constant_bias
     assert remove_constant_bias in list(PASSES)
 
 
-def test_new_pass_is_unknown_without_its_definition() -> None:
+def test_new_pass_that_is_not_added_is_unknown() -> None:
     with raises(InvalidArgument, "pass.unknown"):
         _ = PASSES[NAME]
 

@@ -18,7 +18,6 @@ from graph_passes.errors import CannotRewrite, InvalidArgument, InvariantBroken,
 from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
 from graph_passes.passes.base import (
-    PASSES,
     AttentionPass,
     AttentionTargets,
     BlockPass,
@@ -37,6 +36,7 @@ from graph_passes.passes.prune_neurons import PruneNeurons, mask_from_hex, mask_
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import AffineMap, SkipAttention
 from graph_passes.passes.strip_cache import StripCache
+from graph_passes.public import PASSES
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
@@ -124,30 +124,28 @@ def test_pass_unknown_name_is_refused() -> None:
 
 
 def test_pass_with_the_name_of_another_is_refused() -> None:
+    class Mine(PruneHeads):
+        name = "prune_heads"
+
     with raises(InvalidArgument, "pass.duplicate", "prune_heads"):
-
-        class Mine(PruneHeads):  # pyright: ignore[reportUnusedClass]
-            name = "prune_heads"
-
+        PASSES.add(Mine)
     assert PASSES["prune_heads"] is PruneHeads
 
 
-def test_lossy_pass_of_the_whole_graph_is_no_pass_of_plans() -> None:
+def test_lossy_pass_of_the_whole_graph_with_a_name_is_refused() -> None:
     with raises(InvalidArgument, "pass.lossy", "LossyGraph"):
 
         class LossyGraph(RewritePass):  # pyright: ignore[reportUnusedClass]
             name: ClassVar[str] = "lossy_graph"
             lossy: ClassVar[bool] = True
 
-    assert "lossy_graph" not in PASSES
 
+def test_pass_that_replaces_another_is_found() -> None:
+    class Mine(PruneHeads):
+        name = "prune_heads"
 
-def test_pass_that_replaces_another_is_registered() -> None:
     with PASSES.restored():
-
-        class Mine(PruneHeads, replace=True):
-            name = "prune_heads"
-
+        PASSES.add(Mine, replace=True)
         assert PASSES["prune_heads"] is Mine
     assert PASSES["prune_heads"] is PruneHeads
 

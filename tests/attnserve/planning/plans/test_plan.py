@@ -21,7 +21,7 @@ from attnserve.planning.plans.steps import Convert, Distill
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument, InvalidModel
-from graph_passes.passes.base import PASSES, RewritePass
+from graph_passes.passes.base import RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -33,6 +33,7 @@ from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
 from graph_passes.passes.strip_cache import StripCache
+from graph_passes.public import PASSES
 from tests.attnserve.planning.request.requests import NAMES, planned, stack
 from tests.errors import check_length, raises
 from tests.graph_passes.graphs import H, K, layers

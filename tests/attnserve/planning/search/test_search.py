@@ -109,7 +109,7 @@ def test_search_removes_unimportant_attention(
     """An affine map replaces it."""
     graph = load_model(open_artifact(model))
     last = attnserve.inspect(model).matches.blocks[-1]
-    weight = graph.graph.initializers[last.output.weight.name]
+    weight = graph.graph.initializers[last.output.weight.value.name]
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
@@ -130,7 +130,7 @@ def test_search_reuses_probabilities_without_fused_operators(
     """Keys of almost zero make the probabilities of all layers alike."""
     graph = load_model(open_artifact(model))
     for block in attnserve.inspect(model).matches.blocks:
-        weight = graph.graph.initializers[block.k.weight.name]
+        weight = graph.graph.initializers[block.k.weight.value.name]
         weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-2))
     ir.save(graph, model / "model.onnx")
     monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
