@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -32,6 +32,8 @@ from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 
 __all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache"]
+
+Name = TypeVar("Name", bound=Hashable)
 
 GROUP_SECONDS = 4.0
 """Approximate time to measure all variants of one block."""

@@ -4,44 +4,33 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
-import onnx_ir as ir
 from pydantic import BaseModel, Field, InstanceOf
 
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import (
-    AttentionBlock,
-    Capped,
-    Floor,
-    LogitStep,
-    Mask,
-    Weighted,
-)
-from graph_passes.emit.attention import KEY_TERM, entangled_bias_refusal
-from graph_passes.emit.caches import cache_of, cache_refusal, has_separate_heads
-from graph_passes.emit.collaborative import cache_width, dense_logits, max_read_size, sparse_logits
-from graph_passes.emit.editing import Inserter, in_precision, replace_uses, type_of
-from graph_passes.emit.heads import TOKEN_LAYOUT, emit_heads, heads_refusal
-from graph_passes.emit.rotary import rotary_heads, rotary_logits, rotary_planes
-from graph_passes.errors import InvalidArgument, Refusal
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, fold_mean
+from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.caches import cache_of
+from graph_passes.emit.collaborative import cache_width, dense_logits, sparse_logits
+from graph_passes.emit.editing import Inserter
+from graph_passes.emit.logits import replace_logits
+from graph_passes.emit.rotary import rotary_logits
+from graph_passes.errors import Refusal
+from graph_passes.factorize.cp import CollaborativeFactors, fold_mean
 from graph_passes.factorize.moments import TokenMoments, pool_moments
-from graph_passes.factorize.rotary import RotaryFactors, shared_keys, truncated_planes
-from graph_passes.factorize.sparse import sparse_factors
-from graph_passes.matching.layout import only_consumer
+from graph_passes.factorize.rotary import RotaryFactors
 from graph_passes.passes.base import AttentionPass, AttentionTargets, MomentsOf, small_shapes
-from graph_passes.passes.conditions import (
-    QK_NORM,
-    no_probabilities_refusal,
-    quantized_refusal,
-    rotary_or_norm_refusal,
-)
-from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
+from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.invariants import CacheShape
+from graph_passes.passes.reduced_planes import plane_factors, rotary_refusal
+from graph_passes.passes.shared_dimensions import (
+    check_rank,
+    placeholder_factors,
+    shared_factors,
+    sharing_refusal,
+)
 
 __all__ = [
     "Collaborate",
@@ -52,8 +41,7 @@ __all__ = [
     "sharing_refusal",
 ]
 
-WEAK_FILL = -1e3
-"""Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
+Factors = CollaborativeFactors | RotaryFactors
 
 
 class Mixing(BaseModel, frozen=True, extra="forbid"):
@@ -104,8 +92,8 @@ class Collaborate(AttentionPass[Mixing]):
     content logits are left out if there are none. A cache of the original model cannot be read by
     the new one.
 
-    With rotary positions, pairs of elements are reduced before they are rotated, see
-    ``factorize.rotary``: heads keep the pairs with the largest energy, or all groups share the
+    The module ``shared_dimensions`` has this algorithm. With rotary positions, ``reduced_planes``
+    reduces pairs of elements before they are rotated (``factorize.rotary``): heads keep the pairs with the largest energy, or all groups share the
     keys. The result is standard attention with smaller heads, or with one key head.
 
     Attributes:
@@ -152,30 +140,10 @@ class Collaborate(AttentionPass[Mixing]):
             # Truncated heads are refitted once, after the pass; shared keys need exact inputs.
             moments = moments_of(lossy, any(params.is_dense for params in self.targets.values()))
         targets = self._changed(analyses)
-        factors: dict[str, CollaborativeFactors | RotaryFactors] = {}
-        for uses in _equal_weights(targets):
-            first = uses[0]
-            params = self.targets[first.name]
-            known_moments = [moments[block.name] for block in uses if block.name in moments]
-            is_pooled = len(uses) > 1 and len(known_moments) == len(uses)
-            pool = pool_moments(known_moments) if is_pooled else None
-            block_factors = factor(
-                first,
-                params.rank,
-                head_size=params.head_size,
-                moments=pool or (known_moments[0] if known_moments else None),
-            )
-            for block in uses:
+        factors: dict[str, Factors] = {}
+        for blocks in _equal_weights(targets):
+            for block, block_factors in _common_factors(blocks, self.targets, moments):
                 factors[block.name] = block_factors
-                if (
-                    pool is not None
-                    and block_factors.relative_error > 0
-                    and isinstance(block_factors, CollaborativeFactors)
-                ):
-                    mean = moments[block.name].query_mean
-                    factors[block.name] = fold_mean(
-                        block_factors, block.q.heads(), block.k.heads(), mean
-                    )
                 if progress is not None:
                     progress(len(factors), len(targets))
         fitted = {
@@ -192,18 +160,9 @@ class Collaborate(AttentionPass[Mixing]):
         self.require_applicable(analyses)
         targets = dict(self.targets)
         for block, params in self._changed(analyses):
-            if block.q.rotary_terms:
-                continue
-            heads = len(block.own_heads)
-            rank = params.rank
-            size = min(params.head_size or rank, rank)
-            mixing = np.zeros((heads, rank))
-            columns = (np.arange(heads)[:, None] * size + np.arange(size)) % rank  # H K'
-            np.put_along_axis(mixing, columns, 1.0, axis=1)
-            query, key = (np.full((part.width, rank), 1e-2) for part in (block.q, block.k))
-            content = np.full((heads, len(key)), 1e-2)
-            factors = CollaborativeFactors(query, key, mixing, content, 1.0, 0)
-            targets[block.name] = params.model_copy(update={"factors": factors})
+            if not block.q.rotary_terms:
+                factors = placeholder_factors(block, params.rank, params.head_size)
+                targets[block.name] = params.model_copy(update={"factors": factors})
         return type(self)(targets)
 
     def sizes(self, name: str, block: AttentionBlock | None) -> dict[str, int | None]:
@@ -223,7 +182,7 @@ class Collaborate(AttentionPass[Mixing]):
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Mixing) -> None:
         if block.q.num_heads and params.factors is None and _has_shared(block, params):
-            _check_rank(block, params.rank)
+            check_rank(block, params.rank, exact_rank(block))
 
     @classmethod
     def refusal(
@@ -245,9 +204,8 @@ class Collaborate(AttentionPass[Mixing]):
     def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         shapes: dict[str, CacheShape] = {}
         for block, params in self._changed(analyses):
-            if (cache := cache_of(block.k)) is not None:
-                factors = _factors(block, params)
-                assert isinstance(factors, CollaborativeFactors)
+            cache, factors = cache_of(block.k), _factors(block, params)
+            if cache is not None and isinstance(factors, CollaborativeFactors):
                 shape = CacheShape(1, cache_width(factors))  # what all heads share
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
@@ -268,7 +226,7 @@ class Collaborate(AttentionPass[Mixing]):
                 logits = dense_logits(make, block, factors, cache_of(block.k))
             else:
                 logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
-            _replace_logits(make, block, logits, info)
+            replace_logits(make, block, logits, info)
 
 
 def _is_lossy(block: AttentionBlock, params: Mixing) -> bool:
@@ -294,7 +252,26 @@ def _equal_weights(targets: AttentionTargets[Mixing]) -> list[list[AttentionBloc
     return list(groups.values())
 
 
-def _factors(block: AttentionBlock, params: Mixing) -> CollaborativeFactors | RotaryFactors:
+def _common_factors(
+    blocks: Sequence[AttentionBlock],
+    targets: Mapping[str, Mixing],
+    moments: Mapping[str, TokenMoments],
+) -> Iterator[tuple[AttentionBlock, Factors]]:
+    """Yield blocks of equal weights with their factors, which differ in the mean of the tokens."""
+    params = targets[blocks[0].name]
+    known = [moments[block.name] for block in blocks if block.name in moments]
+    is_pooled = len(blocks) > 1 and len(known) == len(blocks)
+    pool = pool_moments(known) if is_pooled else next(iter(known), None)
+    factors = factor(blocks[0], params.rank, head_size=params.head_size, moments=pool)
+    for block in blocks:
+        if is_pooled and factors.relative_error > 0 and isinstance(factors, CollaborativeFactors):
+            mean = moments[block.name].query_mean
+            yield block, fold_mean(factors, block.q.heads(), block.k.heads(), mean)
+        else:
+            yield block, factors
+
+
+def _factors(block: AttentionBlock, params: Mixing) -> Factors:
     """The given factors; by default, factors computed from the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
@@ -303,22 +280,6 @@ def exact_rank(block: AttentionBlock) -> int:
     """The smallest lossless R: H*K, or G*K under rotary positions."""
     heads = block.k.num_distinct_heads if block.q.rotary_terms else block.q.num_heads
     return heads * block.head_size
-
-
-def _check_rank(block: AttentionBlock, rank: int) -> None:
-    """Check that R is from 1 to ``exact_rank``.
-
-    Raises:
-        InvalidArgument: R is below 1 or too large.
-    """
-    exact = exact_rank(block)
-    if not 1 <= rank <= exact:
-        raise InvalidArgument(
-            f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
-            f"({exact // block.head_size} heads x {block.head_size})",
-            f"choose R from 1 to {exact}; {exact} is exact",
-            code="collaborate.rank",
-        )
 
 
 def collaborate_refusal(
@@ -332,111 +293,8 @@ def collaborate_refusal(
     """
     is_rotary = any(part.rotary_terms for part in (block.q, block.k))
     if is_rotary and block.q.num_heads:
-        return _rotary_refusal(block, shared=shared)
+        return rotary_refusal(block, shared=shared)
     return sharing_refusal(block, caches=caches)
-
-
-def _rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
-    """Return why pairs of elements under rotary positions cannot be reduced; None if they can."""
-    if refusal := quantized_refusal(block):
-        return refusal
-    parts = (block.q, block.k)
-    if any(part.norm is not None for part in parts):
-        return QK_NORM
-    for part in parts:
-        if refusal := heads_refusal(part):
-            return refusal
-    if block.content is not None:
-        return KEY_TERM
-    if refusal := entangled_bias_refusal(block):
-        return refusal
-    planes = [rotary_planes(part) for part in parts]
-    if planes[0] is None or planes[1] is None:
-        return Refusal("rotary_layout", "its rotary positions do not rotate pairs of elements")
-    if not np.array_equal(planes[0].elements, planes[1].elements):
-        return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
-    if shared and not (planes[0].is_rotation and planes[1].is_rotation):
-        return Refusal(
-            "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
-        )
-    return _scores_refusal(block)
-
-
-def _scores_refusal(block: AttentionBlock) -> Refusal | None:
-    """Return why the scores of a block cannot be replaced; None if they can."""
-    if block.softmax is None:
-        return decomposition_refusal(block)
-    if block.softmax.axes != (0, 1, 2) and len(block.softmax.axes) != 4:
-        return Refusal("score_layout", "its scores are laid out in an order that is not followed")
-    return no_probabilities_refusal(block)
-
-
-def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
-    """Return why the queries and keys of a block cannot be factored; None if they can.
-
-    Args:
-        caches: Cached keys may be rewritten too.
-    """
-    if refusal := quantized_refusal(block):
-        return refusal
-    if not block.q.num_heads:
-        return Refusal("no_own_heads", "all its heads reuse the probabilities of another layer")
-    if block.is_collaborative or block.is_sparse:
-        return Refusal("collaborative", "its heads are collaborative already")
-    if block.content is not None:
-        return KEY_TERM
-    if refusal := rotary_or_norm_refusal(block):
-        return refusal
-    if not block.k.has_weight:
-        return Refusal(
-            "external_keys",
-            "its keys are inputs of the graph: no projection in the graph computes them",
-        )
-    if block.k.is_cached and not caches:
-        return Refusal(
-            "cached", "its cached keys are an input of the graph, made by the original projection"
-        )
-    if refusal := entangled_bias_refusal(block):
-        return refusal
-    if any(isinstance(step, Capped | Weighted) for step in block.steps):
-        return Refusal(
-            "capped", "its logits are capped or weighted: the key bias cannot be dropped"
-        )
-    if block.k.num_distinct_heads != block.q.num_heads:
-        return Refusal("grouped", "its key heads are grouped: they share their projections already")
-    if any(_fill(step) > WEAK_FILL for step in block.steps):
-        return Refusal(
-            "weak_mask",
-            "its mask value is not ignored by softmax: the key bias cannot be dropped",
-        )
-    if not (block.q.by_sequence and block.k.by_sequence):
-        return TOKEN_LAYOUT
-    if refusal := cache_refusal(block) or _scores_refusal(block):
-        return refusal
-    if block.softmax is not None and not _only_softmax_reads(block.softmax.logits):
-        return Refusal(
-            "scores_shared",
-            "its scores have other readers than the softmax: the key bias cannot be dropped",
-        )
-    return None
-
-
-def _fill(step: LogitStep) -> float:
-    """The number that a step sets masked scores to; -inf if it masks none."""
-    match step:
-        case Mask():
-            return step.fill
-        case Floor():
-            return step.low
-        case _:
-            return -np.inf
-
-
-def _only_softmax_reads(logits: ir.Value) -> bool:
-    node = only_consumer(logits)
-    while node is not None and node.op_type != "Softmax":
-        node = only_consumer(node.outputs[0])
-    return node is not None
 
 
 def factor(
@@ -446,88 +304,15 @@ def factor(
     head_size: int | None = None,
     moments: TokenMoments | None = None,
     progress: Callable[[int, float], None] | None = None,
-) -> CollaborativeFactors | RotaryFactors:
-    """Decompose the heads of a block into R shared dimensions.
+) -> Factors:
+    """Decompose the heads of a block without a ``collaborate_refusal``.
 
-    Args:
-        block: A block without a ``collaborate_refusal``.
-        rank: R, from 1 to H*K (exact there).
-        head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
-            head reads more than K, or than the padded size of the average allows.
-        moments: Token moments of the block's input; without them only the weights are approximated.
-        progress: See ``cp.collaborative_factors``.
+    Without moments, only the weights are approximated. See ``shared_factors`` and, under rotary
+    positions, ``plane_factors``.
 
     Raises:
-        InvalidArgument: R is out of range.
+        InvalidArgument: A size is out of range.
     """
     if block.q.rotary_terms:
-        heads = rotary_heads(block)
-        if head_size is None:
-            return shared_keys(heads, rank, moments)
-        return truncated_planes(heads, head_size, moments)
-    _check_rank(block, rank)
-    q, k, bias = block.q.heads(), block.k.heads(), block.q.offset
-    if head_size is None:
-        return collaborative_factors(
-            q, k, rank, query_bias=bias, moments=moments, progress=progress
-        )
-    return sparse_factors(
-        q,
-        k,
-        rank,
-        head_size,
-        max_head_size=max_read_size(head_size, block.head_size),
-        query_bias=bias,
-        moments=moments,
-        progress=progress,
-    )
-
-
-def _replace_logits(
-    make: Inserter, block: AttentionBlock, logits: ir.Value, info: ShapeInfo
-) -> None:
-    """Replace the logits of a block by new ones, (B, H, S, T), in the original precision."""
-    _unpack_values(block)
-    assert block.softmax is not None
-    old = block.softmax.logits
-    logits.type = ir.TensorType(block.q.dtype)
-    logits = in_precision(make, logits, type_of(old, info) or block.q.dtype, info)
-    replace_uses(old, _laid_out(make, logits, block.softmax.axes))
-
-
-def _laid_out(make: Inserter, logits: ir.Value, axes: tuple[int, ...]) -> ir.Value:
-    """Emit logits (B, H, S, T) in the layout of the graph, which ``axes`` permutes back."""
-    if len(axes) == 4:
-        back = [int(axis) for axis in np.argsort(axes)]
-        in_order = axes == (0, 1, 2, 3)
-        return logits if in_order else make.op("Transpose", [logits], "laid_out", perm=back)
-    return _folded(make, logits)
-
-
-def _folded(make: Inserter, value: ir.Value) -> ir.Value:
-    """Emit (B, H, S, T) as (B*H, S, T)."""
-    parts = [make.integers([-1], "rows"), make.lengths(value, 2, 4)]
-    return make.op("Reshape", [value, make.op("Concat", parts, "rows_of", axis=0)], "folded")
-
-
-def _unpack_values(block: AttentionBlock) -> None:
-    """Emit a separate product for values that share one product with queries or keys.
-
-    If values are cached, the product computes the new values.
-    """
-    v = block.v
-    packed = not {*v.nodes}.isdisjoint((*block.q.nodes, *block.k.nodes))
-    if not packed or not v.by_sequence or v.output is None:
-        return
-    if not v.is_cached and v.layout != "B T H*K":
-        # Before the first that may read them: Shape nodes come before the scores.
-        make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
-        values = emit_heads(make, v, v.scale)
-        if v.layout == "B*H T K":
-            values = _folded(make, values)
-        if (back := [int(axis) for axis in np.argsort(v.axes)]) != [0, 1, 2, 3]:
-            values = make.op("Transpose", [values], "laid_out", perm=back)
-        replace_uses(v.output, values)
-    elif v.layout == "B H T K" and (cache := cache_of(v)) is not None and has_separate_heads(v):
-        make = Inserter(block.graph, cache.join, f"{block.name}/value")
-        cache.join.replace_input_with(1, emit_heads(make, v, 1.0))
+        return plane_factors(block, rank, head_size, moments)
+    return shared_factors(block, rank, head_size, moments, progress)

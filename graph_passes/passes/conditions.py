@@ -9,16 +9,22 @@ import onnx_ir as ir
 from graph_passes.analysis.operator_sets import REWRITE_FIRST
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import Refusal
+from graph_passes.passes.decompose_attention import decomposition_refusal
 
 __all__ = [
     "QK_NORM",
+    "WEAK_FILL",
     "no_output_projection_refusal",
     "no_probabilities_refusal",
     "quantized_refusal",
     "returned_refusal",
     "reused_refusal",
     "rotary_or_norm_refusal",
+    "scores_refusal",
 ]
+
+WEAK_FILL = -1e3
+"""Masked scores must be below this, so that softmax ignores them whatever the key bias is."""
 
 QK_NORM = Refusal("qk_norm", "q/k norm is applied between projections and scores")
 
@@ -95,3 +101,12 @@ def reused_refusal(block: AttentionBlock, blocks: Sequence[AttentionBlock]) -> R
             if block.name == owners.get(value, source and owners.get(source)):
                 return Refusal("reused", f"{other.name} takes its probabilities")
     return None
+
+
+def scores_refusal(block: AttentionBlock) -> Refusal | None:
+    """Return why the scores of a block cannot be replaced; None if they can."""
+    if block.softmax is None:
+        return decomposition_refusal(block)
+    if block.softmax.axes != (0, 1, 2) and len(block.softmax.axes) != 4:
+        return Refusal("score_layout", "its scores are laid out in an order that is not followed")
+    return no_probabilities_refusal(block)

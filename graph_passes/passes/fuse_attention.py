@@ -29,8 +29,8 @@ from graph_passes.emit.fused_attention import (
 from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
-from graph_passes.passes.collaborate import WEAK_FILL
 from graph_passes.passes.conditions import (
+    WEAK_FILL,
     no_output_projection_refusal,
     quantized_refusal,
     rotary_or_norm_refusal,
