@@ -69,17 +69,7 @@ __all__ = [
 
 PASSES = Registry[type[RewritePass]](
     "pass",
-    Collaborate,
-    DecomposeAttention,
-    FoldBiases,
-    FuseAttention,
-    FuseGelu,
-    FuseResiduals,
-    FuseSkipNorm,
-    PruneHeads,
-    PruneNeurons,
-    ReuseAttention,
-    SkipAttention,
-    StripCache,
-)
+    Collaborate, DecomposeAttention, FoldBiases, FuseAttention, FuseGelu, FuseResiduals,
+    FuseSkipNorm, PruneHeads, PruneNeurons, ReuseAttention, SkipAttention, StripCache,
+)  # fmt: skip
 """The passes that plans name."""

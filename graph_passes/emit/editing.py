@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graph_passes.blocks import AttentionBlock
 
 __all__ = [
+    "Attribute",
     "Inserter",
     "capture_weights",
     "in_precision",
@@ -27,6 +28,8 @@ __all__ = [
     "type_of",
 ]
 
+Attribute = int | float | str | Sequence[int]
+"""An attribute of an operator."""
 
 LAID_OUT = frozenset({"Transpose", "Reshape", "Squeeze", "Unsqueeze", "Cast", "Identity"})
 """Operators through which exporters read the shape of a projection."""
@@ -59,7 +62,7 @@ class Inserter:
         *,
         domain: str = "",
         dtype: ir.DataType | None = None,
-        **attributes: Any,
+        **attributes: Attribute,
     ) -> ir.Value:
         """Insert an operator with one output, named ``prefix/name``.
 
@@ -78,7 +81,7 @@ class Inserter:
         names: Sequence[str],
         *,
         domain: str = "",
-        **attributes: Any,
+        **attributes: Attribute,
     ) -> Sequence[ir.Value]:
         """Insert an operator with one output per name; the node has the first name."""
         unique = [self._unique(name) for name in names]

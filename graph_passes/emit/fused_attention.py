@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +23,7 @@ from graph_passes.blocks import (
     Projection,
 )
 from graph_passes.emit.attention import emit_output, emit_output_projection
-from graph_passes.emit.editing import Inserter
+from graph_passes.emit.editing import Attribute, Inserter
 from graph_passes.emit.heads import emit_columns, emit_heads, num_groups
 from graph_passes.emit.probabilities import emit_steps
 
@@ -221,7 +221,7 @@ class _Call:
     domain: str
     inputs: Sequence[ir.Value | None]
     bias_position: int
-    attributes: Mapping[str, Any]
+    attributes: Mapping[str, Attribute]
 
 
 def _fuse(
@@ -250,7 +250,7 @@ def _fuse(
 
 def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
     """Emit the operands of ai.onnx Attention: (B, T, H*K), or (B, H, T, K) with rotary heads."""
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, Attribute] = {}
     groups = num_groups(block)
     if is_plain(block):
         inputs = list(_project_operands(make, block, biased=True))
@@ -264,7 +264,7 @@ def _onnx_call(make: Inserter, block: AttentionBlock) -> _Call:
 
 def _microsoft_call(make: Inserter, block: AttentionBlock, operator: FusedOperator) -> _Call:
     """Emit the operands of com.microsoft Attention or MultiHeadAttention, (B, T, H*K)."""
-    attributes: dict[str, Any] = {"num_heads": block.num_heads}
+    attributes: dict[str, Attribute] = {"num_heads": block.num_heads}
     if _is_causal(block):
         attributes["unidirectional"] = 1
     op_type = "MultiHeadAttention"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -16,7 +16,7 @@ from graph_passes.emit.heads import emit_heads
 from graph_passes.factorize.rotary import RotaryFactors, RotaryHeads
 
 if TYPE_CHECKING:
-    from jaxtyping import Int
+    from jaxtyping import Complex, Int
 
 __all__ = ["RotaryPlanes", "rotary_heads", "rotary_logits", "rotary_planes"]
 
@@ -194,7 +194,7 @@ def rotary_heads(block: AttentionBlock) -> RotaryHeads:
     )
 
 
-def _complex(part: Projection, planes: RotaryPlanes) -> Any:
+def _complex(part: Projection, planes: RotaryPlanes) -> Complex[np.ndarray, "H D+1 F"]:
     """The weights before the rotation as complex numbers, (H, D+1, F), the bias as last row."""
     terms = [t for t in part.rotary_terms if np.array_equal(t.columns, part.columns)]
     gain = np.sum([t.gain for t in terms], axis=0)  # H K
@@ -218,7 +218,7 @@ def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors)
 
 
 def _reduced(
-    make: Inserter, part: Projection, heads: Any, groups: np.ndarray, planes: np.ndarray
+    make: Inserter, part: Projection, heads: np.ndarray, groups: np.ndarray, planes: np.ndarray
 ) -> Projection:
     """A projection with other weights, whose elements are rotated in other planes.
 

@@ -13,7 +13,6 @@ decomposition of each head, with the ranks distributed over the heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,7 +69,6 @@ def sparse_factors(
     max_head_size: int | None = None,
     query_bias: Float[np.ndarray, "H K"] | None = None,
     moments: TokenMoments | None = None,
-    progress: Callable[[int, float], None] | None = None,
 ) -> CollaborativeFactors:
     """Compute shared projections and a mixing matrix with ``head_size`` entries per head.
 
@@ -84,7 +82,6 @@ def sparse_factors(
         max_head_size: Maximum dimensions per head, from ``head_size`` to K (default: K).
         query_bias: b_Q^h of each head (default: zero).
         moments: Moments of the layer's tokens, for a calibrated decomposition.
-        progress: See ``cp.collaborative_factors``, which computes the start.
 
     Returns:
         Factors whose ``mixing`` is zero outside the support. Dimensions without a reader are
@@ -125,7 +122,6 @@ def sparse_factors(
             rank,
             query_bias=bias,
             moments=moments,
-            progress=progress,
             max_iterations=FEW_SWEEPS if head_size <= FEW_SHARE * rank else MAX_SWEEPS,
         )
         factors, iterations = _shrunk(stack, metric.whiten(dense.factors), entries, limit)

@@ -58,13 +58,11 @@ def pin_inserted(nodes: Iterable[ir.Node], names: Collection[str]) -> None:
 
     Nodes of a block with a ``REWRITE_MARK`` need no record.
     """
-    nodes_by_name: dict[str, list[ir.Node]] = {}
-    for node in nodes:
-        nodes_by_name.setdefault((node.name or "").partition("/")[0], []).append(node)
-    for name in nodes_by_name.keys() & names:
-        if not any(REWRITE_MARK.search(node.name or "") for node in nodes_by_name[name]):
-            for node in nodes_by_name[name]:
-                pin_name(node, name)
+    named = [((node.name or "").partition("/")[0], node) for node in nodes]
+    marked = {name for name, node in named if REWRITE_MARK.search(node.name or "")}
+    for name, node in named:
+        if name in names and name not in marked:
+            pin_name(node, name)
 
 
 def pinned_name(product: ir.Node) -> str | None:

@@ -15,9 +15,9 @@ from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.caches import cache_of
 from graph_passes.emit.collaborative import cache_width, dense_logits, sparse_logits
 from graph_passes.emit.editing import Inserter
-from graph_passes.emit.logits import replace_logits
+from graph_passes.emit.probabilities import replace_logits
 from graph_passes.emit.rotary import rotary_logits
-from graph_passes.errors import Refusal
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.factorize.cp import CollaborativeFactors, fold_mean
 from graph_passes.factorize.moments import TokenMoments, pool_moments
 from graph_passes.factorize.rotary import RotaryFactors
@@ -26,7 +26,6 @@ from graph_passes.passes.decompose_attention import decompose_fused
 from graph_passes.passes.invariants import CacheShape
 from graph_passes.passes.reduced_planes import plane_factors, rotary_refusal
 from graph_passes.passes.shared_dimensions import (
-    check_rank,
     placeholder_factors,
     shared_factors,
     sharing_refusal,
@@ -92,9 +91,10 @@ class Collaborate(AttentionPass[Mixing]):
     content logits are left out if there are none. A cache of the original model cannot be read by
     the new one.
 
-    The module ``shared_dimensions`` has this algorithm. With rotary positions, ``reduced_planes``
-    reduces pairs of elements before they are rotated (``factorize.rotary``): heads keep the pairs with the largest energy, or all groups share the
-    keys. The result is standard attention with smaller heads, or with one key head.
+    ``passes.shared_dimensions`` computes W~Q, W~K and m. With rotary positions,
+    ``passes.reduced_planes`` reduces pairs of elements before they are rotated: heads keep the
+    pairs with the largest energy, or all groups share the keys. The result is standard attention
+    with smaller heads, or with one key head.
 
     Attributes:
         targets: R and the mixing of each block. Layers with the same weights share their factors.
@@ -182,7 +182,7 @@ class Collaborate(AttentionPass[Mixing]):
     @classmethod
     def validate_params(cls, block: AttentionBlock, params: Mixing) -> None:
         if block.q.num_heads and params.factors is None and _has_shared(block, params):
-            check_rank(block, params.rank, exact_rank(block))
+            _check_rank(block, params.rank)
 
     @classmethod
     def refusal(
@@ -204,8 +204,9 @@ class Collaborate(AttentionPass[Mixing]):
     def caches(self, analyses: Analyses) -> Mapping[str, CacheShape | None]:
         shapes: dict[str, CacheShape] = {}
         for block, params in self._changed(analyses):
-            cache, factors = cache_of(block.k), _factors(block, params)
-            if cache is not None and isinstance(factors, CollaborativeFactors):
+            if (cache := cache_of(block.k)) is not None:
+                factors = _factors(block, params)
+                assert isinstance(factors, CollaborativeFactors)
                 shape = CacheShape(1, cache_width(factors))  # what all heads share
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
@@ -282,6 +283,22 @@ def exact_rank(block: AttentionBlock) -> int:
     return heads * block.head_size
 
 
+def _check_rank(block: AttentionBlock, rank: int) -> None:
+    """Check that R is from 1 to ``exact_rank``.
+
+    Raises:
+        InvalidArgument: R is below 1 or too large.
+    """
+    exact = exact_rank(block)
+    if not 1 <= rank <= exact:
+        raise InvalidArgument(
+            f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
+            f"({exact // block.head_size} heads x {block.head_size})",
+            f"choose R from 1 to {exact}; {exact} is exact",
+            code="collaborate.rank",
+        )
+
+
 def collaborate_refusal(
     block: AttentionBlock, *, caches: bool = False, shared: bool = False
 ) -> Refusal | None:
@@ -303,16 +320,15 @@ def factor(
     *,
     head_size: int | None = None,
     moments: TokenMoments | None = None,
-    progress: Callable[[int, float], None] | None = None,
 ) -> Factors:
     """Decompose the heads of a block without a ``collaborate_refusal``.
 
-    Without moments, only the weights are approximated. See ``shared_factors`` and, under rotary
-    positions, ``plane_factors``.
+    Without moments, only the weights are approximated.
 
     Raises:
         InvalidArgument: A size is out of range.
     """
     if block.q.rotary_terms:
         return plane_factors(block, rank, head_size, moments)
-    return shared_factors(block, rank, head_size, moments, progress)
+    _check_rank(block, rank)
+    return shared_factors(block, rank, head_size, moments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
@@ -27,7 +27,7 @@ from graph_passes.passes.skip_attention import AffineMap, emit_skip, skip_refusa
 __all__ = ["HeadMask", "PruneHeads", "check_mask"]
 
 
-def _as_list(mask: Any) -> Any:
+def _as_list(mask: object) -> object:
     return mask.tolist() if isinstance(mask, np.ndarray) else mask
 
 

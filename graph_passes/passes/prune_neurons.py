@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -62,7 +62,7 @@ def mask_from_hex(text: str) -> list[int]:
 HEX_MASK = re.compile(r"([1-9][0-9]{0,8}):([0-9a-f]+)")
 
 
-def _as_list(mask: Any) -> Any:
+def _as_list(mask: object) -> object:
     if isinstance(mask, np.ndarray):
         return mask.tolist()
     return mask_from_hex(mask) if isinstance(mask, str) else mask

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 
@@ -12,7 +10,7 @@ from graph_passes.emit.attention import KEY_TERM, entangled_bias_refusal
 from graph_passes.emit.caches import cache_refusal
 from graph_passes.emit.collaborative import max_read_size
 from graph_passes.emit.heads import TOKEN_LAYOUT
-from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.errors import Refusal
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.factorize.sparse import sparse_factors
@@ -24,7 +22,7 @@ from graph_passes.passes.conditions import (
     scores_refusal,
 )
 
-__all__ = ["check_rank", "placeholder_factors", "shared_factors", "sharing_refusal"]
+__all__ = ["placeholder_factors", "shared_factors", "sharing_refusal"]
 
 
 def sharing_refusal(block: AttentionBlock, *, caches: bool = False) -> Refusal | None:
@@ -95,56 +93,22 @@ def _only_softmax_reads(logits: ir.Value) -> bool:
     return node is not None
 
 
-def check_rank(block: AttentionBlock, rank: int, exact: int) -> None:
-    """Check that R is from 1 to the exact R.
-
-    Raises:
-        InvalidArgument: R is below 1 or too large.
-    """
-    if not 1 <= rank <= exact:
-        raise InvalidArgument(
-            f"{block.name}: a shared dimension of {rank}: expected 1 to {exact} "
-            f"({exact // block.head_size} heads x {block.head_size})",
-            f"choose R from 1 to {exact}; {exact} is exact",
-            code="collaborate.rank",
-        )
-
-
 def shared_factors(
-    block: AttentionBlock,
-    rank: int,
-    head_size: int | None,
-    moments: TokenMoments | None = None,
-    progress: Callable[[int, float], None] | None = None,
+    block: AttentionBlock, rank: int, head_size: int | None, moments: TokenMoments | None = None
 ) -> CollaborativeFactors:
-    """Decompose the heads of a block into R shared dimensions.
+    """Decompose the heads of a block into R shared dimensions, from 1 to H*K (exact).
 
     Args:
-        block: A block without a ``sharing_refusal``.
-        rank: R.
         head_size: The mean number of dimensions that a head reads, from 1 to K; None for all R. No
             head reads more than K, or than the padded size of the mean allows.
         moments: Token moments of the input of the block.
-        progress: See ``cp.collaborative_factors``.
-
-    Raises:
-        InvalidArgument: R is out of range.
     """
     q, k, bias = block.q.heads(), block.k.heads(), block.q.offset
-    check_rank(block, rank, block.q.num_heads * block.head_size)
     if head_size is None:
-        return collaborative_factors(
-            q, k, rank, query_bias=bias, moments=moments, progress=progress
-        )
+        return collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
+    limit = max_read_size(head_size, block.head_size)
     return sparse_factors(
-        q,
-        k,
-        rank,
-        head_size,
-        max_head_size=max_read_size(head_size, block.head_size),
-        query_bias=bias,
-        moments=moments,
-        progress=progress,
+        q, k, rank, head_size, max_head_size=limit, query_bias=bias, moments=moments
     )
 
 

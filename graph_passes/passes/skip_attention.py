@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -80,7 +80,7 @@ class Replacement(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _from_short_form(cls, value: Any) -> Any:
+    def _from_short_form(cls, value: object) -> object:
         if isinstance(value, str):
             return {"kind": value}
         if isinstance(value, AffineMap):
