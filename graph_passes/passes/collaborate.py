@@ -40,7 +40,7 @@ __all__ = [
     "sharing_refusal",
 ]
 
-Factors = CollaborativeFactors | RotaryFactors
+HeadFactors = CollaborativeFactors | RotaryFactors
 
 
 class Mixing(BaseModel, frozen=True, extra="forbid"):
@@ -140,7 +140,7 @@ class Collaborate(AttentionPass[Mixing]):
             # Truncated heads are refitted once, after the pass; shared keys need exact inputs.
             moments = moments_of(lossy, any(params.is_dense for params in self.targets.values()))
         targets = self._changed(analyses)
-        factors: dict[str, Factors] = {}
+        factors: dict[str, HeadFactors] = {}
         for blocks in _equal_weights(targets):
             for block, block_factors in _common_factors(blocks, self.targets, moments):
                 factors[block.name] = block_factors
@@ -257,7 +257,7 @@ def _common_factors(
     blocks: Sequence[AttentionBlock],
     targets: Mapping[str, Mixing],
     moments: Mapping[str, TokenMoments],
-) -> Iterator[tuple[AttentionBlock, Factors]]:
+) -> Iterator[tuple[AttentionBlock, HeadFactors]]:
     """Yield blocks of equal weights with their factors, which differ in the mean of the tokens."""
     params = targets[blocks[0].name]
     known = [moments[block.name] for block in blocks if block.name in moments]
@@ -272,7 +272,7 @@ def _common_factors(
             yield block, factors
 
 
-def _factors(block: AttentionBlock, params: Mixing) -> Factors:
+def _factors(block: AttentionBlock, params: Mixing) -> HeadFactors:
     """The given factors; by default, factors computed from the weights alone."""
     return params.factors or factor(block, params.rank, head_size=params.head_size)
 
@@ -320,7 +320,7 @@ def factor(
     *,
     head_size: int | None = None,
     moments: TokenMoments | None = None,
-) -> Factors:
+) -> HeadFactors:
     """Decompose the heads of a block without a ``collaborate_refusal``.
 
     Without moments, only the weights are approximated.

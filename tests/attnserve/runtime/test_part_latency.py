@@ -263,6 +263,13 @@ def test_measure_known_parts_are_read_from_the_cache(
     assert again.measured == 0
 
 
+def test_measure_names_with_equal_text_are_separate(parts: Any, clock: list[list[float]]):
+    clock.append([4.0, 3.0, 2.0])
+    named = {None: parts["whole"], 3: parts["3"], "3": parts["2"]}
+    times = LatencyTable(None, ONE_THREAD).measure(named)
+    assert times == {None: (4.0,), 3: (3.0,), "3": (2.0,)}
+
+
 def test_measure_new_part_is_scaled_to_known_parts(
     parts: Any, clock: list[list[float]], tmp_path: Path
 ):

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
+from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
+from graph_passes.emit.editing import Inserter
+from graph_passes.emit.probabilities import emit_probabilities
 from graph_passes.errors import CannotRewrite, InvalidArgument, InvariantBroken, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.passes import base, decompose_attention
@@ -23,6 +26,7 @@ from graph_passes.passes.base import (
     BlockPass,
     NoParams,
     RewritePass,
+    small_shapes,
 )
 from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.decompose_attention import DecomposeAttention
@@ -57,7 +61,7 @@ EXACT = 1e-5
 
 
 class RefuseAll(AttentionPass[NoParams]):
-    """A pass that applies to no block; without a name it is not registered."""
+    """A pass that applies to no block."""
 
     @classmethod
     def refusal(
@@ -67,6 +71,25 @@ class RefuseAll(AttentionPass[NoParams]):
 
     def rewrite(self, targets: AttentionTargets[NoParams], analyses: Analyses) -> None:
         raise AssertionError
+
+
+class EmitAgain(AttentionPass[NoParams]):
+    """Emit a block again, in nodes whose names begin with the name of the block only."""
+
+    @classmethod
+    def refusal(
+        cls, block: AttentionBlock, params: NoParams | None, analyses: Analyses
+    ) -> Refusal | None:
+        return emission_refusal(block)
+
+    def rewrite(self, targets: AttentionTargets[NoParams], analyses: Analyses) -> None:
+        info = small_shapes(analyses)
+        for block, _ in targets:
+            heads = np.arange(block.num_heads)
+            make = Inserter(block.graph, block.required_output.nodes[-1], f"{block.name}/any/name")
+            probabilities = emit_probabilities(make, block, heads, info)
+            context = emit_context(make, block, [(probabilities, heads)], info)
+            emit_output(make, block, context, heads, info)
 
 
 class RenameOutput(RewritePass):
@@ -148,6 +171,17 @@ def test_pass_that_replaces_another_is_found() -> None:
         PASSES.add(Mine, replace=True)
         assert PASSES["prune_heads"] is Mine
     assert PASSES["prune_heads"] is PruneHeads
+
+
+def test_pass_with_any_names_of_nodes_keeps_the_names_of_blocks() -> None:
+    model, original = layers(2), layers(2)
+    EmitAgain([FIRST])(model)
+    again = ir.from_proto(ir.to_proto(model))
+    assert [block.name for block in find_attention(again).blocks] == [FIRST, SECOND]
+    arrays = feeds(original)
+    np.testing.assert_allclose(run(again, arrays), run(original, arrays), atol=EXACT, rtol=0)
+    PruneHeads({FIRST: (1, 0, 1)})(again)
+    assert [block.num_heads for block in find_attention(again).blocks] == [H - 1, H]
 
 
 @pytest.mark.parametrize("name", BLOCK_PASSES)
