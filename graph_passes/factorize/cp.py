@@ -51,7 +51,6 @@ __all__ = [
     "Sweep",
     "collaborative_factors",
     "fold_mean",
-    "relative_error",
     "sweep",
 ]
 
@@ -171,26 +170,6 @@ def fold_mean(
     P, Q, M = factors.query, factors.key, factors.mixing
     missed = np.einsum("hek,hk->he", keys, mean @ queries) - (M * (mean @ P)) @ Q.T
     return replace(factors, content=factors.content + missed)
-
-
-def relative_error(
-    queries: Float[np.ndarray, "H D K"],
-    keys: Float[np.ndarray, "H E K"],
-    factors: CollaborativeFactors,
-    *,
-    moments: TokenMoments | None = None,
-) -> float:
-    """``|T - T~| / |T|`` of the stack, whitened by ``moments`` if given; 0 for a zero stack.
-
-    The value is computed from Gram matrices, so errors below 1e-7 are not resolved.
-
-    Raises:
-        InvalidArgument, InvalidData, InvalidModel: See ``collaborative_factors``.
-    """
-    queries, keys, _, moments = validate_heads(queries, keys, None, moments)
-    metric = Whitening.of(moments, len(queries))
-    stack = metric.stack(queries, keys)
-    return stack.residual(metric.whiten(factors.factors))
 
 
 class Sweep(NamedTuple):

@@ -15,7 +15,7 @@ from tensorly.decomposition import parafac
 from tensorly.tenalg import unfolding_dot_khatri_rao
 
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
-from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors, relative_error
+from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.factorize.head_stack import HeadStack
 from graph_passes.factorize.moments import TokenMoments
 from tests.errors import raises
@@ -83,7 +83,6 @@ def test_relative_error_equals_the_dense_stack(dimensions, seed, data):
     factors = collaborative_factors(queries, keys, rank, max_iterations=20)
     expected = error_of(dense(queries, keys), factors)
     assert factors.relative_error == pytest.approx(expected, rel=1e-6, abs=1e-7)
-    assert relative_error(queries, keys, factors) == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
 @settings(deadline=None, max_examples=20)
@@ -258,9 +257,6 @@ def test_relative_error_calibrated_equals_the_whitened_stack():
     stack, shared = (x @ t @ y.T for t in (dense(queries, keys), approximation(factors)))
     expected = np.linalg.norm(stack - shared) / np.linalg.norm(stack)
     assert factors.relative_error == pytest.approx(expected, rel=1e-6)
-    assert relative_error(queries, keys, factors, moments=moments) == pytest.approx(
-        expected, rel=1e-6
-    )
 
 
 def test_collaborative_factors_of_white_tokens_equal_the_default():
