@@ -259,19 +259,15 @@ def replace_logits(
     replace_uses(old, _laid_out(make, logits, block.softmax.axes))
 
 
-def _laid_out(make: Inserter, logits: ir.Value, axes: tuple[int, ...]) -> ir.Value:
-    """Emit logits (B, H, S, T) in the layout of the graph, which ``axes`` permutes back."""
-    if len(axes) == 4:
-        back = [int(axis) for axis in np.argsort(axes)]
-        in_order = axes == (0, 1, 2, 3)
-        return logits if in_order else make.op("Transpose", [logits], "laid_out", perm=back)
-    return _folded(make, logits)
-
-
-def _folded(make: Inserter, value: ir.Value) -> ir.Value:
-    """Emit (B, H, S, T) as (B*H, S, T)."""
-    parts = [make.integers([-1], "rows"), make.lengths(value, 2, 4)]
-    return make.op("Reshape", [value, make.op("Concat", parts, "rows_of", axis=0)], "folded")
+def _laid_out(make: Inserter, value: ir.Value, axes: tuple[int, ...]) -> ir.Value:
+    """Emit (B, H, S, T) in the layout that ``axes`` permutes to (B, H, S, T) or (B*H, S, T)."""
+    if len(axes) == 3:
+        parts = [make.integers([-1], "rows"), make.lengths(value, 2, 4)]
+        shape = make.op("Concat", parts, "rows_of", axis=0)
+        value = make.op("Reshape", [value, shape], "folded")
+    back = [int(axis) for axis in np.argsort(axes)]
+    in_order = back == sorted(back)
+    return value if in_order else make.op("Transpose", [value], "laid_out", perm=back)
 
 
 def _unpack_values(block: AttentionBlock) -> None:
@@ -286,12 +282,7 @@ def _unpack_values(block: AttentionBlock) -> None:
     if not v.is_cached and v.layout != "B T H*K":
         # Before the first that may read them: Shape nodes come before the scores.
         make = Inserter(block.graph, v.nodes[-1], f"{block.name}/value")
-        values = emit_heads(make, v, v.scale)
-        if v.layout == "B*H T K":
-            values = _folded(make, values)
-        if (back := [int(axis) for axis in np.argsort(v.axes)]) != [0, 1, 2, 3]:
-            values = make.op("Transpose", [values], "laid_out", perm=back)
-        replace_uses(v.output, values)
+        replace_uses(v.output, _laid_out(make, emit_heads(make, v, v.scale), v.axes))
     elif v.layout == "B H T K" and (cache := cache_of(v)) is not None and has_separate_heads(v):
         make = Inserter(block.graph, cache.join, f"{block.name}/value")
         cache.join.replace_input_with(1, emit_heads(make, v, 1.0))
