@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -33,16 +33,7 @@ NAME_KEY = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
 
 
-class NamedBlock(Protocol):
-    """A block: attention or feed-forward."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def product(self) -> ir.Node: ...
-
-
-def pin_names(blocks: Iterable[NamedBlock]) -> None:
+def pin_names(blocks: Iterable[AttentionBlock | FeedForwardBlock]) -> None:
     """Record block names in the graph, so that rewrites preserve them."""
     for block in blocks:
         pin_name(block.product, block.name)
