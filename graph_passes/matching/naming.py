@@ -25,9 +25,11 @@ __all__ = [
 
 BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
 
-
-REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse|skip)/")
+REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Part of the names of nodes that a rewrite of this package inserts, after the block's name."""
+
+SKIP_MARK = "/skip/"
+"""The same for nodes that replace a removed block."""
 
 NAME_KEY = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
@@ -45,13 +47,17 @@ def pin_name(product: ir.Node, name: str) -> None:
 
 
 def pin_inserted(nodes: Iterable[ir.Node], names: Collection[str]) -> None:
-    """Record the blocks of inserted nodes, which are named ``block/...``, for any rewrite.
+    """Record the blocks of inserted nodes, whose names begin with the name of the block and "/".
 
-    Nodes of a block with a ``REWRITE_MARK`` need no record.
+    Blocks whose nodes have a mark need no record.
     """
-    named = [((node.name or "").partition("/")[0], node) for node in nodes]
-    marked = {name for name, node in named if REWRITE_MARK.search(node.name or "")}
-    for name, node in named:
+    block_names = {node: (node.name or "").partition("/")[0] for node in nodes}
+    marked = {
+        name
+        for node, name in block_names.items()
+        if REWRITE_MARK.search(node.name or "") or SKIP_MARK in (node.name or "")
+    }
+    for node, name in block_names.items():
         if name in names and name not in marked:
             pin_name(node, name)
 

@@ -20,6 +20,7 @@ from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
 from graph_passes.emit.heads import TOKEN_LAYOUT
 from graph_passes.errors import InvalidArgument, Refusal
+from graph_passes.matching.naming import SKIP_MARK
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (
     no_output_projection_refusal,
@@ -41,9 +42,6 @@ __all__ = [
     "skip_refusal",
     "skipped",
 ]
-
-MARK = "/skip/"
-"""Follows the name of the removed attention in the names of the nodes that replace it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,7 +166,7 @@ def emit_skip(block: AttentionBlock, affine: AffineMap, info: ShapeInfo) -> None
 def _emit(
     before: ir.Node, name: str, tokens: ir.Value, affine: AffineMap, old: ir.Value, info: ShapeInfo
 ) -> None:
-    make = Inserter(graph_of(before), before, f"{name}{MARK}".rstrip("/"))
+    make = Inserter(graph_of(before), before, f"{name}{SKIP_MARK}".rstrip("/"))
     if affine.weight is None:
         emit_constant(make, tokens, affine.bias, old, info)
     else:
@@ -179,7 +177,7 @@ def skipped(model: ir.Model) -> list[Skipped]:
     """The attention blocks that ``SkipAttention`` removed, in order of execution."""
     marked: dict[str, list[ir.Node]] = {}
     for node in model.graph.all_nodes():
-        name, mark, _ = (node.name or "").partition(MARK)
+        name, mark, _ = (node.name or "").partition(SKIP_MARK)
         if mark:
             marked.setdefault(name, []).append(node)
     gaps = [_skipped(name, nodes) for name, nodes in marked.items()]
@@ -188,7 +186,7 @@ def skipped(model: ir.Model) -> list[Skipped]:
 
 def _skipped(name: str, nodes: list[ir.Node]) -> Skipped | None:
     """The map in these nodes; None if an exporter uses such names for other nodes."""
-    by_name = {(node.name or "").removeprefix(f"{name}{MARK}"): node for node in nodes}
+    by_name = {(node.name or "").removeprefix(f"{name}{SKIP_MARK}"): node for node in nodes}
     product, end = (_named(by_name, part) for part in ("output_product", "output"))
     source = product or _named(by_name, "shape")
     if source is None or (tokens := source.inputs[0]) is None:
