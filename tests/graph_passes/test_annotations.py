@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from graph_passes.blocks import AttentionBlock
-from graph_passes.factorize.cp import collaborative_factors, relative_error
+from graph_passes.factorize.cp import collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.passes.collaborate import factor
 from graph_passes.reference import softmax
@@ -78,7 +78,6 @@ def test_collaborative_factors_annotated_shapes_hold(block: AttentionBlock) -> N
         queries, keys, R, query_bias=block.q.offset, moments=moments()
     )
     assert_fields_fit(factors)
-    assert checked(relative_error)(queries, keys, factors) >= 0
     with pytest.raises(jaxtyping.TypeCheckError):
         checked(collaborative_factors)(queries, keys[:-1], R)
 

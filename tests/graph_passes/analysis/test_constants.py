@@ -137,8 +137,10 @@ def test_constant_wrapped_weight_has_elements_shape_and_type(case: str) -> None:
     np.testing.assert_allclose(constant_array(value), expected, atol=1e-6, rtol=1e-6)
     block = only(wrapped(text))
     assert (block.num_heads, block.head_size, block.input_size) == (H, K, D)
-    assert block.q.matrix().dtype == np.float32
-    np.testing.assert_allclose(block.q.matrix(), expected, atol=1e-6, rtol=1e-6)
+    assert block.q.weight is not None
+    weight = constant_array(block.q.weight.value)
+    assert weight.dtype == np.float32
+    np.testing.assert_allclose(weight, expected, atol=1e-6, rtol=1e-6)
 
 
 def test_constant_block_quantized_weight_has_elements() -> None:
@@ -146,7 +148,9 @@ def test_constant_block_quantized_weight_has_elements() -> None:
     text = "W = DequantizeLinear <axis = 0, block_size = 4> (W8, by_block)"
     block = only(wrapped(text, opset=21))
     expected = QUANTIZED * CONSTANTS["by_block"].repeat(4, axis=0)
-    np.testing.assert_allclose(block.q.matrix(), expected, atol=1e-6, rtol=0)
+    assert block.q.weight is not None
+    weight = constant_array(block.q.weight.value)
+    np.testing.assert_allclose(weight, expected, atol=1e-6, rtol=0)
 
 
 def test_find_attention_wrapped_bias_is_offset() -> None:
