@@ -27,7 +27,6 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
@@ -120,13 +119,15 @@ class Judge:
     memory, because the search ends with one of them.
 
     Attributes:
+        checked: The workloads at which a result is timed.
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
         measured: The loss and the cosine of each candidate by the ``picks`` of its choice; the
             candidates include those that were measured before an interruption.
     """
 
-    search_input: SearchInput
+    job: Job
+    checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
     allowed: float | None = None
     task: ScoredTask | None = None
@@ -136,10 +137,6 @@ class Judge:
     _latest: Candidate | None = None
     _latest_allowed: Candidate | None = None
     _latest_unreduced: Candidate | None = None
-
-    @property
-    def job(self) -> Job:
-        return self.search_input.job
 
     @cached_property
     def untimed(self) -> Job:
@@ -203,8 +200,8 @@ class Judge:
         return self._compare(candidate.model, part, self.untimed.labeled("held out"))
 
     def time(self, candidate: Candidate) -> SpeedCheck:
-        """Time a candidate and the original at all checked lengths."""
-        speeds = self.compare_speed(candidate.model, self.search_input.checked)
+        """Time a candidate and the original at all checked workloads."""
+        speeds = self.compare_speed(candidate.model, self.checked)
         gain = self.requested_speedup(speeds)
         return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
 
@@ -213,10 +210,10 @@ class Judge:
         return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
-        """The geometric mean of the speed-ups at the requested lengths; 1 if none was timed."""
+        """The geometric mean of the speed-ups at the requested lengths."""
         lengths = [workload.length for workload in self.job.requested]
         requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
-        return float(np.exp(np.mean(np.log(requested)))) if requested else 1.0
+        return float(np.exp(np.mean(np.log(requested))))
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original; see ``time_models``.
