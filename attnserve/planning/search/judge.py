@@ -47,7 +47,6 @@ class Candidate:
     Attributes:
         state: The model after the steps of the plan.
         fidelity: The comparison of the model with the original on the rows to choose.
-        share: The share of the task's score that the model keeps; None without a task.
         loss: The largest upper bound of the losses that the goal limits.
     """
 
@@ -55,7 +54,6 @@ class Candidate:
     plan: Plan
     state: State
     fidelity: Fidelity
-    share: Share | None
     loss: float
 
     @property
@@ -190,10 +188,8 @@ class Judge:
 
     def _measure(self, choice: Choice, plan: Plan, state: State, job: Job) -> Candidate:
         """Measure the model of an applied plan on the data to choose."""
-        verification = self._compare(state.result, HeldOut.CHOOSE, job)
-        return Candidate(
-            choice, plan, state, verification.fidelity, verification.share, verification.loss
-        )
+        measured = self._compare(state.result, HeldOut.CHOOSE, job)
+        return Candidate(choice, plan, state, measured.fidelity, measured.loss)
 
     def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         """Verify a candidate on held-out data."""

@@ -61,7 +61,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     if goal.measure != "score":
         require_measurable(job.original)
     checked = checked_workloads(job)
-    request = goal_record(goal, job)
+    recorded = goal_record(goal, job)
     precision = job.target.precision
     newest = job.original.clone()
     with suppress(CannotRewrite):  # then no block has an operator of a newer opset
@@ -76,7 +76,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
         untimed = job.on_all_threads().labeled("can be trained")
         training.check(start(Plan(), untimed, job.original))
     task = ScoredTask.of(goal, job)
-    key = search_key(request, job)
+    key = search_key(recorded, job)
     checkpoint = SearchCheckpoint(key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
     latency = ModelLatency.measure(job, checked, newest, groups)
@@ -84,7 +84,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
     judge = Judge(job, checked, checkpoint, allowed, task)
     kind = LeastLossySearch if goal.keep is None else FastestSearch
-    front_search = kind(request, Front.of(latency, losses, precision), judge)
+    front_search = kind(recorded, Front.of(latency, losses, precision), judge)
     best = front_search.run()
     if training is None:
         result = result_of(front_search, front_search.verify(best))
