@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnserve.checks.held_out import HeldOut
+from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import ROUNDING, SAME_MS
 from attnserve.models.search_record import Verification
@@ -28,8 +28,7 @@ from attnserve.planning.search.front_search import (
     TrainChoice,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.verification import ATTEMPTS, Verified
+from attnserve.planning.search.judge import Candidate, Verified
 from graph_passes.errors import CheckFailed
 
 __all__ = ["FastestSearch"]
@@ -178,8 +177,8 @@ class FastestSearch(FrontSearch):
             reached = f"the choice with the least loss reaches {1 - first.loss:.4f}"
             return Verified(first, (), f"{reached}, goal {self.keep:g}")
         verifications: list[Verification] = []
-        for part, is_least_lossy in ATTEMPTS:
-            if is_least_lossy:
+        for number, part in enumerate(VERIFIED_PARTS, start=1):
+            if number == len(VERIFIED_PARTS):
                 candidate = self.build_first()
             elif verifications:
                 candidate = self._step_back(candidate, verifications[-1].loss)

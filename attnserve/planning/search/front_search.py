@@ -15,8 +15,7 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.models.search_record import GoalRecord
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.front import Front
-from attnserve.planning.search.judge import Candidate, Judge
-from attnserve.planning.search.verification import Verified
+from attnserve.planning.search.judge import Candidate, Judge, Verified
 
 __all__ = ["MAX_CANDIDATES", "BisectStep", "FrontSearch", "TrainChoice", "bisect"]
 

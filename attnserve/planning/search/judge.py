@@ -34,7 +34,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck", "Verified"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -65,6 +65,29 @@ class Candidate:
     def is_unreduced(self) -> bool:
         """Whether no pass of the plan is lossy."""
         return not self.plan.lossy_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """The result of the verifications of a search.
+
+    Attributes:
+        candidate: The candidate of the last verification.
+        verifications: All verifications in order; all but the last missed the goal. Empty if even
+            the choice with the least loss missed the goal on the rows to choose.
+        problem: Why the candidate may not be returned; empty if it meets the goal, or differs from
+            the original by rounding only.
+        note: Why the candidate is unreduced, although a reduced one was found; else empty.
+    """
+
+    candidate: Candidate
+    verifications: Sequence[Verification]
+    problem: str = ""
+    note: str = ""
+
+    @property
+    def meets_goal(self) -> bool:
+        return not self.problem
 
 
 class SpeedCheck(NamedTuple):

@@ -13,8 +13,7 @@ from attnserve.planning.search.front_search import (
     TrainChoice,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.verification import Verified
+from attnserve.planning.search.judge import Candidate, Verified
 from graph_passes.errors import CheckFailed
 
 __all__ = ["LeastLossySearch"]

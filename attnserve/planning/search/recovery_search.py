@@ -20,8 +20,7 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate
-from attnserve.planning.search.verification import Verified
+from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError, InvariantBroken, Refusal

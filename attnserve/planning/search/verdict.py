@@ -16,9 +16,8 @@ from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import SpeedCheck
+from attnserve.planning.search.judge import SpeedCheck, Verified
 from attnserve.planning.search.report import PlanReport
-from attnserve.planning.search.verification import Verified
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed

@@ -21,12 +21,11 @@ from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
-from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck
+from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck, Verified
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
 from attnserve.planning.search.verdict import prefer_unreduced
-from attnserve.planning.search.verification import Verified
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import LatencyTable
 from graph_passes.passes.prune_heads import PruneHeads
