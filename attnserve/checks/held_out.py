@@ -64,5 +64,6 @@ VERIFIED_PARTS = (
     # not depend.
     HeldOut.VERIFY_AGAIN,
 )
-"""The parts of the verifications of a search, in order, while those before fail. The last one is of
-the choice with the least loss; each other one, of a choice with less loss than the one before."""
+"""The parts of the verifications of a search, in order; each one follows if the one before fails.
+The first one is of the result, the last one of the choice with the least loss, and the others are
+of choices with less and less loss."""

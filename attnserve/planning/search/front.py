@@ -39,8 +39,8 @@ class ChosenBlock:
         curve: The losses of its group; None if nothing can be removed.
         mask: 1 for each head or neuron that is kept.
         in_float: Whether it stays float32 in an int8 or int4 model.
-        operator: The fused operator that computes it; otherwise it stays as exported.
-        loss: The predicted loss at the model's output by this block alone.
+        operator: The fused operator that computes it; ``AS_EXPORTED`` if none does.
+        loss: The predicted loss at the model's output by its group alone.
         ms: The latency of the block alone, mean over the requested lengths.
     """
 
