@@ -183,7 +183,7 @@ def _report(
         gain=gain,
         fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
         qualities=fidelity.qualities,
-        choose=candidate.fidelity.quality if gain else None,
+        quality_to_choose=candidate.fidelity.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
         speedup=1.0 if timed is None else timed.gain,
         speeds=() if timed is None else tuple(timed.speeds),
