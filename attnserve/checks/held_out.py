@@ -9,7 +9,7 @@ from attnserve.data.datasets import Dataset
 from attnserve.literals import Split
 from attnserve.runtime.interface import Batch
 
-__all__ = ["TASK_PARTS", "HeldOut"]
+__all__ = ["TASK_PARTS", "VERIFIED_PARTS", "HeldOut"]
 
 
 class HeldOut(Enum):
@@ -54,3 +54,16 @@ class HeldOut(Enum):
 
 TASK_PARTS = (HeldOut.CHOOSE, HeldOut.VERIFY, HeldOut.CHOOSE, HeldOut.VERIFY_AGAIN)
 """The part of each of four consecutive blocks of rows of a task."""
+
+VERIFIED_PARTS = (
+    HeldOut.VERIFY,  # no choice depends on these rows
+    HeldOut.VERIFY_AGAIN,  # no choice depends on these rows
+    # The search measured only choices with more loss on these rows; losses are bounds.
+    HeldOut.ALL,
+    # The search measured other choices on these rows, on which the choice with the least loss does
+    # not depend.
+    HeldOut.VERIFY_AGAIN,
+)
+"""The parts of the verifications of a search, in order; each one follows if the one before fails.
+The first one is of the result, the last one of the choice with the least loss, and the others are
+of choices with less and less loss."""

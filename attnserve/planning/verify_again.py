@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast, get_args
 
 import onnx_ir as ir
 
-from attnserve.checks.held_out import HeldOut
+from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
 from attnserve.context import AUTO, Device, Progress, ignore_progress
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.job import Job
@@ -28,7 +28,6 @@ from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import opener_in
 from attnserve.planning.search.judge import ScoredTask
-from attnserve.planning.search.verification import ATTEMPTS
 from attnserve.planning.served_graph.variants import compared_runtimes
 from attnserve.runtime.by_length import runtimes_by_length
 from attnserve.runtime.interface import Batch
@@ -251,9 +250,9 @@ def _part(search: SearchRecord | None) -> HeldOut | None:
     if search is None or not search.gain or not search.verifications:
         return None
     last = search.verifications[-1].part
-    if not last and len(search.verifications) <= len(ATTEMPTS):  # of an earlier version
-        return ATTEMPTS[len(search.verifications) - 1].part
-    return HeldOut[_known(last, [part.name.lower() for part, _ in ATTEMPTS], "part").upper()]
+    if not last and len(search.verifications) <= len(VERIFIED_PARTS):  # of an earlier version
+        return VERIFIED_PARTS[len(search.verifications) - 1]
+    return HeldOut[_known(last, [part.name.lower() for part in VERIFIED_PARTS], "part").upper()]
 
 
 def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | None:

@@ -9,7 +9,9 @@
 4. Choice (``Choice``): one configuration for each unit. The front (``Front``) has the choices that
    no other one beats, and makes their plans.
 5. Candidate (``Candidate``): a choice with its plan and the model that it makes, measured on the
-   rows to choose. ``FrontSearch`` selects choices, and ``Judge`` builds and measures them.
-6. Verified plan (``Verified``): a candidate with its verifications on held-out rows.
-7. Result (``PlanReport``): the verified plan, or an empty one if it is not faster.
+   rows to choose. A search of the front (``FrontSearch``) selects choices by the goal:
+   ``FastestSearch`` keeps a quality, ``LeastLossySearch`` reaches a speed-up. ``Judge`` builds and
+   measures the candidates.
+6. Verified candidate (``Verified``): a candidate with its verifications on held-out rows.
+7. Result (``PlanReport``): the plan of the verified candidate, or an empty one if it is not faster.
 """

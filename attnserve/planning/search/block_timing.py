@@ -87,7 +87,7 @@ class BlockTimer:
     requested: Sequence[Batch]
     extremes: Sequence[Batch] = ()
     precision: Precision = "float32"
-    report: Progress = ignore_progress
+    progress: Progress = ignore_progress
 
     @property
     def feeds(self) -> tuple[Batch, ...]:
@@ -132,7 +132,7 @@ class BlockTimer:
             else:
                 latency = self._time_block(first, part, original, operators, is_frozen=is_frozen)
                 latencies |= {block: latency for block, _ in equal}
-            self.report("time blocks", done, len(equal_work))
+            self.progress("time blocks", done, len(equal_work))
         return latencies
 
     def time_pairs(
@@ -162,7 +162,7 @@ class BlockTimer:
             times, saved_ms = timed_pairs[latencies]
             if times:
                 pairs.append(ReusePair(source, reader, times, saved_ms))
-            self.report("time pairs", index + 1, len(reusable))
+            self.progress("time pairs", index + 1, len(reusable))
         return pairs
 
     def residual_fusion(self) -> tuple[RewritePass | None, float]:

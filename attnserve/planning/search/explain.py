@@ -6,11 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from attnserve.planning.blocks.configurations import AS_EXPORTED, LossCurve
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
-from attnserve.planning.search.estimates import Unit
-from attnserve.planning.search.front import Front
+from attnserve.planning.search.front import ChosenBlock, Front
 
 __all__ = ["explain", "front_points"]
 
@@ -47,69 +45,44 @@ def front_points(
 
 def explain(front: Front, choice: Choice) -> list[Decision]:
     """List the decision for each block in a choice, with its reason, in order of execution."""
-    latency, losses = front.latency, front.losses
-    decisions: list[Decision] = []
-    for unit, index in zip(front.units, choice.picks, strict=True):
-        chosen = unit.configs[index]
-        for place, (group, config) in enumerate(
-            zip(unit.groups, chosen.group_configs, strict=True)
-        ):
-            curve, in_float = losses.curves.get(group.key), place in chosen.in_float
-            predicted_loss = 0.0 if curve is None else config.loss(curve)
-            if latency.float_latencies and not in_float:
-                predicted_loss += losses.conversion.get(group.key, 0.0)
-            reason = _reason(unit, index, place, curve)
-            for block in group.blocks:
-                if chosen.sources:
-                    ms_after = chosen.ms / 2  # half of the time of both blocks
-                    operator = config.plain_operators or AS_EXPORTED
-                else:
-                    chosen_latency = latency.of(block, in_float=in_float)
-                    ms_after = chosen_latency.configs[config].mean
-                    operator = config.plain_operators or chosen_latency.operator
-                decisions.append(
-                    Decision(
-                        block=block.name,
-                        kind=group.kind,
-                        count=group.count,
-                        **config.recorded,
-                        operator=operator,
-                        ms_before=latency.default_of(block).original.mean,
-                        ms_after=ms_after,
-                        predicted_loss=predicted_loss,
-                        in_float=in_float,
-                        why=reason,
-                    )
-                )
-    names = [block.name for group in latency.groups for block in group.blocks]
+    decisions = [
+        Decision(
+            block=chosen.block.name,
+            kind=chosen.group.kind,
+            count=chosen.group.count,
+            **chosen.config.recorded,
+            operator=chosen.config.plain_operators or chosen.operator,
+            ms_before=front.latency.default_of(chosen.block).original.mean,
+            ms_after=chosen.ms,
+            predicted_loss=chosen.loss,
+            in_float=chosen.in_float,
+            why=_reason(chosen),
+        )
+        for chosen in front.blocks(choice)
+    ]
+    names = [block.name for group in front.latency.groups for block in group.blocks]
     return sorted(decisions, key=lambda decision: names.index(decision.block))
 
 
-def _reason(unit: Unit, index: int, place: int, curve: LossCurve | None) -> str:
-    """State in one sentence why a group of a unit has its configuration.
-
-    Args:
-        index: The index of the configuration among those of the unit.
-        place: The index of the group in the unit.
-        curve: The losses of the group; None if nothing can be removed.
-    """
-    group, chosen = unit.groups[place], unit.configs[index]
+def _reason(chosen: ChosenBlock) -> str:
+    """State in one sentence why a block has its configuration."""
+    group, curve, configs = chosen.group, chosen.curve, chosen.unit.configs
     if group.refusal is not None:
         return f"nothing can be removed: {group.refusal}"
     if curve is None:
         return f"it has too few {group.noun} to remove any"
-    if len(unit.configs) == 1:
+    if len(configs) == 1:
         return f"no smaller number of {group.noun} is faster at every length"
-    parts = ["it is not converted"] if place in chosen.in_float else list[str]()
-    parts += chosen.group_configs[place].reasons(group, curve)
-    following = next(iter(unit.configs[index + 1 :]), None)
-    if following is not None and following.ms < chosen.ms:
-        smaller = f"{following.group_configs[place]} {group.noun}"
-        if place in chosen.in_float and place not in following.in_float:
+    parts = ["it is not converted"] if chosen.in_float else list[str]()
+    parts += chosen.config.reasons(group, curve)
+    present, following = configs[chosen.pick], next(iter(configs[chosen.pick + 1 :]), None)
+    if following is not None and following.ms < present.ms:
+        smaller = f"{following.group_configs[chosen.place]} {group.noun}"
+        if chosen.in_float and chosen.place not in following.in_float:
             smaller += " without float32"
-        pair = " and its pair" if len(unit.groups) > 1 else ""
+        pair = " and its pair" if len(chosen.unit.groups) > 1 else ""
         parts.append(
-            f"{smaller}{pair} would save {chosen.ms - following.ms:.3f} ms more and lose "
-            f"{following.loss - chosen.loss:.4f} more"
+            f"{smaller}{pair} would save {present.ms - following.ms:.3f} ms more and lose "
+            f"{following.loss - present.loss:.4f} more"
         )
     return "; ".join(parts)

@@ -2,23 +2,70 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from attnserve.limits import MIN_GAIN
 from attnserve.literals import Precision
-from attnserve.planning.blocks.configurations import AS_EXPORTED
+from attnserve.planning.blocks.configurations import (
+    AS_EXPORTED,
+    BlockConfig,
+    BlockOperator,
+    LossCurve,
+)
+from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, paired_groups
+from attnserve.planning.search.estimates import Estimates, Unit, paired_groups
 from attnserve.planning.search.model_latency import ModelLatency
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.reuse_attention import ReuseAttention, ReusedHeads, renumbered
+from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
-__all__ = ["Front"]
+__all__ = ["ChosenBlock", "Front"]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenBlock:
+    """A block in a choice.
+
+    Attributes:
+        unit, pick: Its unit, and the index of the unit's configuration.
+        place: The index of its group in the unit.
+        curve: The losses of its group; None if nothing can be removed.
+        mask: 1 for each head or neuron that is kept.
+        in_float: Whether it stays float32 in an int8 or int4 model.
+        operator: The fused operator that computes it; ``AS_EXPORTED`` if none does.
+        loss: The predicted loss at the model's output by its group alone.
+        ms: The latency of the block alone, mean over the requested lengths.
+    """
+
+    block: Block
+    group: BlockGroup
+    config: BlockConfig
+    unit: Unit
+    pick: int
+    place: int
+    curve: LossCurve | None
+    mask: Sequence[int]
+    in_float: bool
+    operator: BlockOperator
+    loss: float
+    ms: float
+
+    @property
+    def passes(self) -> list[RewritePass]:
+        """The passes that give it its configuration and its operator."""
+        passes: list[RewritePass] = [*self.config.passes(self.block, self.mask)]
+        if self.operator == "gelu":
+            passes.append(FuseGelu([self.block.name]))
+        elif self.operator != AS_EXPORTED:
+            passes.append(FuseAttention({self.block.name: self.operator}))
+        return passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,38 +116,58 @@ class Front:
         """The predicted speed-up over the original in the requested precision."""
         return self.latency.original_ms / max(self.predicted_ms(choice), 1e-9)
 
-    def configs(self, choice: Choice) -> Iterator[tuple[Unit, UnitConfig]]:
-        """Each unit with its configuration in a choice."""
-        for unit, index in zip(self.units, choice.picks, strict=True):
-            yield unit, unit.configs[index]
+    def index_of(self, predicted_loss: float) -> int:
+        """The index of the fastest choice with at most this predicted loss."""
+        return bisect_right(self.choices, predicted_loss, key=lambda choice: choice.loss) - 1
+
+    def first_within(self, ms: float) -> int:
+        """The index of the least lossy choice with at most this predicted time."""
+        return bisect_left(self.choices, -ms, key=lambda choice: -self.predicted_ms(choice))
+
+    def is_near(self, low: int, high: int) -> bool:
+        """Whether two choices are so close that no choice between them is worth building.
+
+        Args:
+            low, high: The choices by index; ``high`` may be the end of the front.
+        """
+        if high == len(self.choices):
+            return False
+        slow, fast = (self.predicted_ms(self.choices[index]) for index in (low, high))
+        return slow < MIN_GAIN * fast
+
+    def blocks(self, choice: Choice) -> Iterator[ChosenBlock]:
+        """Each block with its configuration in a choice, unit by unit."""
+        for unit, pick in zip(self.units, choice.picks, strict=True):
+            chosen = unit.configs[pick]
+            for place, (group, config) in enumerate(
+                zip(unit.groups, chosen.group_configs, strict=True)
+            ):
+                curve, in_float = self.losses.curves.get(group.key), place in chosen.in_float
+                mask = config.mask(group, self.losses.curves)
+                loss = 0.0 if curve is None else config.loss(curve)
+                if self.latency.float_latencies and not in_float:
+                    loss += self.losses.conversion.get(group.key, 0.0)
+                for block in group.blocks:
+                    latency = self.latency.of(block, in_float=in_float)
+                    is_plain = config.plain_operators or block.name in chosen.sources
+                    operator = AS_EXPORTED if is_plain else latency.operator
+                    # Of two blocks that share probabilities, the time of both was measured.
+                    ms = chosen.ms / 2 if chosen.sources else latency.configs[config].mean
+                    yield ChosenBlock(
+                        block, group, config, unit, pick, place, curve, mask, in_float, operator,
+                        loss, ms,
+                    )  # fmt: skip
 
     def plan(self, choice: Choice) -> Plan:
-        passes: list[RewritePass] = []
-        float_blocks: list[str] = []
-        masks: dict[str, list[int]] = {}
-        edges: dict[str, ReusedHeads] = {}
-        for unit, unit_config in self.configs(choice):
-            for place, (group, config) in enumerate(
-                zip(unit.groups, unit_config.group_configs, strict=True)
-            ):
-                mask = config.mask(group, self.losses.curves)
-                in_float = place in unit_config.in_float
-                for block in group.blocks:
-                    passes += config.passes(block, mask)
-                    masks[block.name] = mask
-                    if config.reused_heads:
-                        edges[block.name] = config.reused_heads
-                    operator = self.latency.of(block, in_float=in_float).operator
-                    float_blocks += [block.name] if in_float else []
-                    is_source = block.name in unit_config.sources
-                    needs_plain = config.plain_operators is not None or is_source
-                    if operator == "gelu":
-                        passes.append(FuseGelu([block.name]))
-                    elif operator != AS_EXPORTED and not needs_plain:
-                        passes.append(FuseAttention({block.name: operator}))
+        """The plan that makes a choice."""
+        blocks = list(self.blocks(choice))
+        masks = {chosen.block.name: chosen.mask for chosen in blocks}
+        edges = {each.block.name: heads for each in blocks if (heads := each.config.reused_heads)}
+        passes = [graph_pass for chosen in blocks for graph_pass in chosen.passes]
         passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.latency.residual_fusion is not None:
             passes += [FoldBiases(), self.latency.residual_fusion]
+        float_blocks = [chosen.block.name for chosen in blocks if chosen.in_float]
         return Plan.merged(passes, self.precision, float_blocks)
 
 

@@ -27,7 +27,6 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.search_input import SearchInput
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
@@ -35,7 +34,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck", "Verified"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -48,7 +47,6 @@ class Candidate:
     Attributes:
         state: The model after the steps of the plan.
         fidelity: The comparison of the model with the original on the rows to choose.
-        share: The share of the task's score that the model keeps; None without a task.
         loss: The largest upper bound of the losses that the goal limits.
     """
 
@@ -56,7 +54,6 @@ class Candidate:
     plan: Plan
     state: State
     fidelity: Fidelity
-    share: Share | None
     loss: float
 
     @property
@@ -68,6 +65,29 @@ class Candidate:
     def is_unreduced(self) -> bool:
         """Whether no pass of the plan is lossy."""
         return not self.plan.lossy_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class Verified:
+    """The result of the verifications of a search.
+
+    Attributes:
+        candidate: The candidate of the last verification.
+        verifications: All verifications in order; all but the last missed the goal. Empty if even
+            the choice with the least loss missed the goal on the rows to choose.
+        problem: Why the candidate may not be returned; empty if it meets the goal, or differs from
+            the original by rounding only.
+        note: Why the candidate is unreduced, although a reduced one was found; else empty.
+    """
+
+    candidate: Candidate
+    verifications: Sequence[Verification]
+    problem: str = ""
+    note: str = ""
+
+    @property
+    def meets_goal(self) -> bool:
+        return not self.problem
 
 
 class SpeedCheck(NamedTuple):
@@ -120,13 +140,15 @@ class Judge:
     memory, because the search ends with one of them.
 
     Attributes:
+        checked: The workloads at which a result is timed.
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
         measured: The loss and the cosine of each candidate by the ``picks`` of its choice; the
             candidates include those that were measured before an interruption.
     """
 
-    search_input: SearchInput
+    job: Job
+    checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
     allowed: float | None = None
     task: ScoredTask | None = None
@@ -136,10 +158,6 @@ class Judge:
     _latest: Candidate | None = None
     _latest_allowed: Candidate | None = None
     _latest_unreduced: Candidate | None = None
-
-    @property
-    def job(self) -> Job:
-        return self.search_input.job
 
     @cached_property
     def untimed(self) -> Job:
@@ -193,18 +211,16 @@ class Judge:
 
     def _measure(self, choice: Choice, plan: Plan, state: State, job: Job) -> Candidate:
         """Measure the model of an applied plan on the data to choose."""
-        verification = self._compare(state.result, HeldOut.CHOOSE, job)
-        return Candidate(
-            choice, plan, state, verification.fidelity, verification.share, verification.loss
-        )
+        measured = self._compare(state.result, HeldOut.CHOOSE, job)
+        return Candidate(choice, plan, state, measured.fidelity, measured.loss)
 
     def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
         """Verify a candidate on held-out data."""
         return self._compare(candidate.model, part, self.untimed.labeled("held out"))
 
     def time(self, candidate: Candidate) -> SpeedCheck:
-        """Time a candidate and the original at all checked lengths."""
-        speeds = self.compare_speed(candidate.model, self.search_input.checked)
+        """Time a candidate and the original at all checked workloads."""
+        speeds = self.compare_speed(candidate.model, self.checked)
         gain = self.requested_speedup(speeds)
         return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
 
@@ -213,10 +229,10 @@ class Judge:
         return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
-        """The geometric mean of the speed-ups at the requested lengths; 1 if none was timed."""
+        """The geometric mean of the speed-ups at the requested lengths."""
         lengths = [workload.length for workload in self.job.requested]
         requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
-        return float(np.exp(np.mean(np.log(requested)))) if requested else 1.0
+        return float(np.exp(np.mean(np.log(requested))))
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original; see ``time_models``.

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import onnx_ir as ir
 
+from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import ReusePair
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
-from attnserve.planning.search.search_input import SearchInput
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.part_latency import LatencyTable, default_cache
@@ -50,18 +50,20 @@ class ModelLatency:
 
     @classmethod
     def measure(
-        cls, search_input: SearchInput, model: ir.Model, groups: Sequence[BlockGroup]
+        cls,
+        job: Job,
+        checked: Sequence[Workload],
+        model: ir.Model,
+        groups: Sequence[BlockGroup],
     ) -> Self:
         """Time all configurations of all blocks at the requested and at two extreme workloads.
 
         Args:
+            checked: The workloads of which the first and the last are timed as well.
             model: The model in the newest opset that an operator of a block needs.
         """
-        job = search_input.job
-        requested = job.requested
-        context = job.context
-        precision = job.target.precision
-        others = [workload for workload in search_input.checked if workload not in requested]
+        requested, context, precision = job.requested, job.context, job.target.precision
+        others = [workload for workload in checked if workload not in requested]
         extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
         feeds, extreme_feeds = (
             [example_inputs(job.original, workload, context.seed) for workload in workloads]

@@ -12,26 +12,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import allowed_loss
-from attnserve.limits import MIN_GAIN, ROUNDING
+from attnserve.limits import MIN_GAIN
 from attnserve.literals import Measure
 from attnserve.models.search_record import Round, TrainingRounds, Verification
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
-from attnserve.planning.search.front_search import (
-    INTERPOLATE,
-    TIGHT,
-    BisectStep,
-    FrontSearch,
-    bisect,
-    first_guess,
-    power_of,
-)
-from attnserve.planning.search.judge import Candidate
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError, InvariantBroken, Refusal
@@ -40,15 +29,11 @@ __all__ = ["RecoverySearch", "training_of"]
 
 ROUNDS = 3
 
-STEP = 2.0
-"""The predicted loss grows or shrinks by at most this factor from one round to the next; the first
-round takes this many times the loss of the choice without training."""
 
-
-def training_of(goal: Goal, minutes: float = 0.0) -> Train:
-    """The training step of a search; a task score cannot select weights."""
+def training_of(goal: Goal) -> Train:
+    """The training of a search within its time; a task score cannot select weights."""
     measure: Measure = "auto" if goal.measure == "score" else goal.measure
-    return replace(TRAININGS[goal.training], minutes=minutes, measure=measure)
+    return replace(TRAININGS[goal.training], minutes=goal.recover or 0.0, measure=measure)
 
 
 @dataclass(eq=False)
@@ -56,95 +41,69 @@ class RecoverySearch:
     """Rounds of building, training and measuring.
 
     Attributes:
+        search: The search without training.
+        training: The training, with the time of all rounds.
         key: The name of the search's checkpoint.
-        seconds: The time left for training.
         rounds: The rounds so far.
         found: The trained candidates that meet the goal, the fastest first.
         verifications: The verifications of trained candidates, in order.
-        report: The rounds and their result, after ``run``.
+        record: The rounds and their result, after ``run``.
     """
 
-    front_search: FrontSearch
+    search: FrontSearch
+    training: Train
     key: str
-    seconds: float
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Candidate] = field(default_factory=list[Candidate])
     verifications: list[Verification] = field(default_factory=list[Verification])
-    report: TrainingRounds | None = None
-    _trained: list[tuple[Train, str]] = field(default_factory=list[tuple[Train, str]])
+    record: TrainingRounds | None = None
+    _keys: list[str] = field(default_factory=list[str])
 
-    def run(self, untrained: Candidate | None) -> Candidate | None:
-        """Train choices that are faster than ``untrained``, and verify the best.
+    def run(self, untrained: Candidate | None) -> Verified:
+        """Train choices that may be better than ``untrained``, and verify the best one.
 
-        Without ``keep``, the choice itself is trained. An error in a round ends the rounds.
-
-        Returns:
-            The verified candidate; None if the one without training is better.
+        An error in a round ends the rounds. Without a better one, ``untrained`` is verified.
         """
         if untrained is None:
-            self._report_no_gain("even the choice with the least loss misses the goal")
-            return None
+            self._record_no_gain("even the choice with the least loss misses the goal")
+        else:
+            trained = self._train_choices(untrained)
+            if trained is not None:
+                return Verified(trained, self.verifications)
+        verified = self.search.verify(untrained)
+        verifications = [*self.verifications, *verified.verifications]
+        return replace(verified, verifications=verifications)
+
+    def remove_checkpoints(self) -> None:
+        """Delete the training checkpoints of the search."""
+        for key in self._keys:
+            self.training.forget(key)
+
+    def _train_choices(self, untrained: Candidate) -> Candidate | None:
+        """The verified candidate; None if ``untrained`` is better."""
         problem = ""
         try:
-            self._train_choices(untrained)
+            self.search.train_choices(untrained, ROUNDS, self._train)
         except InvariantBroken:  # a defect
             raise
         except AttnserveError as error:
             problem = error.what
-        if not self.found:
-            self._report_no_gain(problem or self._shortage())
-            return None
-        return self._verify_fastest(untrained)
+        if self.found:
+            return self._verify_fastest(untrained)
+        self._record_no_gain(problem or self._shortage())
+        return None
 
-    def remove_checkpoints(self) -> None:
-        """Delete the training checkpoints of the search."""
-        for training, key in self._trained:
-            training.forget(key)
-
-    def _train_choices(self, untrained: Candidate) -> None:
-        search = self.front_search
-        keep = search.goal.keep
-        if keep is None:
-            self._train(untrained.choice, untrained.loss * (1 - ROUNDING), self.seconds)
-            return
-        choices = search.front.choices
-        allowed = 1 - keep
-        if allowed <= ROUNDING:
-            return
-        measure = search.worst_measure(untrained)
-        power = power_of(measure)
-        trained: list[Candidate] = []
-
-        def aim(low: int, high: int) -> int | None:
-            if trained:
-                share = INTERPOLATE * (allowed / max(trained[-1].loss, 1e-9)) ** power
-                loss = trained[-1].choice.loss * float(np.clip(share, 1 / STEP, STEP))
-            else:
-                loss = STEP * untrained.choice.loss or first_guess(measure, allowed**power)
-            index = min(max(search.index_of(loss), low + 1), high - 1)
-            return None if search.is_near(low, index) else index
-
-        def keeps(index: int) -> BisectStep:
-            seconds = self.seconds / (ROUNDS - len(trained))
-            trained.append(self._train(choices[index], allowed, seconds))
-            loss = trained[-1].loss
-            return BisectStep(loss <= allowed, TIGHT * allowed <= loss <= allowed)
-
-        start = choices.index(untrained.choice)
-        bisect(start, len(choices), ROUNDS, aim=aim, probe=keeps)
-
-    def _train(self, choice: Choice, allowed: float, seconds: float) -> Candidate:
+    def _train(self, choice: Choice, allowed: float, rounds: int) -> Candidate:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
-        search = self.front_search
+        search = self.search
         candidate = search.build(choice)
-        number = len(self.rounds) + 1
-        training = training_of(search.goal, seconds / 60)
+        minutes = self.training.minutes - sum(each.seconds for each in self.rounds) / 60
+        training = replace(self.training, minutes=max(minutes, 0.0) / rounds)
         key = digest((self.key, candidate.plan.to_json()))
-        trained = search.judge.train(candidate, training, key, f"round {number}")
+        trained = search.judge.train(candidate, training, key, f"round {len(self.rounds) + 1}")
         result = trained.state.training
         assert result is not None
-        self._trained.append((training, key))
-        self.seconds = max(self.seconds - result.seconds, 0.0)
+        self._keys.append(key)
         best = min(candidate, trained, key=lambda one: one.loss) if result.is_better else candidate
         keeps = best.loss <= allowed
         self.rounds.append(
@@ -163,19 +122,15 @@ class RecoverySearch:
         return best
 
     def _verify_fastest(self, untrained: Candidate) -> Candidate | None:
-        """Verify the fastest trained candidate that is faster than ``untrained``, else the next.
-
-        Without ``keep``, it must lose less than ``untrained`` on the same data.
-        """
-        goal, judge = self.front_search.goal, self.front_search.judge
-        keep = goal.keep
+        """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
+        search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
         gain_without = judge.time(untrained).gain
         reason = ""
         for candidate in self.found:
             timed = judge.time(candidate)
             refusal = timed.refusal
-            if keep is not None and timed.gain < MIN_GAIN * gain_without:
+            if search.trains_faster and timed.gain < MIN_GAIN * gain_without:
                 without = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
                 refusal = Refusal("slow", without)
             if refusal is not None:
@@ -184,14 +139,14 @@ class RecoverySearch:
             if not unused:
                 break
             part = unused.pop(0)
-            allowed = judge.verify(untrained, part).loss if keep is None else allowed_loss(keep)
+            allowed = search.allowed_trained_loss(untrained, part)
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
-                self._report(gain=True, verdict=self._verdict(timed.gain, gain_without))
+                self._record(gain=True, verdict=self._verdict(timed.gain, gain_without))
                 return candidate
             reason = "a trained model missed the goal on held-out data"
-        self._report_no_gain(reason)
+        self._record_no_gain(reason)
         return None
 
     def _verdict(self, gain: float, without: float) -> str:
@@ -207,12 +162,12 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _report_no_gain(self, reason: str) -> None:
+    def _record_no_gain(self, reason: str) -> None:
         verdict = f"no gain by training: {reason}; the result without training is returned"
-        self._report(gain=False, verdict=verdict)
+        self._record(gain=False, verdict=verdict)
 
-    def _report(self, *, gain: bool, verdict: str) -> None:
+    def _record(self, *, gain: bool, verdict: str) -> None:
         torch = package_versions(["torch"]).get("torch", "")
-        self.report = TrainingRounds(
+        self.record = TrainingRounds(
             rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch
         )

@@ -24,15 +24,15 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
+from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
-from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
+from attnserve.planning.search.judge import Judge, ScoredTask
+from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.report import PlanReport
-from attnserve.planning.search.search_input import SearchInput
+from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.search.verdict import result_of
-from attnserve.planning.search.verification import Verified, verify_candidate
 from attnserve.precision.convert import convert
 from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite
@@ -60,58 +60,46 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     """
     if goal.measure != "score":
         require_measurable(job.original)
-    search_input = SearchInput.of(goal, job)
+    checked = checked_workloads(job)
+    recorded = goal_record(goal, job)
     precision = job.target.precision
     newest = job.original.clone()
-    with suppress(CannotRewrite):  # operators of newer opsets are then no choices
+    with suppress(CannotRewrite):  # then no block has an operator of a newer opset
         raise_opset(newest, max(OPSETS.values()))
     attention = read_attention(newest, seed=job.context.seed)
     require_attention(attention)
     if precision != "float32":
         # Fails early if the model cannot be converted.
         convert(job.original, precision, job.calibration[:1], to_nearest=True)
-    if goal.recover is not None:
+    training = None if goal.recover is None else training_of(goal)
+    if training is not None:
         untimed = job.on_all_threads().labeled("can be trained")
-        training_of(goal).check(start(Plan(), untimed, job.original))
+        training.check(start(Plan(), untimed, job.original))
     task = ScoredTask.of(goal, job)
-    checkpoint = SearchCheckpoint(search_input.key)
+    key = search_key(recorded, job)
+    checkpoint = SearchCheckpoint(key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    latency = ModelLatency.measure(search_input, newest, groups)
-    losses = _estimate_losses(search_input, newest, latency, checkpoint)
+    latency = ModelLatency.measure(job, checked, newest, groups)
+    losses = _estimate_losses(job, newest, latency, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
-    judge = Judge(search_input, checkpoint, allowed, task)
-    front_search = FrontSearch(goal, Front.of(latency, losses, precision), judge)
+    judge = Judge(job, checked, checkpoint, allowed, task)
+    kind = LeastLossySearch if goal.keep is None else FastestSearch
+    front_search = kind(recorded, Front.of(latency, losses, precision), judge)
     best = front_search.run()
-    if best is not None and goal.keep is not None:
-        best = front_search.find_less_lossy(best)
-    if goal.recover is None:
-        result = result_of(front_search, verify_candidate(front_search, best))
+    if training is None:
+        result = result_of(front_search, front_search.verify(best))
     else:
-        recovery = RecoverySearch(front_search, search_input.key, 60 * goal.recover)
-        result = _train_faster(recovery, best)
+        recovery = RecoverySearch(front_search, training, key)
+        result = result_of(front_search, recovery.run(best), recovery.record)
+        recovery.remove_checkpoints()
     checkpoint.remove()
     return result
 
 
-def _train_faster(recovery: RecoverySearch, plain: Candidate | None) -> tuple[PlanReport, State]:
-    """The result with training, or without it if that is no better."""
-    front_search = recovery.front_search
-    trained = recovery.run(plain)
-    if trained is not None:
-        verified = Verified(trained, recovery.verifications)
-    else:
-        verified = verify_candidate(front_search, plain)
-        verifications = [*recovery.verifications, *verified.verifications]
-        verified = replace(verified, verifications=verifications)
-    result = result_of(front_search, verified, recovery.report)
-    recovery.remove_checkpoints()
-    return result
-
-
 def _estimate_losses(
-    search_input: SearchInput, model: ir.Model, latency: ModelLatency, checkpoint: SearchCheckpoint
+    job: Job, model: ir.Model, latency: ModelLatency, checkpoint: SearchCheckpoint
 ) -> BlockLosses:
-    """The losses of all choices, from the checkpoint if it has them."""
+    """The losses of all configurations, from the checkpoint if it has them."""
     stored = checkpoint.losses(latency.pairs)
     if stored is not None:
         return stored
@@ -119,7 +107,6 @@ def _estimate_losses(
         group.key: changes_to_measure(group, latency.default_of(group.blocks[0]))
         for group in latency.groups
     }
-    job = search_input.job
     context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
         model, latency.groups, job.calibration, changes, latency.pairs, new_meter=job.meter,

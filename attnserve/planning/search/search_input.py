@@ -1,10 +1,8 @@
-"""The input of a search for a plan, checked before anything is measured."""
+"""What a search times, and what it records of its request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import onnx_ir as ir
@@ -13,6 +11,7 @@ from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.recorded import without_empty
 from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
@@ -22,56 +21,27 @@ from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument, InvalidData
 
-__all__ = ["CHECKED_LENGTHS", "SearchInput"]
+__all__ = ["CHECKED_LENGTHS", "checked_workloads", "goal_record", "search_key"]
 
 CHECKED_LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Lengths at which the whole model is timed, interleaved with the original, if it accepts them.
 Blocks must not be slower at the shortest and the longest one."""
 
 
-@dataclass(frozen=True, eq=False)
-class SearchInput:
-    """Immutable input of a search.
+def checked_workloads(job: Job) -> list[Workload]:
+    """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts.
 
-    Attributes:
-        checked: The workloads at which the whole model is timed.
-        goal: The goal as plan.json records it.
+    Raises:
+        InvalidArgument: The device has no kernels for the precision, or the model does not run at
+            a requested workload.
     """
-
-    job: Job
-    checked: Sequence[Workload]
-    goal: GoalRecord
-
-    @classmethod
-    def of(cls, goal: Goal, job: Job) -> SearchInput:
-        """The input of a search with this goal.
-
-        Raises:
-            InvalidArgument: The device has no kernels for the precision, or the model does not run
-                at the requested shape.
-            InvalidData: The file of the task does not exist.
-        """
-        precision = job.target.precision
-        if job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
-            raise InvalidArgument(
-                f"{precision} cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
-                "give `provider` cuda, or another `precision`",
-                code="search.bfloat16",
-            )
-        return cls(job, _workloads_to_check(job), _goal_record(goal, job))
-
-    @cached_property
-    def key(self) -> str:
-        """Key of the checkpoint; equal for equal requests."""
-        artifact, data = self.job.artifact, self.job.required_data
-        served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
-        return digest(
-            (fingerprint(artifact), data.source.to_json(), self.goal.to_json(), served, versions())
+    precision = job.target.precision
+    if job.context.device.provider == "cpu" and not SCHEMES[precision].runs_on_cpu:
+        raise InvalidArgument(
+            f"{precision} cannot be timed on a CPU: ONNX Runtime has no CPU kernels for it",
+            "give `provider` cuda, or another `precision`",
+            code="search.bfloat16",
         )
-
-
-def _workloads_to_check(job: Job) -> list[Workload]:
-    """The requested workloads and those of ``CHECKED_LENGTHS`` that the model accepts."""
     batch = job.target.batch
     phase = job.requested[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
@@ -88,11 +58,14 @@ def _workloads_to_check(job: Job) -> list[Workload]:
     return accepted
 
 
-def _goal_record(goal: Goal, job: Job) -> GoalRecord:
-    """The goal as plan.json records it."""
-    target, context = job.target, job.context
-    device = context.device
-    record = GoalRecord(
+def goal_record(goal: Goal, job: Job) -> GoalRecord:
+    """The goal of a search as plan.json records it, with its workloads and its device.
+
+    Raises:
+        InvalidData: The file of the task does not exist.
+    """
+    device = job.context.device
+    return GoalRecord(
         keep=goal.keep,
         target_speedup=goal.target_speedup,
         measure=goal.measure,
@@ -100,18 +73,25 @@ def _goal_record(goal: Goal, job: Job) -> GoalRecord:
         eval_data=goal.eval_data and goal.eval_data.name,
         eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
         allow=goal.allow,
-        precision=target.precision,
-        batch=target.batch,
+        precision=job.target.precision,
+        batch=job.target.batch,
         sequences=tuple(workload.length for workload in job.requested),
         phase=job.requested[0].phase,
         provider=device.provider,
         runtime=device.runtime_name,
         threads=device.threads,
-        seed=context.seed,
+        seed=job.context.seed,
+        **without_empty(recover=goal.recover),
     )
-    if goal.recover is not None:
-        record = record.model_copy(update={"recover": goal.recover})
-    return record
+
+
+def search_key(goal: GoalRecord, job: Job) -> str:
+    """The key of the checkpoints of a search; equal for equal requests."""
+    artifact, data = job.artifact, job.required_data
+    served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
+    return digest(
+        (fingerprint(artifact), data.source.to_json(), goal.to_json(), served, versions())
+    )
 
 
 def _accepted(

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
+from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
-from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
+from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import without_empty
 from attnserve.models.search_record import TrainingRounds, Verification
-from attnserve.options import Goal
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import SpeedCheck
+from attnserve.planning.search.judge import SpeedCheck, Verified
 from attnserve.planning.search.report import PlanReport
-from attnserve.planning.search.verification import (
-    Verified,
-    prefer_unreduced,
-    verify_unreduced,
-)
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
-__all__ = ["result_of"]
+__all__ = ["prefer_unreduced", "result_of"]
 
 ITSELF = Verification(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -37,73 +31,96 @@ ITSELF = Verification(
 
 
 def result_of(
-    front_search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
+    search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
 ) -> tuple[PlanReport, State]:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
         CheckFailed: It misses the requested speed-up.
     """
-    goal, judge = front_search.goal, front_search.judge
     if not verified.meets_goal:
-        return _no_gain(front_search, verified, _missed(goal, verified), recovered)
-    verified = prefer_unreduced(front_search, verified)
-    timed = judge.time(verified.candidate)
+        return _no_gain(search, verified, verified.problem, recovered)
+    verified = prefer_unreduced(search, verified)
+    timed = search.judge.time(verified.candidate)
     if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
-        unreduced = verify_unreduced(front_search)
+        unreduced = _verify_unreduced(search)
         if unreduced is not None:
             note = f"nothing is removed: with a removal {timed.refusal}"
             verified = replace(unreduced, note=note)
-            timed = judge.time(verified.candidate)
+            timed = search.judge.time(verified.candidate)
     if timed.refusal is None:
-        return _gain(front_search, verified, timed, recovered)
-    target_speedup = goal.target_speedup or 1
+        return _gain(search, verified, timed, recovered)
+    target_speedup = search.goal.target_speedup or 1
     if target_speedup > 1:
         raise CheckFailed(
             f"`target_speedup` is {target_speedup:g}: {timed.refusal}",
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(front_search, verified, timed.refusal.reason, recovered, timed.speeds)
+    return _no_gain(search, verified, timed.refusal.reason, recovered, timed)
 
 
-def _missed(goal: Goal, verified: Verified) -> str:
-    """Why no choice keeps the quality of the goal."""
-    if not verified.verifications:
-        reached = 1 - verified.candidate.loss
-        return f"the choice with the least loss reaches {reached:.4f}, goal {goal.keep:g}"
-    reached = 1 - verified.verifications[-1].loss
-    return f"the best choice reaches {reached:.4f} on held-out data, goal {goal.keep:g}"
+def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
+    """Replace a verified candidate by an unreduced one if that is about as fast."""
+    judge = search.judge
+    best = verified.candidate
+    if best.is_unreduced:
+        return verified
+    unreduced_search = search.unreduced
+    unreduced = unreduced_search.run_from_fastest()
+    if unreduced is None:  # it misses the speed-up of the goal
+        return verified
+    gain = judge.measure_speedup_over(unreduced, best)
+    if gain.low >= MIN_REMOVAL_GAIN:
+        return verified
+    other = unreduced_search.verify(unreduced)
+    if not other.meets_goal:
+        return verified
+    if other.candidate is not unreduced:  # more blocks stay float32
+        gain = judge.measure_speedup_over(other.candidate, best)
+        if gain.low >= MIN_REMOVAL_GAIN:
+            return verified
+    note = (
+        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
+        f"{gain.high:.2f}) the speed of the fused original in {search.front.precision}, expected "
+        f"at least {MIN_REMOVAL_GAIN}x"
+    )
+    return replace(other, note=note)
+
+
+def _verify_unreduced(search: FrontSearch) -> Verified | None:
+    """Find and verify an unreduced candidate; None if none meets the goal."""
+    unreduced_search = search.unreduced
+    unreduced = unreduced_search.run_from_fastest()
+    if unreduced is None:
+        return None
+    verified = unreduced_search.verify(unreduced)
+    return verified if verified.meets_goal else None
 
 
 def _gain(
-    front_search: FrontSearch,
-    verified: Verified,
-    timed: SpeedCheck,
-    recovered: TrainingRounds | None,
+    search: FrontSearch, verified: Verified, timed: SpeedCheck, recovered: TrainingRounds | None
 ) -> tuple[PlanReport, State]:
     """A plan that meets the goal and is faster than the original."""
-    goal, judge = front_search.goal, front_search.judge
     candidate, note = verified.candidate, verified.note
     plan, state = candidate.plan, candidate.state
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    verification = verified.verifications[-1]
-    speed = ServedTimer(judge.job).measure(state.model, candidate.model, plan)
+    speed = ServedTimer(search.judge.job).measure(state.model, candidate.model, plan)
     # One measurement in one sentence: those of the search are others.
     gain = timed.gain if speed is None else speed.over_exported
-    verdict = f"{gain:.2f}x as fast, keeping {_kept(verification, goal)}"
+    kept = _kept(verified.verifications[-1], search.goal.task)
+    verdict = f"{gain:.2f}x as fast, keeping {kept}"
     if speed is not None:
         verdict += f": {speed.describe(plan.precision)}"
     if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     if note:
         verdict += f"; {note}"
-    report = _report(front_search, verified, verdict, recovered, timed.speeds, speed, gain=True)
-    return report, state
+    return _report(search, verified, verdict, recovered, timed, speed), state
 
 
-def _kept(verification: Verification, goal: Goal) -> str:
+def _kept(verification: Verification, task: str | None) -> str:
     """The result of a verification, in words."""
     parts: list[str] = []
     if verification.fidelity.quality is not None:
@@ -111,7 +128,7 @@ def _kept(verification: Verification, goal: Goal) -> str:
         parts.append(f"{quality.measure} {quality.value:.4f}")
     if verification.share is not None:
         parts.append(
-            f"{verification.share.value:.2%} of the {goal.task} score (standard error "
+            f"{verification.share.value:.2%} of the {task} score (standard error "
             f"{verification.share.standard_error:.2%})"
         )
     return ", ".join(parts)
@@ -123,59 +140,57 @@ def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
 
 
 def _no_gain(
-    front_search: FrontSearch,
+    search: FrontSearch,
     verified: Verified,
     reason: str,
     recovered: TrainingRounds | None,
-    speeds: Sequence[ShapeLatency] = (),
+    timed: SpeedCheck | None = None,
 ) -> tuple[PlanReport, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
-    report = _report(front_search, verified, verdict, recovered, speeds)
-    job = front_search.judge.job
-    return report, start(Plan(), job, job.original)
+    job = search.judge.job
+    return _report(search, verified, verdict, recovered, timed), start(Plan(), job, job.original)
 
 
 def _report(
-    front_search: FrontSearch,
+    search: FrontSearch,
     verified: Verified,
     verdict: str,
     recovered: TrainingRounds | None,
-    speeds: Sequence[ShapeLatency],
+    timed: SpeedCheck | None,
     served_speed: ServedSpeed | None = None,
-    *,
-    gain: bool = False,
 ) -> PlanReport:
-    """The report of a search, which returns the original unless it has a gain.
+    """The report of a search.
 
     Args:
-        speeds: The latencies of the candidate at all checked lengths; none if it was not timed.
+        timed: The speed of the candidate; None if it misses the goal. If it is not enough, the
+            original is returned as well.
         served_speed: The speed-ups of fusion, precision and removal.
     """
-    front, judge = front_search.front, front_search.judge
-    artifact, candidate = judge.job.artifact, verified.candidate
+    front, job, candidate = search.front, search.judge.job, verified.candidate
+    gain = timed is not None and timed.refusal is None
     plan = candidate.plan if gain else Plan()
     verification = verified.verifications[-1] if gain else ITSELF
     fidelity = verification.fidelity
     record = PlanRecord(
         format=FORMAT,
-        model=Source(file=artifact.model.name, sha256=fingerprint(artifact)),
-        calibration=judge.job.required_data.source,
-        goal=judge.search_input.goal,
+        model=Source(file=job.artifact.model.name, sha256=fingerprint(job.artifact)),
+        calibration=job.required_data.source,
+        goal=search.goal,
         verdict=verdict,
         gain=gain,
         fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
         qualities=fidelity.qualities,
         quality_to_choose=candidate.fidelity.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
-        speedup=judge.requested_speedup(speeds),
-        speeds=tuple(speeds),
+        speedup=1.0 if timed is None else timed.gain,
+        speeds=() if timed is None else tuple(timed.speeds),
         speedups=served_speed,
         decisions=tuple(explain(front, candidate.choice)),
         plan=plan.to_json(),
-        front=tuple(front_points(front, judge.measured)),
+        front=tuple(front_points(front, search.judge.measured)),
         latency_ms=tuple(front.latency.to_json()),
         machine=front.latency.table.setting,
         versions=versions(),

@@ -11,24 +11,21 @@ import pytest
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.literals import Precision
-from attnserve.models.search_record import Verification
-from attnserve.options import Goal
+from attnserve.models.search_record import GoalRecord, Verification
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.steps import Distill
 from attnserve.planning.search.estimates import Unit, UnitConfig
+from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
-from attnserve.planning.search.front_search import (
-    MAX_CANDIDATES,
-    BisectStep,
-    FrontSearch,
-    bisect,
-)
-from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck
+from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
+from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck, Verified
+from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
-from attnserve.planning.search.verification import Verified, prefer_unreduced, verify_candidate
+from attnserve.planning.search.verdict import prefer_unreduced
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import LatencyTable
 from graph_passes.passes.prune_heads import PruneHeads
@@ -49,7 +46,7 @@ LATENCY = ModelLatency((), (), LatencyTable(None), {}, {}, (), None, 0.0)
 def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
     """A candidate with this loss, by default the predicted one, and maybe without a head."""
     plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if reduced else [])
-    return Candidate(choice, plan, STATE, FIDELITY, None, choice.loss if loss is None else loss)
+    return Candidate(choice, plan, STATE, FIDELITY, choice.loss if loss is None else loss)
 
 
 def front_of(
@@ -104,11 +101,12 @@ class FakeJudge:
         return SpeedCheck((), 2.0, None)
 
 
-KEEP = Goal(keep=0.99)
+def search(judge: FakeJudge, keep: float = 0.99, front: Front | None = None) -> FastestSearch:
+    return FastestSearch(GoalRecord(keep=keep), front or front_of(), cast(Judge, judge))
 
 
-def search(judge: FakeJudge, goal: Goal = KEEP, front: Front | None = None) -> FrontSearch:
-    return FrontSearch(goal, front or front_of(), cast(Judge, judge))
+def search_to(speedup: float, judge: FakeJudge) -> LeastLossySearch:
+    return LeastLossySearch(GoalRecord(target_speedup=speedup), front_of(), cast(Judge, judge))
 
 
 @pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
@@ -155,7 +153,7 @@ def test_find_less_lossy_takes_less_loss_at_the_same_speed(gain: Speedup, index:
 
 def test_find_less_lossy_builds_nothing_where_no_choice_is_as_fast() -> None:
     judge, built = FakeJudge(), candidate_of(FRONT[4])
-    assert search(judge, Goal(keep=0.9)).find_less_lossy(built) is built
+    assert search(judge, keep=0.9).find_less_lossy(built) is built
     assert judge.built == []
 
 
@@ -168,7 +166,7 @@ def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
 
 @pytest.mark.parametrize(("speedup", "choice"), [(1.6, INT8), (1.0, FUSED), (1.7, None)])
 def test_unreduced_reaches_the_speedup_or_is_none(speedup: float, choice: Choice | None) -> None:
-    found = search(FakeJudge(), Goal(target_speedup=speedup)).unreduced.run_from_fastest()
+    found = search_to(speedup, FakeJudge()).unreduced.run_from_fastest()
     assert (found and found.choice) == choice
 
 
@@ -237,7 +235,7 @@ def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
     """On a front of a hundred choices."""
     judge = FakeJudge(loss)
     front = front_of([Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)])
-    found = search(judge, front=front).run()
+    found = search(judge, front=front).find_fastest()
     assert found is not None and found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
     assert len(judge.measured) <= 1 + MAX_CANDIDATES
@@ -256,14 +254,12 @@ STEPS = [Choice(loss, 10 - 100 * loss, (n,)) for n, loss in enumerate((0.0, 0.01
         ([0.011, 0.0], [STEPS[0], STEPS[3]], 0.0),  # no other choice is more careful
     ],
 )
-def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
+def test_verify_failed_verifications_lead_to_more_careful_choices(
     losses: list[float], choices: list[Choice], kept: float
 ):
     """Each lossy choice loses as much as is allowed on the rows to choose."""
     judge = FakeJudge(lambda _: 0.01, verified=losses)
-    verified = verify_candidate(
-        search(judge, front=front_of(choices)), candidate_of(STEPS[3], 0.01)
-    )
+    verified = search(judge, front=front_of(choices)).verify(candidate_of(STEPS[3], 0.01))
     assert verified.meets_goal and verified.candidate.choice.loss == kept
     assert [each.loss for each in verified.verifications] == losses
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
@@ -273,8 +269,7 @@ def test_verify_candidate_failed_verifications_lead_to_more_careful_choices(
 def test_recovery_search_without_keep_compares_losses_on_the_same_data():
     judge = FakeJudge(verified=[0.01, 0.02, 0.03, 0.02])
     plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
-    front_search = search(judge, Goal(target_speedup=1.5))
-    recovery = RecoverySearch(front_search, "key", 60.0, found=trained)
+    recovery = RecoverySearch(search_to(1.5, judge), Distill(), "key", found=trained)
     assert recovery._verify_fastest(plain) is trained[1]
     first, second = HeldOut.VERIFY, HeldOut.VERIFY_AGAIN
     assert judge.parts == [first, first, second, second]

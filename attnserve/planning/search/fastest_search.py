@@ -1,0 +1,267 @@
+"""Search the front for the fastest choice that keeps a share of the quality.
+
+Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice loses 0.
+
+1. A choice with a predicted loss of 0.01 is built (for a ratio of 1, see ``FIRST_GUESS``). It loses
+   0.005.
+2. The limit is twice as far: the next one has ``EXTRAPOLATE * 2 * 0.01`` = 0.0196. It loses 0.02.
+3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196;
+   the next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
+4. This is allowed, and more than ``TIGHT * 0.01``: the search ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
+from attnserve.checks.quality import allowed_loss
+from attnserve.limits import ROUNDING, SAME_MS
+from attnserve.models.search_record import Verification
+from attnserve.planning.blocks.pareto import Choice
+from attnserve.planning.search.front_search import (
+    MAX_CANDIDATES,
+    BisectStep,
+    FrontSearch,
+    TrainChoice,
+    bisect,
+)
+from attnserve.planning.search.judge import Candidate, Verified
+from graph_passes.errors import CheckFailed
+
+__all__ = ["FastestSearch"]
+
+TIGHT = 0.9
+"""The search ends at a candidate with at least this share of the allowed loss. A larger share
+brings the result closer to the limit, and needs more candidates."""
+
+FIRST_GUESS = {"score": 4.0}
+"""The ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure that is
+expected before any loss is measured; 1 for other measures. With a larger ratio, the first candidate
+loses more."""
+
+SQUARED = frozenset({"index", "tau", "top1"})
+"""Measures whose squared loss is proportional to the predicted loss: ranks change when vectors or
+logits change, and independent changes add up in squares."""
+
+CAREFUL = 0.8
+"""The share of the allowed loss at which the choice after a failed verification is aimed. With a
+smaller share, it is slower and fails less often."""
+
+INTERPOLATE, EXTRAPOLATE = 0.96, 0.98
+"""Between two measured choices, the next one is aimed at the first share of the way to the expected
+limit; beyond the last one, at the second share of the predicted loss that is expected there. With
+smaller shares, the next choice exceeds the allowed loss less often."""
+
+MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
+"""The bounds of the factor by which an extrapolation increases the predicted loss. A smaller least
+factor may find the same choice again. A larger greatest one goes further beyond the limit, because
+measured losses usually are not proportional to predicted ones."""
+
+MIN_STEP = 0.1
+"""The least share of the way from the lower to the upper choice. A larger step exceeds the limit
+more often; a smaller one stays within the uncertainty of a score, which even the smallest change
+has."""
+
+MAX_STEP, MAX_FIRST_STEP = 0.9, 0.5
+"""The largest share of that way, and the largest one from the first choice of the front. With a
+larger share, the next choice loses more. An interpolation from no loss aims too high until a lossy
+choice is known to keep enough."""
+
+TRAINED_STEP = 2.0
+"""The predicted loss grows or shrinks by at most this factor from one round of training to the
+next; the first round takes this many times the loss of the choice without training."""
+
+
+def first_guess(measure: str, loss: float) -> float:
+    """Estimate the predicted loss that belongs to a loss by a measure, before any is measured."""
+    return loss * FIRST_GUESS.get(measure, 1.0)
+
+
+def power_of(measure: str) -> int:
+    """The power of a loss by a measure that is proportional to the predicted loss."""
+    return 2 if measure in SQUARED else 1
+
+
+class FastestSearch(FrontSearch):
+    """Searches for the fastest choice that keeps a share of the quality."""
+
+    trains_faster = True
+
+    @property
+    def keep(self) -> float:
+        assert self.goal.keep is not None
+        return self.goal.keep
+
+    @property
+    def limit(self) -> float:
+        """The loss to aim at; ``allowed`` is larger if only rounding is allowed."""
+        return 1 - self.keep
+
+    @property
+    def allowed(self) -> float:
+        """The largest loss of a model that keeps enough."""
+        return allowed_loss(self.keep)
+
+    def run(self) -> Candidate | None:
+        fastest = self.find_fastest()
+        return None if fastest is None else self.find_less_lossy(fastest)
+
+    def run_from_fastest(self) -> Candidate | None:
+        fastest = self.build(self.front.choices[-1])
+        return fastest if fastest.loss <= self.allowed else self.find_fastest()
+
+    def find_fastest(self) -> Candidate | None:
+        """Find the fastest choice that meets the goal of quality.
+
+        Returns:
+            None if even the first choice loses too much in float32.
+        """
+        choices, precision = self.front.choices, self.front.precision
+        least_lossy = self.build_first()
+        measure = self._worst_measure(least_lossy)
+        constant = self._constant(least_lossy)
+        if constant >= self.keep:
+            raise CheckFailed(
+                f"`keep` is {self.keep}, and a constant predictor keeps {constant:.3f} "
+                f"by the measure {measure}",
+                "choose another `measure`, or a higher `keep`",
+                code="search.constant",
+            )
+        if least_lossy.loss > self.allowed:
+            if precision == "float32":
+                return None
+            raise CheckFailed(
+                f"{precision} weights alone keep {1 - least_lossy.loss:.4f} by the measure "
+                f"{measure}, expected {self.keep}",
+                "lower `keep`, or leave `precision` at float32",
+                code="search.precision",
+            )
+        if least_lossy.loss >= self.limit:
+            return least_lossy
+        power = power_of(measure)
+        limit, start = self.limit**power, least_lossy.loss**power
+        measured = {0: start}  # by index
+
+        def aim(low: int, high: int) -> int | None:
+            if self.front.is_near(low, high):
+                return None
+            if len(measured) == 1:
+                return self.front.index_of(first_guess(measure, limit - start))
+            return self.front.index_of(self._next_guess(low, high, limit, measured))
+
+        def keeps(index: int) -> BisectStep:
+            loss = self._measure_loss(choices[index]) ** power
+            measured[index] = loss
+            return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
+
+        low, _ = bisect(0, len(choices), MAX_CANDIDATES, aim=aim, probe=keeps)
+        return self.build(choices[low])
+
+    def find_less_lossy(self, candidate: Candidate) -> Candidate:
+        """Find a choice that loses less and is as fast within the interval of paired times."""
+        front = self.front
+        ms = SAME_MS * front.predicted_ms(candidate.choice)
+        other = front.choices[front.first_within(ms)]
+        if other.loss >= candidate.choice.loss:
+            return candidate
+        lean = self.build(other)
+        as_fast = self.judge.measure_speedup_over(lean, candidate).low <= 1
+        return lean if as_fast and lean.loss <= candidate.loss else candidate
+
+    def verify(self, candidate: Candidate | None) -> Verified:
+        if candidate is None:
+            first = self.build_first()
+            reached = f"the choice with the least loss reaches {1 - first.loss:.4f}"
+            return Verified(first, (), f"{reached}, goal {self.keep:g}")
+        verifications: list[Verification] = []
+        for number, part in enumerate(VERIFIED_PARTS, start=1):
+            if number == len(VERIFIED_PARTS):
+                candidate = self.build_first()
+            elif verifications:
+                candidate = self._step_back(candidate, verifications[-1].loss)
+            verifications.append(self.judge.verify(candidate, part))
+            if verifications[-1].loss <= self.allowed:
+                return Verified(candidate, verifications)
+            if not candidate.choice.loss:
+                break
+        if not candidate.choice.loss and self.front.precision == "float32":
+            return Verified(candidate, verifications)  # outputs differ by rounding only
+        reached = f"the best choice reaches {1 - verifications[-1].loss:.4f} on held-out data"
+        return Verified(candidate, verifications, f"{reached}, goal {self.keep:g}")
+
+    def _step_back(self, candidate: Candidate, loss: float) -> Candidate:
+        """Build a choice with less predicted loss, after the verification of another one failed.
+
+        Its loss is estimated from the mean of both measurements of the failed choice, because a
+        failed verification alone is biased: it failed partly by chance.
+        """
+        estimate = max((candidate.loss + loss) / 2, self.limit)
+        share = (self.limit / estimate) ** power_of(self._worst_measure(candidate))
+        index = self.front.index_of(CAREFUL * candidate.choice.loss * share)
+        return self.build(self.front.choices[max(index, 0)])
+
+    def train_choices(self, untrained: Candidate, rounds: int, train: TrainChoice) -> None:
+        """Train choices beyond the one without training, unless only rounding is allowed."""
+        front, limit = self.front, self.limit
+        if limit <= ROUNDING:
+            return
+        measure = self._worst_measure(untrained)
+        power = power_of(measure)
+        trained: list[Candidate] = []
+
+        def aim(low: int, high: int) -> int | None:
+            if trained:
+                share = INTERPOLATE * (limit / max(trained[-1].loss, 1e-9)) ** power
+                growth = float(np.clip(share, 1 / TRAINED_STEP, TRAINED_STEP))
+                loss = trained[-1].choice.loss * growth
+            else:
+                loss = TRAINED_STEP * untrained.choice.loss or first_guess(measure, limit**power)
+            index = min(max(front.index_of(loss), low + 1), high - 1)
+            return None if front.is_near(low, index) else index
+
+        def keeps(index: int) -> BisectStep:
+            trained.append(train(front.choices[index], limit, rounds - len(trained)))
+            loss = trained[-1].loss
+            return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
+
+        start = front.choices.index(untrained.choice)
+        bisect(start, len(front.choices), rounds, aim=aim, probe=keeps)
+
+    def allowed_trained_loss(self, untrained: Candidate, part: HeldOut) -> float:
+        return self.allowed
+
+    def _measure_loss(self, choice: Choice) -> float:
+        """Measure the loss of a choice, which is built unless the checkpoint has its loss."""
+        return self.judge.measure_loss(choice, self.front.plan(choice))
+
+    def _worst_measure(self, candidate: Candidate) -> str:
+        """The measure with the largest loss of a candidate."""
+        quality = candidate.fidelity.quality
+        return "score" if self.goal.measure == "score" or quality is None else quality.measure
+
+    def _constant(self, candidate: Candidate) -> float:
+        """The highest quality of a constant predictor in the outputs that the goal limits."""
+        limited = candidate.fidelity.qualities if self.goal.measure != "score" else ()
+        # The second condition of top1 is one that a constant predictor never meets.
+        return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
+
+    def _next_guess(
+        self, low: int, high: int, allowed: float, measured: Mapping[int, float]
+    ) -> float:
+        """The predicted loss at which the allowed loss is expected.
+
+        It is interpolated between the measured neighbors, or extrapolated from the lower one.
+        """
+        choices = self.front.choices
+        lossless = measured[0]
+        below, loss_below = choices[low].loss, measured[low]
+        if high == len(choices):
+            gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
+            return below * float(np.clip(EXTRAPOLATE * gain, MIN_GROWTH, MAX_GROWTH))
+        above, loss_above = choices[high].loss, measured[high]
+        share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
+        most = MAX_STEP if low else MAX_FIRST_STEP
+        return below + float(np.clip(INTERPOLATE * share, MIN_STEP, most)) * (above - below)

@@ -1,0 +1,87 @@
+"""Search the front for the choice with the least loss that reaches a speed-up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attnserve.checks.held_out import HeldOut
+from attnserve.limits import MIN_GAIN, ROUNDING
+from attnserve.planning.search.front_search import (
+    MAX_CANDIDATES,
+    BisectStep,
+    FrontSearch,
+    TrainChoice,
+    bisect,
+)
+from attnserve.planning.search.judge import Candidate, Verified
+from graph_passes.errors import CheckFailed
+
+__all__ = ["LeastLossySearch"]
+
+TIME_MARGIN = 0.05
+"""The least share of the way between two measured speeds by which the next choice differs from each
+of them. With a larger share, the steps are closer to halves."""
+
+
+class LeastLossySearch(FrontSearch):
+    """Searches for the choice with the least loss that reaches a speed-up of the whole model."""
+
+    trains_faster = False
+
+    @property
+    def speedup(self) -> float:
+        assert self.goal.target_speedup is not None
+        return self.goal.target_speedup
+
+    def run(self) -> Candidate:
+        choices, speedup = self.front.choices, self.speedup
+        first = self._measure_speedup(0)
+        if first >= speedup:
+            return self.build_first()
+        last = self._measure_speedup(len(choices) - 1)
+        if last < speedup:
+            raise CheckFailed(
+                f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
+                "lower it" + ("" if "ffn" in self.goal.allow else ", or let `allow` name ffn"),
+                code="search.target_speedup",
+            )
+        reached = {0: first, len(choices) - 1: last}
+
+        def aim(low: int, high: int) -> int | None:
+            return None if self.front.is_near(low, high) else self._expected(low, high, reached)
+
+        def is_slow(index: int) -> BisectStep:
+            measured = self._measure_speedup(index)
+            reached[index] = measured
+            return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
+
+        _, high = bisect(0, len(choices) - 1, MAX_CANDIDATES, aim=aim, probe=is_slow)
+        return self.build(choices[high])
+
+    def run_from_fastest(self) -> Candidate | None:
+        return self.run() if self._measure_speedup(-1) >= self.speedup else None
+
+    def verify(self, candidate: Candidate | None) -> Verified:
+        """Verify a candidate once: the goal limits no loss."""
+        assert candidate is not None
+        return Verified(candidate, [self.judge.verify(candidate, HeldOut.VERIFY)])
+
+    def train_choices(self, untrained: Candidate, rounds: int, train: TrainChoice) -> None:
+        """Train the choice without training itself, which must lose less than before."""
+        train(untrained.choice, untrained.loss * (1 - ROUNDING), 1)
+
+    def allowed_trained_loss(self, untrained: Candidate, part: HeldOut) -> float:
+        """The loss of the candidate without training on the same data."""
+        return self.judge.verify(untrained, part).loss
+
+    def _measure_speedup(self, index: int) -> float:
+        return self.judge.measure_speedup(self.build(self.front.choices[index]))
+
+    def _expected(self, low: int, high: int, reached: Mapping[int, float]) -> int:
+        """The index at which a speed-up is expected, by the measured times of two neighbors."""
+        slow, fast = 1 / reached[low], 1 / reached[high]
+        choices = self.front.choices
+        start, end = (self.front.predicted_ms(choices[index]) for index in (low, high))
+        share = (slow - 1 / self.speedup) / max(slow - fast, 1e-9)
+        share = min(max(share, TIME_MARGIN), 1 - TIME_MARGIN)
+        return self.front.first_within(start + share * (end - start))
