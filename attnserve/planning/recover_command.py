@@ -153,9 +153,7 @@ def _model_to_train(artifact: Artifact, training: Training, run: Run) -> ir.Mode
     model = load_model(artifact)
     if not trainable_weights(model):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(model)
-    if training.int8:
-        fuse_for(model, "int8", run.provider)
-    return model
+    return fuse_for(model, "int8", run.provider)[0] if training.int8 else model
 
 
 def _read_rows(
