@@ -18,8 +18,8 @@ from attnserve.planning.blocks.configurations import (
     BlockConfig,
     BlockOperator,
     ReusePair,
+    Reusing,
     apply_config,
-    apply_reuse,
     configs_of,
 )
 from attnserve.planning.blocks.groups import Block, BlockGroup
@@ -311,10 +311,10 @@ class BlockTimer:
         """Both blocks with this number of heads; empty if reuse is impossible."""
         names = source.names[0], reader.names[0]
         new = self.model.clone()
-        edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
-        mask = [1] * kept + [0] * (source.count - kept)
+        reusing = Reusing(kept, {head: head for head in range(kept)}, names[0], 0.0)
         try:
-            apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+            apply_config(new, source.blocks[0], BlockConfig(kept))
+            apply_config(new, reader.blocks[0], reusing)
             blocks = {block.name: block for block in find_attention(new).blocks}
             return self._cut_out(new, [_cut(blocks[name]) for name in names])
         except (*IMPOSSIBLE, KeyError):  # grouped heads, or blocks that cannot be extracted

@@ -16,7 +16,6 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.reuse_attention import ReuseAttention, ReusedHeads, renumbered
 
 __all__ = ["Front"]
 
@@ -77,8 +76,6 @@ class Front:
     def plan(self, choice: Choice) -> Plan:
         passes: list[RewritePass] = []
         float_blocks: list[str] = []
-        masks: dict[str, list[int]] = {}
-        edges: dict[str, ReusedHeads] = {}
         for unit, unit_config in self.configs(choice):
             for place, (group, config) in enumerate(
                 zip(unit.groups, unit_config.group_configs, strict=True)
@@ -87,9 +84,6 @@ class Front:
                 in_float = place in unit_config.in_float
                 for block in group.blocks:
                     passes += config.passes(block, mask)
-                    masks[block.name] = mask
-                    if config.reused_heads:
-                        edges[block.name] = config.reused_heads
                     operator = self.latency.of(block, in_float=in_float).operator
                     float_blocks += [block.name] if in_float else []
                     is_source = block.name in unit_config.sources
@@ -98,7 +92,6 @@ class Front:
                         passes.append(FuseGelu([block.name]))
                     elif operator != AS_EXPORTED and not needs_plain:
                         passes.append(FuseAttention({block.name: operator}))
-        passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.latency.residual_fusion is not None:
             passes += [FoldBiases(), self.latency.residual_fusion]
         return Plan.merged(passes, self.precision, float_blocks)

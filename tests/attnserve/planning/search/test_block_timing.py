@@ -230,7 +230,7 @@ def test_block_timer_defect_of_reused_probabilities_is_an_error(monkeypatch: pyt
     model, groups = encoder(layers=2)
     timer = BlockTimer(model, EqualTimes(), [example_inputs(model, Workload.of(1, 8))])
     timed = timer.time_blocks(groups)
-    monkeypatch.setattr(block_timing, "apply_reuse", defect)
+    monkeypatch.setattr(block_timing, "apply_config", defect)
     with raises(InvariantBroken, "internal.invariant"):
         timer.time_pairs(groups, timed)
 
