@@ -17,9 +17,11 @@ from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.passes.base import BlockPass
+from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
@@ -35,13 +37,15 @@ __all__ = [
     "Reusing",
     "apply_config",
     "configs_of",
+    "fusion_of",
 ]
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
-BlockOperator = FusedOperator | Literal["gelu", "as exported"]
-"""The implementation of a block: one fused operator, or the nodes of the export."""
+BlockOperator = FusedOperator | Literal["gelu"]
+"""The fused operator of a block; a block with the nodes of the export has None."""
 
 AS_EXPORTED: Final = "as exported"
+"""The name in reports of the nodes of the export."""
 
 MULTIPLE = 8
 """Remaining neurons are a multiple of this, the number of floats in a vector register."""
@@ -345,6 +349,11 @@ def configs_of(block: Block) -> list[BlockConfig]:
             ranks = [max(rank * kept // heads // MULTIPLE, 1) * MULTIPLE for kept in numbers]
             configs += [Shared(kept, size, rank) for kept, rank in zip(numbers, ranks, strict=True)]
     return configs
+
+
+def fusion_of(name: str, operator: BlockOperator) -> RewritePass:
+    """The pass that writes a block in an operator."""
+    return FuseGelu([name]) if operator == "gelu" else FuseAttention({name: operator})
 
 
 def apply_config(

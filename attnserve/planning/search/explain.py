@@ -62,7 +62,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
             for block in group.blocks:
                 if chosen.sources:
                     ms_after = chosen.ms / 2  # half of the time of both blocks
-                    operator = config.plain_operators or AS_EXPORTED
+                    operator = config.plain_operators
                 else:
                     chosen_latency = latency.of(block, in_float=in_float)
                     ms_after = chosen_latency.configs[config].mean
@@ -73,7 +73,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
                         kind=group.kind,
                         count=group.count,
                         **config.recorded,
-                        operator=operator,
+                        operator=operator or AS_EXPORTED,
                         ms_before=latency.default_of(block).original.mean,
                         ms_after=ms_after,
                         predicted_loss=predicted_loss,

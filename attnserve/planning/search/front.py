@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from attnserve.literals import Precision
-from attnserve.planning.blocks.configurations import AS_EXPORTED
+from attnserve.planning.blocks.configurations import fusion_of
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
@@ -14,8 +14,6 @@ from attnserve.planning.search.estimates import Estimates, Unit, UnitConfig, pai
 from attnserve.planning.search.model_latency import ModelLatency
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
-from graph_passes.passes.fuse_attention import FuseAttention
-from graph_passes.passes.fuse_gelu import FuseGelu
 
 __all__ = ["Front"]
 
@@ -88,10 +86,8 @@ class Front:
                     float_blocks += [block.name] if in_float else []
                     is_source = block.name in unit_config.sources
                     needs_plain = config.plain_operators is not None or is_source
-                    if operator == "gelu":
-                        passes.append(FuseGelu([block.name]))
-                    elif operator != AS_EXPORTED and not needs_plain:
-                        passes.append(FuseAttention({block.name: operator}))
+                    if operator is not None and not needs_plain:
+                        passes.append(fusion_of(block.name, operator))
         if self.latency.residual_fusion is not None:
             passes += [FoldBiases(), self.latency.residual_fusion]
         return Plan.merged(passes, self.precision, float_blocks)

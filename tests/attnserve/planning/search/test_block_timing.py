@@ -215,7 +215,7 @@ def defect(*_: object, **__: object) -> None:
     raise InvariantBroken("a pass violates an invariant")
 
 
-@pytest.mark.parametrize("function", ["apply_config", "FuseAttention", "FuseGelu", "convert"])
+@pytest.mark.parametrize("function", ["apply_config", "fusion_of", "convert"])
 def test_block_timer_defect_of_a_pass_is_an_error(function: str, monkeypatch: pytest.MonkeyPatch):
     """It is no configuration that is left out."""
     model, groups = encoder()
