@@ -24,7 +24,6 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Lengths
-from attnserve.planning.search import search
 from attnserve.planning.search.judge import Candidate, Judge
 from attnserve.runtime.interface import Session
 from graph_passes.analysis.workload import Workload
