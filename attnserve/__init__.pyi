@@ -25,6 +25,7 @@ from attnserve.literals import (
     Pooling,
     SearchMeasure,
     TaskName,
+    TrainedPrecision,
 )
 from attnserve.models.measured import Fidelity
 from attnserve.options import (
@@ -254,7 +255,7 @@ def recover(
     force: bool = ...,
     progress: Progress | None = ...,
     minutes: float = ...,
-    int8: bool = ...,
+    precision: TrainedPrecision = ...,
     task: LearnedTask | None = ...,
     measure: Measure = ...,
     threads: int = ...,

@@ -10,7 +10,7 @@ Products with quantized weights do not change.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import onnx_ir as ir
@@ -43,8 +43,11 @@ __all__ = [
     "RESIDUAL_PASSES",
     "fuse",
     "fuse_for",
-    "fused_copy",
+    "fused_for_libraries",
+    "fused_operators",
     "fusion_passes",
+    "newest_opset",
+    "raise_opset_for",
 ]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
@@ -81,36 +84,19 @@ def fusion_passes(
     Args:
         operators: Attention operators, of which the first that applies is used; None for the
             ``ATTENTION_OPERATORS`` of the provider.
-        is_timed_only: See ``fuse``.
+        is_timed_only: Skip certification, because the model is only timed.
 
     Raises:
         CannotRewrite: No block can be fused.
     """
+    opsets = newest_opset(model).opset_imports
     with Analyses.of(model) as analyses:
-        return _fusion_passes(analyses, provider, operators, is_timed_only)
-
-
-def _fusion_passes(
-    analyses: Analyses,
-    provider: Provider,
-    operators: Sequence[FusedOperator] | None,
-    is_timed_only: bool,
-) -> tuple[RewritePass, ...]:
-    model = analyses.model
-    shapes = small_shapes(analyses)
-    opsets = dict(model.opset_imports)
-    with suppress(CannotRewrite):
-        newest = model.clone()
-        raise_opset(newest, max(OPSETS.values()))
-        opsets = dict(newest.opset_imports)
-    if is_timed_only:
-        blocks, unmatched = analyses.get(find_attention)
-    else:
-        report = analyses.get(read_attention)
-        blocks, unmatched = report.blocks, report.unmatched
-    reasons = [failure.reason for failure in unmatched]
+        shapes = small_shapes(analyses)
+        report = analyses.get(find_attention if is_timed_only else read_attention)
+        gelus = fusible_gelus(model)
+    reasons = [failure.reason for failure in report.unmatched]
     operators_by_block: dict[str, FusedOperator] = {}
-    for block in blocks:
+    for block in report.blocks:
         if block.graph is not model.graph or block.idiom in IDIOMS.values():
             continue
         for operator in operators or ATTENTION_OPERATORS[provider]:
@@ -119,16 +105,43 @@ def _fusion_passes(
                 operators_by_block[block.name] = operator
                 break
             reasons.append(refusal.reason)
-    gelu = fusible_gelus(model)
-    if not operators_by_block and not gelu:
+    if not operators_by_block and not gelus:
         raise CannotRewrite(
             f"no block can be written in a faster operator: {(reasons or ['none was found'])[0]}",
             "use the model as it is",
             code="fusion.nothing",
         )
-    fused: list[RewritePass] = [FuseAttention(operators_by_block)] if operators_by_block else []
-    fused += [FuseGelu(gelu)] if gelu else []
-    return (*fused, FoldBiases(), RESIDUAL_PASSES[provider][0]())
+    passes: list[RewritePass] = [FuseAttention(operators_by_block)] if operators_by_block else []
+    passes += [FuseGelu(gelus)] if gelus else []
+    return (*passes, FoldBiases(), RESIDUAL_PASSES[provider][0]())
+
+
+def fused_operators(passes: Iterable[RewritePass]) -> dict[str, FusedOperator]:
+    """The operator of each attention block that the passes fuse."""
+    return {
+        name: operator
+        for graph_pass in passes
+        if isinstance(graph_pass, FuseAttention)
+        for name, operator in graph_pass.targets.items()
+    }
+
+
+def newest_opset(model: ir.Model) -> ir.Model:
+    """A copy in the newest opset that an operator needs; in its own if it cannot be converted."""
+    newest = model.clone()
+    with suppress(CannotRewrite):
+        raise_opset(newest, max(OPSETS.values()))
+    return newest
+
+
+def raise_opset_for(passes: Iterable[RewritePass], model: ir.Model) -> None:
+    """Raise the opset of a model to the opset that the fused operators of the passes need.
+
+    Raises:
+        CannotRewrite: The model cannot be converted.
+    """
+    operators = fused_operators(passes).values()
+    raise_opset(model, max((OPSETS.get(operator, 0) for operator in operators), default=0))
 
 
 def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool = False) -> None:
@@ -141,16 +154,9 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         CannotRewrite: The model cannot be converted to the opset of an operator.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    attention = [graph_pass for graph_pass in passes if isinstance(graph_pass, FuseAttention)]
-    operators: set[FusedOperator] = {
-        operator for graph_pass in attention for operator in graph_pass.targets.values()
-    }
-    opset = max((OPSETS.get(operator, 0) for operator in operators), default=0)
     with Analyses.of(model) as analyses:
         macs_before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
-        if model.opset_imports.get("", 0) < opset:
-            raise_opset(model, opset)
-            analyses.invalidate()
+        raise_opset_for(passes, model)
         for graph_pass in passes:
             graph_pass(model)
         if is_timed_only:
@@ -165,8 +171,7 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
                 DEFECT,
                 code="internal.fusion_macs",
             )
-    names = {name for graph_pass in attention for name in graph_pass.targets}
-    if lost_names := sorted(names - certified):
+    if lost_names := sorted(fused_operators(passes).keys() - certified):
         raise InvalidModel(
             f"{lost_names[0]} is not certified after its fusion",
             DEFECT,
@@ -176,24 +181,24 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
 
 def fuse_for(
     model: ir.Model,
-    precision: Precision,
+    precision: Precision = "float32",
     provider: Provider = "cpu",
     *,
     is_timed_only: bool = False,
-) -> tuple[RewritePass, ...]:
-    """Fuse operators of a float32 model in place, as far as a precision allows.
+) -> tuple[ir.Model, tuple[RewritePass, ...]]:
+    """Fuse operators in a copy of a float32 model, as far as a precision allows.
 
-    The model may be converted to the precision afterwards: operators that contain the projections
+    The copy may be converted to the precision afterwards: operators that contain the projections
     are left out for integers.
 
     Args:
         precision: The precision in which the model will run.
         provider: The processor of the model; half precision is for GPUs.
-        is_timed_only: See ``fuse``.
+        is_timed_only: Skip certification, because the model is only timed.
 
     Returns:
-        The passes; none if nothing can be fused, or a fused block fails certification (the log has
-        the reason).
+        A fused copy and its passes; the model itself and no passes if nothing can be fused, or a
+        fused block fails certification (the log has the reason).
     """
     scheme = SCHEMES[precision]
     runs_on: Provider = "cuda" if scheme.provider == "cuda" else provider
@@ -201,31 +206,24 @@ def fuse_for(
     if scheme.allows_float_blocks:
         operators = [operator for operator in operators if operator not in PROJECTING]
     try:
-        fused, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)
-        if not (is_timed_only or _is_loaded(fused)):  # this ONNX Runtime lacks the new operators
-            operators = [operator for operator in operators if operator not in OPSETS]
-            fused, passes = _fused_copy(model, runs_on, operators)
+        copy, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)
+        if is_timed_only or _is_loaded(copy):
+            return copy, passes
+        # This ONNX Runtime lacks the new operators.
+        return _fused_copy(model, runs_on, [name for name in operators if name not in OPSETS])
     except CannotRewrite:
-        return ()
-    except InvalidModel as error:  # a defect of the fusion: convert the model without it
+        return model, ()
+    except InvalidModel as error:  # a defect of the fusion: the model is used without it
         log.warning("operators are not fused: %s", error.what)
-        return ()
-    model.graph = fused.graph
-    model.functions.clear()
-    model.functions.update(fused.functions)
-    return passes
+        return model, ()
 
 
-def fused_copy(model: ir.Model, provider: Provider = "cpu") -> ir.Model:
-    """A copy with fused operators; the model itself if it has quantized weights.
+def fused_for_libraries(model: ir.Model, provider: Provider = "cpu") -> ir.Model:
+    """The form in which libraries load a model that attnserve does not serve: fused.
 
-    Conversions to integers fuse before they write such weights.
+    A model with quantized weights is returned as it is: conversions fuse before they write them.
     """
-    if quantized_node(model) is not None:
-        return model
-    copy = model.clone()
-    fuse_for(copy, "float32", provider)
-    return copy
+    return model if quantized_node(model) is not None else fuse_for(model, provider=provider)[0]
 
 
 def _fused_copy(
@@ -235,12 +233,12 @@ def _fused_copy(
     *,
     is_timed_only: bool = False,
 ) -> tuple[ir.Model, tuple[RewritePass, ...]]:
-    """A fused copy of a model, and its passes; see ``fusion_passes`` and ``fuse``."""
-    fused = model.clone()
-    with Analyses.of(fused):  # blocks are found once for the choice and for the first pass
-        passes = fusion_passes(fused, provider, operators, is_timed_only=is_timed_only)
-        fuse(fused, passes, is_timed_only=is_timed_only)
-    return fused, passes
+    """A fused copy of a model, and its passes."""
+    copy = model.clone()
+    with Analyses.of(copy):  # blocks are found once for the choice and for the first pass
+        passes = fusion_passes(copy, provider, operators, is_timed_only=is_timed_only)
+        fuse(copy, passes, is_timed_only=is_timed_only)
+    return copy, passes
 
 
 def _is_loaded(model: ir.Model) -> bool:

@@ -23,6 +23,7 @@ __all__ = [
     "Similarity",
     "Split",
     "TaskName",
+    "TrainedPrecision",
 ]
 
 Activation = Literal["sigmoid", "softmax", "identity"]
@@ -55,3 +56,4 @@ TaskName = Literal[
     "token-classification",
     "image-classification",
 ]
+TrainedPrecision = Literal["float32", "int8"]

@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
             if kind == "--train":
                 models[goal] = output
             print(f"{kind}, {goal}: {seconds:.0f} s, {search.verdict}, kept {kept}", flush=True)
-        models[FUSED] = fused(original, folder)
+        models[FUSED] = fused_file(original, folder)
         by_hand = models["R = 128 by hand"] = folder / "shared-128"
         attnserve.optimize(original, by_hand, calib=calibration, **SHARED_128)
         by_hand_kept = {
@@ -194,10 +194,9 @@ def other_tools(original: Path, folder: Path) -> dict[str, Path]:
     }
 
 
-def fused(original: Path, folder: Path) -> Path:
+def fused_file(original: Path, folder: Path) -> Path:
     """Return the model in fused operators, which serving runs for any model."""
-    model = load_model(open_artifact(original))
-    fuse_for(model, "float32")
+    model, _ = fuse_for(load_model(open_artifact(original)))
     path = folder / "fused.onnx"
     save_model(model, path)
     return path

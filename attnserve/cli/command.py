@@ -11,7 +11,7 @@ import typer
 
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
-from attnserve.options import Options, OptionType, Run, is_group, option_name, option_type
+from attnserve.options import Options, OptionType, is_group, option_name, option_type
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -144,7 +144,7 @@ def _options(
         metavar="" if value_type is bool else cli.metavar,
         help=text,
         rich_help_panel=panel,
-        callback=limit_threads if (kind, name) == (Run, "threads") else None,
+        callback=limit_threads if cli.limits_threads else None,
         **_bounds(about),
     )
     shown_type = value_type | None if default is None else value_type

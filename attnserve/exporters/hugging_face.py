@@ -45,7 +45,7 @@ from attnserve.exporters.transformers_model import (
     require_torch,
     weights_sha256,
 )
-from attnserve.fusion import fused_copy
+from attnserve.fusion import fused_for_libraries
 from attnserve.literals import Activation, Attention, Exporter, Pooling
 from attnserve.models.artifact import COMPANIONS, Artifact
 from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
@@ -239,9 +239,8 @@ def export(
         record = _record(report, settings, model)
         write_record(stage, record)
         written = Artifact(stage / "model.onnx", record)
-        write_for_libraries(
-            written, graph, stage, folder, openvino=fused_copy(graph) if openvino else None
-        )
+        fused = fused_for_libraries(graph) if openvino else None
+        write_for_libraries(written, graph, stage, folder, openvino=fused)
     return report
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.context import AUTO, Device, Provider
-from attnserve.fusion import fused_copy
+from attnserve.fusion import fused_for_libraries
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.models.library_files import LibraryModel, library_model
@@ -78,7 +78,7 @@ def load(
         )
     library = _import_library()
     session = open_session(
-        fused_copy(graph, provider),
+        fused_for_libraries(graph, provider),
         Device(provider, threads, runtime),
         SessionOptions(spinning=True),
     )

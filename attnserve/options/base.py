@@ -71,6 +71,7 @@ class Cli:
         switches: Flags for single values, before the option that takes any value.
         is_text: Whether the field parses the text of the option.
         is_argument: Whether the value is a positional argument.
+        limits_threads: Whether the value is a number of threads of numpy and PyTorch too.
     """
 
     metavar: str | None = None
@@ -79,6 +80,7 @@ class Cli:
     switches: tuple[Switch, ...] = ()
     is_text: bool = False
     is_argument: bool = False
+    limits_threads: bool = False
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ Files = Annotated[
 TokenizerFile = Annotated[
     File | None, Field(description="tokenizer.json (default: the file beside the model).")
 ]
+INT8 = Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU).")
 Converted = Annotated[
     Precision,
     Cli(
@@ -168,7 +169,7 @@ Converted = Annotated[
         switches=(
             Switch("--fp16", "float16", "Convert to float16."),
             Switch("--bf16", "bfloat16", "Convert to bfloat16 (GPU only)."),
-            Switch("--int8", "int8", "Quantize to int8 with 7-bit weights (every CPU)."),
+            INT8,
             Switch(
                 "--int8-full",
                 "int8-full",

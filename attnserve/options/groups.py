@@ -17,10 +17,12 @@ from attnserve.literals import (
     MixingOption,
     Pooling,
     TaskName,
+    TrainedPrecision,
 )
 from attnserve.options.base import Cli, Options
 from attnserve.options.fields import (
     CALIBRATION,
+    INT8,
     PRECISION,
     Allowed,
     Converted,
@@ -382,7 +384,7 @@ class Run(Options):
     panel = RUN
     area = "run"
 
-    threads: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
+    threads: Annotated[NonNegativeInt, Cli(metavar="N", limits_threads=True)] = 0
     """Number of threads of ONNX Runtime, numpy and PyTorch; 0 uses the default of each library."""
     provider: Provider = "cpu"
     """Execution provider."""
@@ -437,8 +439,8 @@ class Training(Options):
 
     minutes: Annotated[FiniteFloat, Field(ge=0, examples=[20]), Cli(metavar="N")] = 20.0
     """Training time in minutes."""
-    int8: Annotated[bool, Cli(panel=PRECISION)] = False
-    """Train for int8 weights, and write the int8 model."""
+    precision: Annotated[TrainedPrecision, Cli(panel=PRECISION, switches=(INT8,))] = "float32"
+    """Train for the rounding of a precision, and write the converted model."""
     task: LearnedTask | None = None
     """Learn the labels of the tables (.tsv) in `data` too."""
     measure: MeasureName = "auto"

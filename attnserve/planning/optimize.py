@@ -13,7 +13,7 @@ from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
-from attnserve.fusion import fuse_for, fused_copy
+from attnserve.fusion import fused_for_libraries
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
@@ -35,12 +35,11 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mo
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_warnings import warnings_of
-from attnserve.planning.plans.apply import apply_plan, apply_steps, raise_opset_for
+from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import RunPass
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import search
@@ -258,17 +257,11 @@ def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
 
 
 def _convert(job: Job, rewritten: _Outcome) -> _Outcome:
-    """Complete the plan with the precision of the target, and apply the new steps.
-
-    Operators are fused before the conversion, by passes that depend on the rewritten model.
-    """
-    plan, state = rewritten.plan, rewritten.state
+    """Fuse and convert the rewritten model, and complete its plan by these steps."""
     precision = job.target.precision
-    fusion = fuse_for(state.model.clone(), precision, job.context.device.provider)
-    plan = replace(plan, passes=(*plan.passes, *fusion), precision=precision)
-    raise_opset_for(plan, state.model)
-    state = apply_steps([*map(RunPass, fusion), *plan.conversion], state)
-    return replace(rewritten, plan=plan, state=state)
+    passes = (*rewritten.plan.passes, *rewritten.state.fuse(precision))
+    plan = replace(rewritten.plan, passes=passes, precision=precision)
+    return replace(rewritten, plan=plan, state=apply_steps(plan.conversion, rewritten.state))
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
@@ -398,5 +391,5 @@ def _write(job: Job, model: ir.Model, report: OptimizeReport, write: Write) -> N
     has_openvino = write.openvino or runtime_of(model, job.context.device) == OpenVino.name
     write_rewritten(
         report.output, model, job.artifact, report.record, external=write.external_data,
-        openvino=fused_copy(model) if has_openvino else None,
+        openvino=fused_for_libraries(model) if has_openvino else None,
     )  # fmt: skip

@@ -63,10 +63,10 @@ def recover(
 ) -> RecoverReport:
     """Train the weights of a rewritten model on outputs and hidden states of its original.
 
-    The graph keeps its names, inputs and outputs, and without ``int8`` its nodes; weights that are
-    nodes become initializers. The rows are split into parts to fit, to choose the best weights, and
-    to verify the result. If the result is not better on the last part, the weights of ``model`` are
-    returned.
+    The graph keeps its names, inputs and outputs, and without a conversion its nodes; weights that
+    are nodes become initializers. The rows are split into parts to fit, to choose the best weights,
+    and to verify the result. If the result is not better on the last part, the weights of ``model``
+    are returned.
 
     The state is saved in the user's cache folder with each measurement, so that an interrupted
     training continues when it is called again; with ``minutes`` 0 its best weights are written.
@@ -78,7 +78,7 @@ def recover(
             to name this file as its source.
         data: Text (one per line), an .npz or a folder of .npz, or several of them; with ``task``,
             tables with labels too.
-        training: Time, rounding and labels. With ``int8``, ``before`` and ``after`` describe int8
+        training: Time, precision and labels. With "int8", ``before`` and ``after`` describe int8
             models, and without a gain the conversion of ``model`` is returned, which has to be
             float32. With ``task``, weights are chosen by the sum of both losses; a gain is then a
             smaller sum and no lower score, and the distance to the original may grow.
@@ -115,7 +115,7 @@ def recover(
     rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
     job = Job(
         texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
-        target=Target(precision="int8" if training.int8 else "float32"),
+        target=Target(precision=training.precision),
         context=context,
     )  # fmt: skip
     key = _checkpoint_key(job, artifact, original_artifact, training, run)
@@ -149,13 +149,13 @@ def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
 
 
 def _model_to_train(artifact: Artifact, training: Training, run: Run) -> ir.Model:
-    """The rewritten model with its weights as initializers; fused as int8 models are, for int8."""
+    """The rewritten model with its weights as initializers; fused if it is converted."""
     model = load_model(artifact)
     if not trainable_weights(model):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(model)
-    if training.int8:
-        fuse_for(model, "int8", run.provider)
-    return model
+    if training.precision == "float32":
+        return model
+    return fuse_for(model, training.precision, run.provider)[0]
 
 
 def _read_rows(
@@ -194,7 +194,7 @@ def _checkpoint_key(
             "student": fingerprint(artifact),
             "teacher": fingerprint(teacher),
             "data": [data.source.to_json(), content_digest(data)],
-            "asked": [training.measure, run.provider, run.seed, training.int8, training.task],
+            "asked": [training.measure, run.provider, run.seed, training.precision, training.task],
             "served": [served.pooling, served.dimensions, served.output],
             "versions": {**versions(), **package_versions(["torch"])},
         }

@@ -84,11 +84,10 @@ class ServedTimer:
             precision = "float32"
         key = model, precision, tuple(float_blocks)
         if key not in self.made:
-            fused = model.clone()
-            if not fuse_for(fused, precision, self.job.context.device.provider, is_timed_only=True):
-                fused = model
+            provider = self.job.context.device.provider
+            model, _ = fuse_for(model, precision, provider, is_timed_only=True)
             self.made[key] = convert(
-                fused, precision, self.job.calibration, float_blocks=float_blocks, to_nearest=True
+                model, precision, self.job.calibration, float_blocks=float_blocks, to_nearest=True
             )
         return self.made[key]
 

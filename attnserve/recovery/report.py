@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 
 from attnserve.data.token_statistics import calibration_of
-from attnserve.fusion import fused_copy
+from attnserve.fusion import fused_for_libraries
 from attnserve.job import Job
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import source_entry
@@ -91,5 +91,5 @@ def write_recovered(
         artifact,
         entry,
         external=external,
-        openvino=fused_copy(model) if openvino else None,
+        openvino=fused_for_libraries(model) if openvino else None,
     )

@@ -17,12 +17,14 @@ from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.factorize.moments import TokenMoments
-from graph_passes.passes.base import BlockPass
+from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
+from graph_passes.passes.fuse_attention import FuseAttention
+from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons
-from graph_passes.passes.reuse_attention import Edges, ReuseAttention, ReusedHeads, SourceHead
+from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
 
 __all__ = [
@@ -32,16 +34,18 @@ __all__ = [
     "BlockOperator",
     "LossCurve",
     "ReusePair",
+    "Reusing",
     "apply_config",
-    "apply_reuse",
     "configs_of",
+    "fusion_of",
 ]
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
-BlockOperator = FusedOperator | Literal["gelu", "as exported"]
-"""The implementation of a block: one fused operator, or the nodes of the export."""
+BlockOperator = FusedOperator | Literal["gelu"]
+"""The fused operator of a block; a block with the nodes of the export has None."""
 
 AS_EXPORTED: Final = "as exported"
+"""The name in reports of the nodes of the export."""
 
 MULTIPLE = 8
 """Remaining neurons are a multiple of this, the number of floats in a vector register."""
@@ -67,15 +71,11 @@ class BlockConfig:
         is_fitted: Whether one of its passes is fitted to the moments of tokens. If not, the output
             of the block is refitted before the loss of the change is measured.
         kept: The number of remaining heads or neurons.
-        reused_heads: The head that each kept head reuses; numbers before pruning.
     """
 
     plain_operators: ClassVar[PlainOperators | None] = None
     is_fitted: ClassVar[bool] = False
     kept: int
-    reused_heads: ReusedHeads = field(
-        default_factory=dict[int, SourceHead], init=False, compare=False
-    )
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -86,6 +86,11 @@ class BlockConfig:
     def change(self) -> str:
         """Identifies the change besides removal, for any number of heads; empty if none."""
         return self.plain_operators or ""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the attention blocks whose probabilities it reuses."""
+        return ()
 
     @property
     def less_lossy(self) -> BlockConfig | None:
@@ -192,20 +197,30 @@ class Shared(Truncated):
 
 @dataclass(frozen=True)
 class Reusing(BlockConfig):
-    """Heads that reuse the probabilities of another attention, by a pass of both (``apply_reuse``).
+    """Heads that reuse the probabilities of another attention.
 
     Attributes:
+        heads: By kept head, the head of the other attention that it reuses, which has its number
+            after pruning.
         source: The name of the other attention.
         reuse_loss: The loss at the model's output if all heads are reused.
     """
 
     plain_operators: ClassVar[PlainOperators | None] = "reuse"
-    reused_heads: ReusedHeads = field(compare=False)
+    heads: Mapping[int, int] = field(compare=False)
     source: str
     reuse_loss: float = field(compare=False)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+        reused = {place: (self.source, head) for place, head in enumerate(self.heads.values())}
+        return [*super().passes(block, mask), ReuseAttention({block.name: reused})]
+
     def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        return [int(head in self.reused_heads) for head in range(group.count)]
+        return [int(head in self.heads) for head in range(group.count)]
 
     def loss(self, curve: LossCurve) -> float:
         return super().loss(curve) + self.reuse_loss * self.kept / curve.count
@@ -307,10 +322,11 @@ class ReusePair:
             kept: The number of kept heads of both blocks.
             curve: The losses of the source.
         """
-        stays = curve.mask(kept)
-        source = self.source.names[0]
-        heads = {head: (source, reused) for head, reused in enumerate(self.heads) if stays[reused]}
-        return Reusing(kept, heads, source, self.loss)
+        places = {
+            head: place for place, head in enumerate(np.flatnonzero(curve.mask(kept)).tolist())
+        }
+        heads = {head: places[taken] for head, taken in enumerate(self.heads) if taken in places}
+        return Reusing(kept, heads, self.source.names[0], self.loss)
 
 
 def configs_of(block: Block) -> list[BlockConfig]:
@@ -335,6 +351,11 @@ def configs_of(block: Block) -> list[BlockConfig]:
     return configs
 
 
+def fusion_of(name: str, operator: BlockOperator) -> RewritePass:
+    """The pass that writes a block in an operator."""
+    return FuseGelu([name]) if operator == "gelu" else FuseAttention({name: operator})
+
+
 def apply_config(
     model: ir.Model, block: Block, config: BlockConfig, moments: TokenMoments | None = None
 ) -> None:
@@ -354,17 +375,3 @@ def apply_config(
             if moments is not None:
                 graph_pass = graph_pass.fitted(analyses, lambda _, __: {block.name: moments})
             graph_pass(model)
-
-
-def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]]) -> None:
-    """Let heads reuse the probabilities of others, in place, after pruning.
-
-    Args:
-        edges: Reuse edges, in head numbers after pruning.
-
-    Raises:
-        CannotRewrite: See ``ReuseAttention``.
-    """
-    with Analyses.of(model):
-        PruneHeads(masks)(model)
-        ReuseAttention(edges)(model)

@@ -35,8 +35,8 @@ from attnserve.planning.blocks.configurations import (
     BlockConfig,
     LossCurve,
     ReusePair,
+    Reusing,
     apply_config,
-    apply_reuse,
 )
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.loss_estimation import LossEstimator
@@ -256,10 +256,12 @@ class _ChangeLosses:
         taken = edges.get(reader, {})
         if len(taken) < pair.reader.count:
             return None
-        new = self.model.clone()
-        apply_reuse(new, edges, {})
         heads = tuple(taken[head][1] for head in range(pair.reader.count))
-        return replace(pair, heads=heads, loss=self._loss(new, pair.source.names[0], [reader]))
+        source = pair.source.names[0]
+        new = self.model.clone()
+        whole = Reusing(len(heads), dict(enumerate(heads)), source, 0.0)
+        apply_config(new, pair.reader.blocks[0], whole)
+        return replace(pair, heads=heads, loss=self._loss(new, source, [reader]))
 
     def _loss(self, new: ir.Model, first: str, fitted: Sequence[str]) -> float:
         """Measure the loss of a changed model.

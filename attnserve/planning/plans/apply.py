@@ -7,22 +7,20 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
+from attnserve.fusion import raise_opset_for
 from attnserve.job import Job
-from attnserve.models.opset import raise_opset
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import PlanStep, RunPass
-from graph_passes.emit.fused_attention import OPSETS
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
-from graph_passes.passes.fuse_attention import FuseAttention
 
 if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
 
-__all__ = ["apply_plan", "apply_steps", "raise_opset_for", "start"]
+__all__ = ["apply_plan", "apply_steps", "start"]
 
 
 def start(
@@ -46,18 +44,11 @@ def start(
         CannotRewrite: The plan names an attention block that is not certified.
     """
     _require_certified(plan, job)
-    raise_opset_for(plan, model)
+    raise_opset_for(plan.passes, model)
     return State(
         job, model, plan.precision, tuple(plan.float_blocks),
         fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
     )  # fmt: skip
-
-
-def raise_opset_for(plan: Plan, model: ir.Model) -> None:
-    """Raise the opset of a model to the opset that the fused operators of a plan need."""
-    operators = plan.targets(FuseAttention).values()
-    if needed := max((OPSETS.get(operator, 0) for operator in operators), default=0):
-        raise_opset(model, needed)
 
 
 def _require_certified(plan: Plan, job: Job) -> None:

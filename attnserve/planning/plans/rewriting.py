@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import BlockPass, RewritePass
 from graph_passes.passes.skip_attention import skipped
 
-__all__ = ["ApplyReport", "PassRunner"]
+__all__ = ["ApplyReport", "PassRunner", "exact_changes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +50,17 @@ class ApplyReport:
             is_exact=self.is_exact and later.is_exact,
             shared=(*self.shared, *later.shared),
         )
+
+
+def exact_changes(
+    passes: Iterable[RewritePass], macs_after: int | None
+) -> tuple[RecordedChange, ...]:
+    """The changes of exact passes, which lead to these MACs of the model."""
+    return tuple(
+        RecordedChange(rewrite=graph_pass.name, block=name, macs_after=macs_after)
+        for graph_pass in passes
+        for name in graph_pass.targets
+    )
 
 
 @dataclass(eq=False)
@@ -152,11 +163,7 @@ class PassRunner:
         graph_pass(self.model)
         if not graph_pass.targets:
             return
-        macs = self._macs()
-        self.changes += [
-            RecordedChange(rewrite=graph_pass.name, block=name, macs_after=macs)
-            for name in graph_pass.targets
-        ]
+        self.changes += exact_changes([graph_pass], self._macs())
         attention = {block.name for block in self.analyses.get(find_attention).blocks}
         self.to_certify |= attention & graph_pass.targets.keys()
 

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Self
 
 import onnx_ir as ir
 
+from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.literals import Precision
 from attnserve.models.training_result import TrainingResult
-from attnserve.planning.plans.rewriting import ApplyReport, PassRunner
+from attnserve.planning.plans.rewriting import ApplyReport, PassRunner, exact_changes
 from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analyses import Analyses
+from graph_passes.analysis.cost import count_macs
+from graph_passes.passes.base import RewritePass
 
 if TYPE_CHECKING:
     from attnserve.recovery.labels import Labels
@@ -74,6 +77,14 @@ class State:
             fit = self.fit and self.job.data is not None
             self._rewriting = PassRunner(self.job, analyses, fit)
         return self._rewriting
+
+    def fuse(self, precision: Precision) -> tuple[RewritePass, ...]:
+        """Fuse operators as far as a precision allows, and return the passes; see ``fuse_for``."""
+        provider = self.job.context.device.provider
+        self.model, passes = fuse_for(self.model, precision, provider)
+        changes = exact_changes(passes, count_macs(self.model, self.job.counted))
+        self.applied = self.applied.then(ApplyReport(changes))
+        return passes
 
     def finish_rewrites(self) -> None:
         """Refit and certify the blocks that the passes since the last call changed."""

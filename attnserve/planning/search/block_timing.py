@@ -14,13 +14,13 @@ from attnserve.context import Progress, ignore_progress
 from attnserve.fusion import RESIDUAL_PASSES
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
-    AS_EXPORTED,
     BlockConfig,
     BlockOperator,
     ReusePair,
+    Reusing,
     apply_config,
-    apply_reuse,
     configs_of,
+    fusion_of,
 )
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
@@ -38,8 +38,8 @@ from graph_passes.errors import IMPOSSIBLE
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
-from graph_passes.passes.fuse_attention import FuseAttention, fusion_refusal
-from graph_passes.passes.fuse_gelu import FuseGelu, gelu_refusal
+from graph_passes.passes.fuse_attention import fusion_refusal
+from graph_passes.passes.fuse_gelu import gelu_refusal
 from graph_passes.passes.fuse_residuals import find_residuals
 from graph_passes.passes.reuse_attention import reuse_refusal
 
@@ -61,14 +61,14 @@ class BlockLatency:
 
     Attributes:
         original: The latencies of the block as exported.
-        operator: The fastest operator of the unreduced block.
+        operator: The fastest operator of the unreduced block; None if the export is faster.
         configs: The latencies of each configuration in the order of reports, computed by
             ``operator``.
         operators: The latencies of the unreduced block, computed by each fused operator.
     """
 
     original: Latencies
-    operator: BlockOperator
+    operator: BlockOperator | None
     configs: Mapping[BlockConfig, Latencies]
     operators: Mapping[BlockOperator, Latencies]
 
@@ -232,13 +232,12 @@ class BlockTimer:
             if self._runs(new)
         }
         times = self._measure(original, fused)
-        fastest: BlockOperator = AS_EXPORTED
+        fastest: BlockOperator | None = None
         least = times[None].mean
         for operator in fused:
             is_steady = times[operator].keeps_up_with(times[None])
             if is_steady and times[operator].mean < least:
                 fastest, least = operator, times[operator].mean
-        start = times[None if fastest == AS_EXPORTED else fastest]
         fused_ms: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         whole = BlockConfig(count)
@@ -246,7 +245,7 @@ class BlockTimer:
         # Those that must outrun others are timed with fewer heads only if they do so with all.
         later = [each for each in wanted if each.less_lossy is not None and each.kept < count]
         first = [each for each in wanted if each not in (whole, *later)]
-        configs = {whole: start} | self._time_configs(part, first, fastest, original)
+        configs = {whole: times[fastest]} | self._time_configs(part, first, fastest, original)
         if all(each.outruns(configs) for each in configs):
             configs |= self._time_configs(part, later, fastest, original)
         in_order = {each: configs[each] for each in wanted if each in configs}
@@ -256,15 +255,14 @@ class BlockTimer:
         self,
         part: Part,
         wanted: Sequence[BlockConfig],
-        operator: BlockOperator,
+        operator: BlockOperator | None,
         original: Part,
     ) -> dict[BlockConfig, Latencies]:
         """The times of the possible configurations, with an operator if it has them."""
         parts: dict[BlockConfig, Part] = {}
         for config in wanted:
             smaller = _smaller(part, config)
-            is_fused = operator != AS_EXPORTED and config.plain_operators is None
-            if smaller is not None and is_fused:
+            if smaller is not None and operator is not None and config.plain_operators is None:
                 smaller = _fused(smaller, operator)
             if smaller is not None:
                 parts[config] = smaller
@@ -311,10 +309,10 @@ class BlockTimer:
         """Both blocks with this number of heads; empty if reuse is impossible."""
         names = source.names[0], reader.names[0]
         new = self.model.clone()
-        edges = {names[1]: {head: (names[0], head) for head in range(kept)}}
-        mask = [1] * kept + [0] * (source.count - kept)
+        reusing = Reusing(kept, {head: head for head in range(kept)}, names[0], 0.0)
         try:
-            apply_reuse(new, edges, dict.fromkeys(names, mask) if kept < source.count else {})
+            apply_config(new, source.blocks[0], BlockConfig(kept))
+            apply_config(new, reader.blocks[0], reusing)
             blocks = {block.name: block for block in find_attention(new).blocks}
             return self._cut_out(new, [_cut(blocks[name]) for name in names])
         except (*IMPOSSIBLE, KeyError):  # grouped heads, or blocks that cannot be extracted
@@ -444,18 +442,16 @@ def _smaller(part: Part, config: BlockConfig) -> Part | None:
 def _fused(part: Part, operator: BlockOperator) -> Part | None:
     """The part with a fused operator for its block; None if that is impossible."""
     small = part.model.clone()
-    attention, neurons = find_attention(small).blocks, find_feed_forward(small)
+    is_gelu = operator == "gelu"
+    blocks = find_feed_forward(small) if is_gelu else find_attention(small).blocks
+    if not blocks:
+        return None
     try:
-        if operator == "gelu":
-            if not neurons:
-                return None
-            FuseGelu([neurons[0].name])(small)
-            return Part(small, part.feeds)
-        if operator == AS_EXPORTED or not attention:
-            return None
-        FuseAttention({attention[0].name: operator})(small)
+        fusion_of(blocks[0].name, operator)(small)
     except IMPOSSIBLE:
         return None
+    if is_gelu:
+        return Part(small, part.feeds)
     block = next(iter(find_attention(small).blocks), None)
     if block is None or block.output is None:
         return None

@@ -34,7 +34,7 @@ class UnitConfig:
     @property
     def sources(self) -> set[str]:
         """The attention blocks whose probabilities others of the unit reuse."""
-        return {name for each in self.group_configs for name, _ in each.reused_heads.values()}
+        return {name for each in self.group_configs for name in each.sources}
 
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""

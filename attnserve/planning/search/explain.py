@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision, Point
 from attnserve.planning.search.front import ChosenBlock, Front
@@ -51,7 +52,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
             kind=chosen.group.kind,
             count=chosen.group.count,
             **chosen.config.recorded,
-            operator=chosen.config.plain_operators or chosen.operator,
+            operator=chosen.config.plain_operators or chosen.operator or AS_EXPORTED,
             ms_before=front.latency.default_of(chosen.block).original.mean,
             ms_after=chosen.ms,
             predicted_loss=chosen.loss,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from attnserve.limits import MIN_GAIN
 from attnserve.literals import Precision
 from attnserve.planning.blocks.configurations import (
-    AS_EXPORTED,
     BlockConfig,
     BlockOperator,
     LossCurve,
+    fusion_of,
 )
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.loss_curves import BlockLosses
@@ -22,9 +22,6 @@ from attnserve.planning.search.estimates import Estimates, Unit, paired_groups
 from attnserve.planning.search.model_latency import ModelLatency
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
-from graph_passes.passes.fuse_attention import FuseAttention
-from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.reuse_attention import ReuseAttention, renumbered
 
 __all__ = ["ChosenBlock", "Front"]
 
@@ -39,7 +36,7 @@ class ChosenBlock:
         curve: The losses of its group; None if nothing can be removed.
         mask: 1 for each head or neuron that is kept.
         in_float: Whether it stays float32 in an int8 or int4 model.
-        operator: The fused operator that computes it; ``AS_EXPORTED`` if none does.
+        operator: The fused operator that computes it; None if none does.
         loss: The predicted loss at the model's output by its group alone.
         ms: The latency of the block alone, mean over the requested lengths.
     """
@@ -53,7 +50,7 @@ class ChosenBlock:
     curve: LossCurve | None
     mask: Sequence[int]
     in_float: bool
-    operator: BlockOperator
+    operator: BlockOperator | None
     loss: float
     ms: float
 
@@ -61,10 +58,8 @@ class ChosenBlock:
     def passes(self) -> list[RewritePass]:
         """The passes that give it its configuration and its operator."""
         passes: list[RewritePass] = [*self.config.passes(self.block, self.mask)]
-        if self.operator == "gelu":
-            passes.append(FuseGelu([self.block.name]))
-        elif self.operator != AS_EXPORTED:
-            passes.append(FuseAttention({self.block.name: self.operator}))
+        if self.operator is not None:
+            passes.append(fusion_of(self.block.name, self.operator))
         return passes
 
 
@@ -150,7 +145,7 @@ class Front:
                 for block in group.blocks:
                     latency = self.latency.of(block, in_float=in_float)
                     is_plain = config.plain_operators or block.name in chosen.sources
-                    operator = AS_EXPORTED if is_plain else latency.operator
+                    operator = None if is_plain else latency.operator
                     # Of two blocks that share probabilities, the time of both was measured.
                     ms = chosen.ms / 2 if chosen.sources else latency.configs[config].mean
                     yield ChosenBlock(
@@ -161,10 +156,7 @@ class Front:
     def plan(self, choice: Choice) -> Plan:
         """The plan that makes a choice."""
         blocks = list(self.blocks(choice))
-        masks = {chosen.block.name: chosen.mask for chosen in blocks}
-        edges = {each.block.name: heads for each in blocks if (heads := each.config.reused_heads)}
         passes = [graph_pass for chosen in blocks for graph_pass in chosen.passes]
-        passes.append(ReuseAttention(renumbered(edges, masks)))
         if self.latency.residual_fusion is not None:
             passes += [FoldBiases(), self.latency.residual_fusion]
         float_blocks = [chosen.block.name for chosen in blocks if chosen.in_float]

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.configurations import ReusePair
+from attnserve.planning.blocks.configurations import AS_EXPORTED, ReusePair
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.precision.convert import convert
@@ -123,7 +123,7 @@ class ModelLatency:
                     **({"precision": "float32"} if latencies is self.float_latencies else {}),
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
-                    "written": latency.operator,
+                    "written": latency.operator or AS_EXPORTED,
                     "forms": {name: list(ms) for name, ms in latency.operators.items()},
                     "kept": {str(config): list(ms) for config, ms in latency.configs.items()},
                 })  # fmt: skip

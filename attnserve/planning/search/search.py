@@ -6,15 +6,14 @@ The goal is a share of the quality (``keep``) or a speed-up (``target_speedup``)
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 
 import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
 from attnserve.checks.quality import allowed_loss
+from attnserve.fusion import newest_opset
 from attnserve.job import Job
-from attnserve.models.opset import raise_opset
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
@@ -34,8 +33,6 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.search.verdict import result_of
 from attnserve.precision.convert import convert
-from graph_passes.emit.fused_attention import OPSETS
-from graph_passes.errors import CannotRewrite
 
 __all__ = ["search"]
 
@@ -63,9 +60,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     checked = checked_workloads(job)
     recorded = goal_record(goal, job)
     precision = job.target.precision
-    newest = job.original.clone()
-    with suppress(CannotRewrite):  # then no block has an operator of a newer opset
-        raise_opset(newest, max(OPSETS.values()))
+    newest = newest_opset(job.original)
     attention = read_attention(newest, seed=job.context.seed)
     require_attention(attention)
     if precision != "float32":

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
-from attnserve.fusion import ATTENTION_OPERATORS, fusion_passes
+from attnserve.fusion import ATTENTION_OPERATORS, fused_operators, fusion_passes
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
@@ -36,7 +36,6 @@ from attnserve.planning.served_graph.variants import (
     MANY_VARIANTS_BYTES,
     Variant,
     compared_runtimes,
-    fused_operators,
     list_variants,
 )
 from attnserve.runtime.by_length import by_length

@@ -10,11 +10,10 @@ from pathlib import Path
 import onnx_ir as ir
 
 from attnserve.context import AUTO, Device
-from attnserve.fusion import fuse
+from attnserve.fusion import fuse, fused_operators
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.session import RUNTIMES, runtime_of
-from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.errors import MissingExtra
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
@@ -24,7 +23,6 @@ __all__ = [
     "MANY_VARIANTS_BYTES",
     "Variant",
     "compared_runtimes",
-    "fused_operators",
     "list_variants",
 ]
 
@@ -120,9 +118,3 @@ def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[Re
         rest = {name: operator for name, operator in operators.items() if name not in names}
         fusions.append([FuseAttention(rest), *other_passes] if rest else other_passes)
     return fusions[:MAX_VARIANTS]
-
-
-def fused_operators(passes: Sequence[RewritePass]) -> dict[str, FusedOperator]:
-    """The operator of each fused attention block."""
-    fused = (fusion.targets for fusion in passes if isinstance(fusion, FuseAttention))
-    return {name: operator for targets in fused for name, operator in targets.items()}

@@ -173,7 +173,7 @@ def test_int8_recover_raises_quality_of_the_served_model_on_unseen_rows(
 ):
     monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
     report = attnserve.recover(
-        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
+        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, precision="int8"
     )
     assert report.record.gain
     assert report.before.quality is not None and report.after.quality is not None
@@ -198,7 +198,7 @@ def test_int8_recover_of_the_original_itself_lowers_the_rounding_errors(
     tiny: Path, texts: Path, tmp_path: Path
 ):
     report = attnserve.recover(
-        tiny, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, int8=True
+        tiny, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES, precision="int8"
     )
     assert report.record.gain
     assert report.training.loss < 0.95 * report.training.first_loss
@@ -209,7 +209,7 @@ def test_int8_recover_without_gain_returns_the_plain_conversion(
     pruned: Path, tiny: Path, texts: Path, tmp_path: Path
 ):
     report = attnserve.recover(
-        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0, int8=True
+        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0, precision="int8"
     )
     assert not report.record.gain and report.record.int8_weight_bits == 7
     plain = attnserve.optimize(pruned, tmp_path / "plain", precision="int8", calib=texts)

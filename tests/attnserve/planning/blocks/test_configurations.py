@@ -183,7 +183,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
     timer = BlockTimer(bert, SlowAtSecondShape(None), feeds[:1], feeds[1:])
     found = timer.time_blocks(groups)
     for group in groups:
-        assert found[group.blocks[0]].operator == "as exported"
+        assert found[group.blocks[0]].operator is None
         configs = Estimates(found, {}).unit(group).configs
         assert [config.group_configs for config in configs] == [(BlockConfig(group.count),)]
         assert configs[0].ms == found[group.blocks[0]].original.mean
@@ -538,7 +538,9 @@ def test_reuse_pair_reader_keeps_the_heads_that_reuse_those_of_its_source(
     theirs = pair.reusing(2, curve)
     assert theirs == Reusing(2, {}, source.names[0], 0.1)
     assert theirs.mask(reader, curves) == [1, 0, 0, 1]  # those that take heads 2 and 1
-    assert theirs.reused_heads == {0: (source.names[0], 2), 3: (source.names[0], 1)}
+    mask = theirs.mask(reader, curves)
+    *_, reuse = theirs.passes(reader.blocks[0], mask)  # by the numbers of heads after pruning
+    assert reuse.targets == {reader.names[0]: {0: (source.names[0], 1), 1: (source.names[0], 0)}}
 
 
 def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
@@ -566,9 +568,9 @@ def test_loss_curves_pair_without_edges_is_left_out(
     )
 
 
-@pytest.mark.parametrize("function", ["apply_config", "apply_reuse"])
+@pytest.mark.parametrize("is_pair", [False, True])
 def test_loss_curves_defect_of_a_pass_is_an_error(
-    function: str, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    is_pair: bool, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     """It is no change that is left out."""
@@ -577,8 +579,8 @@ def test_loss_curves_defect_of_a_pass_is_an_error(
         raise InvariantBroken("a pass violates an invariant")
 
     _, pairs = handed_on(bert, groups, monkeypatch, "as exported")
-    monkeypatch.setattr(f"attnserve.planning.blocks.loss_curves.{function}", defect)
-    changes = {groups[0].key: [REPLACED]}
+    monkeypatch.setattr("attnserve.planning.blocks.loss_curves.apply_config", defect)
+    pairs, changes = (pairs, {}) if is_pair else ([], {groups[0].key: [REPLACED]})
     with raises(InvariantBroken, "internal.invariant"):
         loss_curves(bert, groups, data, changes, pairs, new_meter=meters(bert), context=CONTEXT)
 
@@ -602,7 +604,7 @@ def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup])
         (BlockConfig(4), {"kept": 4}),
         (Truncated(4, 7), {"kept": 4, "head_size": 8}),
         (Shared(4, 7, 16), {"kept": 4, "head_size": 8, "rank": 16}),
-        (Reusing(4, {0: ("layer", 1)}, "layer", 0.1), {"kept": 4, "source": "layer"}),
+        (Reusing(4, {0: 1}, "layer", 0.1), {"kept": 4, "source": "layer"}),
         (REPLACED, {"kept": 0}),
     ],
     ids=str,
@@ -664,10 +666,10 @@ def test_config_of_a_reader_has_the_heads_and_the_loss_of_its_pair(
     removed, reused = config.reasons(reader, curve)
     assert "2 removed heads" in removed
     assert source.names[0] in reused and "0.1000" in reused
-    assert {source for source, _ in config.reused_heads.values()} == {source.names[0]}
+    assert config.sources == (source.names[0],)
     kept = BlockConfig(2)
     assert kept.mask(reader, curves) == curve.mask(2)
-    assert kept.reused_heads == {}
+    assert kept.sources == ()
 
 
 def test_config_without_attention_removes_no_heads_before(

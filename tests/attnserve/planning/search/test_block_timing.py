@@ -215,7 +215,7 @@ def defect(*_: object, **__: object) -> None:
     raise InvariantBroken("a pass violates an invariant")
 
 
-@pytest.mark.parametrize("function", ["apply_config", "FuseAttention", "FuseGelu", "convert"])
+@pytest.mark.parametrize("function", ["apply_config", "fusion_of", "convert"])
 def test_block_timer_defect_of_a_pass_is_an_error(function: str, monkeypatch: pytest.MonkeyPatch):
     """It is no configuration that is left out."""
     model, groups = encoder()
@@ -230,7 +230,7 @@ def test_block_timer_defect_of_reused_probabilities_is_an_error(monkeypatch: pyt
     model, groups = encoder(layers=2)
     timer = BlockTimer(model, EqualTimes(), [example_inputs(model, Workload.of(1, 8))])
     timed = timer.time_blocks(groups)
-    monkeypatch.setattr(block_timing, "apply_reuse", defect)
+    monkeypatch.setattr(block_timing, "apply_config", defect)
     with raises(InvariantBroken, "internal.invariant"):
         timer.time_pairs(groups, timed)
 
