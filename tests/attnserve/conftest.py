@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.attnserve.costs import count_instead_of_timing
 from tests.fixtures.make import BERT
 
 Build = Callable[..., Path]
@@ -42,12 +41,6 @@ def tiny(tiny_export: Build) -> Path:
 def model(tiny: Path, tmp_path: Path) -> Path:
     """A copy of the tiny artifact that a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "model"))
-
-
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count operations instead of measuring times, so that results are the same everywhere."""
-    count_instead_of_timing(monkeypatch)
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,6 @@ from graph_passes.errors import CannotRewrite, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
-from tests.attnserve.costs import count_instead_of_timing
 from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import D, layers
@@ -294,10 +293,7 @@ def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: P
     assert new.outputs[0].relative_error <= 1e-5
 
 
-def test_optimize_same_seed_gives_the_same_bytes(
-    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    count_instead_of_timing(monkeypatch)  # the record holds measured speeds
+def test_optimize_same_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
     for name in ("one", "two"):
         optimize(
             small, tmp_path / name / "model.onnx", prune=0.34, importance="voting", skip=["2"],
@@ -307,9 +303,8 @@ def test_optimize_same_seed_gives_the_same_bytes(
 
 
 def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
-    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, arrays: Path, tmp_path: Path
 ):
-    count_instead_of_timing(monkeypatch)
     request: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
     dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **request)
     assert not any(tmp_path.iterdir())

@@ -260,7 +260,7 @@ def lists_file(tmp_path: Path) -> Path:
 
 
 def test_search_verifies_the_order_and_states_it_in_record_and_card(
-    cross_encoder: Path, lists_file: Path, tmp_path: Path, counted: None
+    cross_encoder: Path, lists_file: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "new"
     attnserve.optimize(cross_encoder, output, calib=lists_file, keep=0.8)

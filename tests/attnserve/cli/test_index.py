@@ -11,8 +11,6 @@ import pytest
 
 from tests.attnserve.cli.commands import Cli, refused
 
-pytestmark = pytest.mark.usefixtures("counted")
-
 WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
 
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import VerifiedModel  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
+from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
 from tests.errors import raises  # noqa: E402
 
@@ -40,11 +40,10 @@ MINUTES = 1.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
     """A clock that runs by calls, and float32: a training has the same steps on every machine."""
-    now = iter(np.arange(0, 1e6, 0.2))
+    in_context(clock=counting_clock())
     monkeypatch.setattr(training, "has_bfloat16_product", lambda: False)
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
 
 
 @pytest.fixture(scope="module")

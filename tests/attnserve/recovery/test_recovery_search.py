@@ -10,10 +10,8 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
@@ -37,7 +35,7 @@ from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
-from tests.attnserve.costs import count_instead_of_timing  # noqa: E402
+from tests.attnserve.costs import counting_clock  # noqa: E402
 
 KEEP = 0.7
 MINUTES = 2.0
@@ -47,11 +45,9 @@ Optimize = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(np.arange(0, 1e6, 0.2))
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
+    in_context(clock=counting_clock())
     monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
-    count_instead_of_timing(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +81,6 @@ def optimized(tiny: Path, texts: Path, tmp_path: Path) -> Optimize:
 def plain(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> OptimizeReport:
     """The result of the search without training."""
     with pytest.MonkeyPatch.context() as patch:
-        count_instead_of_timing(patch)
         folder = tmp_path_factory.mktemp("plain")
         patch.setenv("ATTNSERVE_CACHE", str(folder / "cache"))
         return optimize(tiny, folder / "plain", texts)
