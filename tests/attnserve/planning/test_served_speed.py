@@ -96,12 +96,10 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
     original = load_model(tiny / "model.onnx")
     converted = convert(original, "int8")
-    by_row = [[12, 12], [10, 10], [4, 8], [12, 12], [10, 10], [8, 4]]  # runtimes x models
+    by_shape = [[12, 10, 4, 12, 10, 8], [12, 10, 8, 12, 10, 4]]  # runtimes x models
 
     def times(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
-        return [
-            np.array([[ms] * 2 for ms in by_model], float) for by_model in zip(*by_row, strict=True)
-        ]
+        return [np.array([[ms] * 2 for ms in shape], float) for shape in by_shape]
 
     job = job_of(original, target=AT, context=RunContext(timer=times))
     timer, plan = ServedTimer(job), Plan.merged([], "int8", ())

@@ -489,6 +489,10 @@ def test_block_config_text(config: BlockConfig, text: str):
 # Probabilities of the layer before
 
 
+SLOW_OPERATORS = Count(fused=2.0, standard=2.0)
+"""Attention is fastest as exported."""
+
+
 def handed_on(
     bert: ir.Model, groups: list[BlockGroup], count: Count
 ) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
@@ -499,10 +503,9 @@ def handed_on(
 
 
 def test_time_pairs_and_configs_of_reuse(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch]
 ):
-    monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
-    timed, (pair,) = handed_on(bert, groups, Count())
+    timed, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
@@ -555,7 +558,7 @@ def test_loss_curves_pair_without_edges_is_left_out(
     bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
-    _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
+    _, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
     monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
     assert (
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
@@ -573,7 +576,7 @@ def test_loss_curves_defect_of_a_pass_is_an_error(
     def defect(*_: object) -> None:
         raise InvariantBroken("a pass violates an invariant")
 
-    _, pairs = handed_on(bert, groups, monkeypatch, "as exported")
+    _, pairs = handed_on(bert, groups, SLOW_OPERATORS)
     monkeypatch.setattr(f"attnserve.planning.blocks.loss_curves.{function}", defect)
     changes = {groups[0].key: [REPLACED]}
     with raises(InvariantBroken, "internal.invariant"):
