@@ -1,7 +1,7 @@
 """Search for a plan: results, lengths and refusals.
 
 Times are counted, not measured (``costs``).
-``test_real_encoder`` has a real clock.
+``tests/benchmarks/test_demo.py`` has a real clock.
 """
 
 from __future__ import annotations
