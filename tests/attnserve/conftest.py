@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.fixtures.make import BERT
+from tests.texts import write_sentences
 
 Build = Callable[..., Path]
 
@@ -46,12 +46,7 @@ def model(tiny: Path, tmp_path: Path) -> Path:
 @pytest.fixture(scope="session")
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 sentences of 3 to 20 words."""
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "sentences.txt"
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(60)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("text") / "sentences.txt", 60, 20, seed=0)
 
 
 @pytest.fixture

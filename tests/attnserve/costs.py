@@ -50,9 +50,6 @@ class Count:
         return 0.01 + macs(model, feed) / 1e6 * share
 
 
-COUNTED = RunContext(timer=Count())
-
-
 def macs(model: ir.Model, feed: Mapping[str, np.ndarray]) -> int:
     """MACs of one run; 0 if they cannot be counted. Faster than ``model_cost`` at any lengths."""
     inputs = {value.name or "": value for value in model.graph.inputs}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -31,6 +30,7 @@ from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import D, layers
 from tests.jobs import job_of
+from tests.texts import write_sentences
 
 Build = Callable[..., Path]
 ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
@@ -53,24 +53,16 @@ def bert(tiny_export: Build) -> Path:
     return tiny_export("eager", "torchscript", 17, 3)
 
 
-def text(path: Path, count: int, seed: int) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(seed)
-    lines = (" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(count))
-    path.write_text("\n".join(lines))
-    return path
-
-
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 sentences, about 2400 tokens."""
-    return text(tmp_path_factory.mktemp("text") / "calibration.txt", 200, seed=0)
+    return write_sentences(tmp_path_factory.mktemp("text") / "calibration.txt", 200, 20, seed=0)
 
 
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other sentences of the same vocabulary."""
-    return text(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, seed=7)
+    return write_sentences(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, 20, seed=7)
 
 
 class Optimized(NamedTuple):

@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks import _common, index
 from tests.fixtures.make import BERT
-
-WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+from tests.texts import WORDS
 
 
 def pairs(path: Path, rows: int, seed: int = 0) -> Path:

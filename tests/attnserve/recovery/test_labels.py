@@ -30,8 +30,7 @@ from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
 from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.errors import raises  # noqa: E402
-
-WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+from tests.texts import WORDS  # noqa: E402
 
 MINUTES = 1.0
 """Of a clock that runs by calls: about 120 steps."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
 from tests.errors import raises  # noqa: E402
+from tests.texts import write_sentences  # noqa: E402
 
 SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
 
@@ -48,12 +48,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> N
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(1)
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(1500)]
-    path = tmp_path_factory.mktemp("texts") / "texts.txt"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("texts") / "texts.txt", 1500)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ Times are counted (``costs``), and the clock of the training runs by calls.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,6 +35,7 @@ from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.costs import counting_clock  # noqa: E402
+from tests.texts import write_sentences  # noqa: E402
 
 KEEP = 0.7
 MINUTES = 2.0
@@ -52,12 +52,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(1)
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(700)]
-    path = tmp_path_factory.mktemp("texts") / "texts.txt"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("texts") / "texts.txt", 700)
 
 
 def optimize(model: Path, output: Path, texts: Path, **options: Any) -> Any:
