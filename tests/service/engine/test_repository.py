@@ -529,10 +529,10 @@ async def test_start_endless_graph_is_unavailable_after_timeout(tmp_path: Path) 
     write_scale(tmp_path / "good", 2)
     (tmp_path / "forever").mkdir()
     write_model(tmp_path / "forever" / "model.onnx", FOREVER)
-    async with serving(tmp_path, probe=True, probe_timeout_s=8) as repository:
+    async with serving(tmp_path, probe=True, probe_timeout_s=5) as repository:
         forever, good = repository.index()
         assert (forever.state, good.state) == ("UNAVAILABLE", "READY")
-        assert "did not load and run within 8 s" in forever.reason
+        assert "did not load and run within 5 s" in forever.reason
         assert await ask(repository, "good") == 2
 
 
