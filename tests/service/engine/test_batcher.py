@@ -536,10 +536,9 @@ async def test_run_that_nobody_waits_for_is_ended() -> None:
     assert len(ran) == 2  # its rows are not run one by one
 
 
-async def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+async def test_run_that_does_not_end_is_reported() -> None:
     run = Recorder()
-    async with batching(run) as batcher:
+    async with batching(run, stuck_s=0.1) as batcher:
         with pytest.raises(DeadlineExceeded):
             await batcher.submit(rows("endless"), perf_counter() + 0.05)
         assert not batcher.is_stuck
@@ -551,10 +550,9 @@ async def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch
                 await asyncio.sleep(0.001)
 
 
-async def test_preparation_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+async def test_preparation_that_does_not_end_is_reported() -> None:
     making = Preparation(held=True)
-    async with batching() as batcher:
+    async with batching(stuck_s=0.1) as batcher:
         request = start(batcher.submit_from(making.of("endless"), 1))
         assert await asyncio.to_thread(making.started.wait, 10)
         request.cancel()
