@@ -286,12 +286,13 @@ def time_models(
             are (runtimes x models, rounds): all models in the first runtime come first.
         least: See ``time_twice_if_slow``; by default, the models are timed once.
     """
+    if not feeds:
+        return {}
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
     total = SECONDS_PER_MODEL * count if seconds is None else seconds
-    workloads = list(feeds)
+    workloads, inputs = list(feeds), list(feeds.values())
     if context.timer is not None:
-        inputs = list(feeds.values())
         timed = [TimedModel(model, inputs, device) for device in devices for model in models]
         time_given = partial(context.timer, timed, total)
         times = time_twice_if_slow(lambda: np.array(time_given()), least)
@@ -303,7 +304,7 @@ def time_models(
         else:
             files = _written(models, stack)
             call = stack.enter_context(Worker(_Sessions, files, devices)).call
-        accepted: list[int] = call("accept", list(feeds.values()))
+        accepted: list[int] = call("accept", inputs)
         if not accepted:
             return {}
         samplers = [partial(call, "sample", index) for index in range(count)]
