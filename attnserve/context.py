@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import onnx_ir as ir
 
 __all__ = [
     "AUTO",
@@ -13,9 +18,11 @@ __all__ = [
     "DEFAULT_CONTEXT",
     "ONE_THREAD",
     "Device",
+    "ModelTimer",
     "Progress",
     "Provider",
     "RunContext",
+    "TimedModel",
     "ignore_progress",
 ]
 
@@ -58,6 +65,27 @@ CPU = Device()
 ONE_THREAD = Device(threads=1)
 
 
+class TimedModel(NamedTuple):
+    """A model to time on a device, and its inputs at each shape."""
+
+    model: ir.Model
+    feeds: Sequence[Mapping[str, np.ndarray]]
+    device: Device
+
+
+class ModelTimer(Protocol):
+    """Times models."""
+
+    def __call__(self, models: Sequence[TimedModel], seconds: float) -> Sequence[np.ndarray]:
+        """Milliseconds of one run of each model, (models, rounds), at each shape.
+
+        Args:
+            models: All have the same number of shapes.
+            seconds: Approximate time of all runs.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class RunContext:
     """The settings of a run.
@@ -66,11 +94,16 @@ class RunContext:
         device: The runtime, provider and threads that run the models.
         seed: The seed of every random choice.
         progress: Called after each step of a long stage.
+        clock: The seconds since any time in the past, which limit a training.
+        timer: Replaces the measurement of models and of their parts, whose results depend on the
+            machine; None to measure.
     """
 
     device: Device = CPU
     seed: int = 0
     progress: Progress = ignore_progress
+    clock: Callable[[], float] = time.monotonic
+    timer: ModelTimer | None = None
 
     def stage(self, name: str) -> Callable[[int, int], None]:
         """Return a callback (steps done, steps in total) for one stage."""

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -23,23 +23,6 @@ from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 65_536
 """Maximum size of the request line and the headers."""
-
-RECEIVE_S = 60.0
-"""Seconds to receive a request from its first byte on; the first, from the connection on."""
-
-SURPLUS_S = 2.0
-"""Time limit for a request on a connection above the limit."""
-
-YOUNG_S, OLD_S = 1.0, 5.0
-"""Ages in seconds of the waiting connections that may be closed above their limit: connections
-between requests preferably from ``YOUNG_S`` on, incomplete requests only from ``OLD_S`` on."""
-
-SEND_S = 30.0
-"""Time after which a connection is closed if its client receives no byte of an answer."""
-
-LINGER_S = 2.0
-"""After an error answer, input is dropped for at most this time: closing a connection with unread
-input resets it, and the client may lose the answer."""
 
 END = re.compile(rb"\r?\n\r?\n")
 """End of a head, and of chunks."""
@@ -92,7 +75,25 @@ class Protocol(HttpToolsProtocol):
     A connection above uvicorn's ``limit_concurrency`` takes the place of one that waits for its
     client. If no connection waits, the new one is answered with 503, except for health checks.
     uvicorn itself would refuse all requests of all connections, including probes.
+
+    Attributes:
+        receive_s: Seconds to receive a request from its first byte on; the first, from the
+            connection on.
+        surplus_s: The same for a request on a connection above the limit.
+        young_s: Age from which waiting connections between requests are preferred, of those that
+            may be closed above the limit.
+        old_s: Age from which incomplete requests may be closed so.
+        send_s: Time after which a connection is closed if its client receives no byte of an answer.
+        linger_s: After an error answer, input is dropped for at most this time: closing a
+            connection with unread input resets it, and the client may lose the answer.
     """
+
+    receive_s: ClassVar = 60.0
+    surplus_s: ClassVar = 2.0
+    young_s: ClassVar = 1.0
+    old_s: ClassVar = 5.0
+    send_s: ClassVar = 30.0
+    linger_s: ClassVar = 2.0
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -116,9 +117,9 @@ class Protocol(HttpToolsProtocol):
         is_surplus = self._most is not None and len(self.connections) > self._most
         if is_surplus and not self._make_room():
             self.app = _surplus(self.app)
-            self._start_receiving(SURPLUS_S)
+            self._start_receiving(self.surplus_s)
         else:
-            self._start_receiving(RECEIVE_S)
+            self._start_receiving(self.receive_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._receiving, self._sending, self._lingering):
@@ -134,7 +135,7 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         while data and not self._refused:
             if self._receiving is None:
-                self._start_receiving(RECEIVE_S)
+                self._start_receiving(self.receive_s)
             data = self._receive_body(data) if self._body_left else self._receive_head(data)
 
     def _receive_head(self, data: bytes) -> bytes:
@@ -228,10 +229,11 @@ class Protocol(HttpToolsProtocol):
         for connection in self.connections:
             if isinstance(connection, Protocol) and connection is not self and connection._waits:
                 age = now - connection._waits_since
-                if connection._is_between or age >= OLD_S:
+                if connection._is_between or age >= self.old_s:
                     has_asked = connection._answering is not None
                     is_open = not connection._is_between
-                    order[connection] = is_open, age < YOUNG_S, has_asked, connection._waits_since
+                    is_young = age < self.young_s
+                    order[connection] = is_open, is_young, has_asked, connection._waits_since
         if not order:
             return False
         candidate = min(order, key=lambda connection: order[connection])
@@ -258,7 +260,7 @@ class Protocol(HttpToolsProtocol):
         return not (self._head or self._body_left)
 
     def _watch_sending(self) -> None:
-        self._sending = self.loop.call_later(SEND_S, self._check_sending, self._unsent)
+        self._sending = self.loop.call_later(self.send_s, self._check_sending, self._unsent)
 
     def _check_sending(self, before: int) -> None:
         if self._unsent < before:
@@ -308,7 +310,7 @@ class Protocol(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self.flow.resume_reading()
-        self._lingering = self.loop.call_later(LINGER_S, self.transport.close)
+        self._lingering = self.loop.call_later(self.linger_s, self.transport.close)
 
     def _disconnect(self) -> None:
         """End the running request; uvicorn does this only for the newest one."""

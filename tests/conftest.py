@@ -18,14 +18,13 @@ import importlib.util
 import string
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
-import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -163,12 +162,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _counted() -> Generator[None]:
-    """Count the operations of what is served instead of timing it, except with ``real_clock``."""
-    from tests.attnserve.costs import count_served
+    """Count operations in commands instead of measuring time, except with ``real_clock``."""
+    from tests.attnserve.costs import counted
 
-    with pytest.MonkeyPatch.context() as patch:
-        count_served(patch)
+    with counted():
         yield
+
+
+@pytest.fixture
+def in_context(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Give the contexts of all commands these fields."""
+    from tests.attnserve.costs import set_context
+
+    return partial(set_context, monkeypatch)
 
 
 @pytest.fixture
@@ -180,11 +186,9 @@ def served_fused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def real_clock(monkeypatch: pytest.MonkeyPatch, served_fused: None) -> None:
-    """Time what is served."""
-    from tests.attnserve.costs import TIME_MODELS
-
-    monkeypatch.setattr("attnserve.planning.served_speed.time_models", TIME_MODELS)
+def real_clock(in_context: Callable[..., None], served_fused: None) -> None:
+    """Measure time."""
+    in_context(timer=None)
 
 
 @pytest.fixture(scope="session")
@@ -345,15 +349,3 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)  # test machines have few cores
-
-
-@pytest.fixture
-def any_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fused forms count as twice as fast as the file's: a tiny model is not faster."""
-
-    def time(models: Sequence[Sequence[object]], seconds: float, timer: object) -> np.ndarray:
-        times = np.ones((len(models[0]), len(models), 16))
-        times[:, 0] = 2.0
-        return times
-
-    monkeypatch.setattr("attnserve.planning.served_graph.timing.time_shapes", time)

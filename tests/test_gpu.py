@@ -25,6 +25,7 @@ from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.analysis.workload import Workload
+from tests.attnserve.costs import fused_is_faster
 
 pytestmark = [
     pytest.mark.gpu,
@@ -67,14 +68,16 @@ def test_forms_in_half_precision_agree(name: str):
     assert cosine.min() > (0.5 if name == "reused fp16" else 0.99)
 
 
-@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("half", [None, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
 def test_models_are_fused_without_loss(encoder: ir.Model, half: ir.DataType | None, tmp_path: Path):
     if half is not None:
         to_half(encoder, half)
     save_model(encoder, tmp_path / "model.onnx")
     report = fuse_lossless(
-        open_artifact(tmp_path / "model.onnx"), tmp_path / "fused.onnx", Device("cuda")
+        open_artifact(tmp_path / "model.onnx"),
+        tmp_path / "fused.onnx",
+        Device("cuda"),
+        fused_is_faster,
     )
     assert (report.attention, report.gelu) == (2, 2)
     kinds = [node.op_type for node in ir.load(tmp_path / "fused.onnx").graph]

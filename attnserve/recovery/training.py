@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
@@ -145,6 +144,7 @@ class _Trainer:
         self.batches = distillation.batches()
         self.loss = distillation.loss(self.batches)
         self.seed = distillation.job.context.seed
+        self.clock = distillation.job.context.clock
         self.budget = budget
         self.checkpoint = checkpoint
         self.weights = list(self.module.weights)
@@ -163,14 +163,14 @@ class _Trainer:
         """Train from the checkpoint, or from the start; ``best`` then has the best weights."""
         self._resume()
         result = self.result
-        start = time.monotonic() - result.seconds
+        start = self.clock() - result.seconds
         if not result.history:
             result.loss = result.first_loss = self.distillation.measured_loss(self.average)
         interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
         progress = self.distillation.job.context.stage("train (s)")
-        last_measured = time.monotonic()
+        last_measured = self.clock()
         losses: list[float] = []
-        while (elapsed := time.monotonic() - start) < self.budget:
+        while (elapsed := self.clock() - start) < self.budget:
             with memory_errors():
                 loss = self._step(elapsed / self.budget)
             if not math.isfinite(loss):
@@ -182,21 +182,21 @@ class _Trainer:
                 break
             losses.append(loss)
             progress(min(int(elapsed), int(self.budget)), math.ceil(self.budget))
-            if time.monotonic() - last_measured < interval:
+            if self.clock() - last_measured < interval:
                 continue
-            began = time.monotonic()
+            began = self.clock()
             self._measure(began - start, losses)
             if self._is_too_fast():
                 self._restart()
-            last_measured, losses = time.monotonic(), []
+            last_measured, losses = self.clock(), []
             interval = max(interval, 5 * (last_measured - began))  # at most a sixth of the time
             if is_stuck([loss for _, _, loss in result.history], began - start, self.budget):
                 result.stopped = "no gain"
                 break
         else:
             if losses:
-                self._measure(time.monotonic() - start, losses)
-        result.seconds = time.monotonic() - start
+                self._measure(self.clock() - start, losses)
+        result.seconds = self.clock() - start
         return result
 
     def _step(self, share: float) -> float:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import CPU, Device
+from attnserve.context import CPU, Device, ModelTimer, TimedModel
 from attnserve.runtime.cache import cache_folder, write_atomically
 from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch
@@ -275,6 +275,22 @@ def _attribute(attribute: ir.Attr, number: dict[ir.Value, int]) -> str:
             return repr(attribute.value)
 
 
+def time_parts(models: Sequence[TimedModel], seconds: float) -> Sequence[np.ndarray]:
+    """Measure models at one shape after another; see ``ModelTimer``.
+
+    On CUDA, inputs and outputs stay on the device, as in the whole model.
+    """
+    sessions = [open_session(timed.model, timed.device) for timed in models]
+    by_shape = list(zip(*(timed.feeds for timed in models), strict=True))
+    return [
+        time_functions(
+            [session.bind(feed) for session, feed in zip(sessions, feeds, strict=True)],
+            seconds / len(by_shape),
+        )
+        for feeds in by_shape
+    ]
+
+
 class LatencyTable:
     """Milliseconds of parts on one machine, cached in a file.
 
@@ -282,11 +298,15 @@ class LatencyTable:
         path: The cache file; None for no file.
         device: Times are cached separately for each device, version of its runtime, processor,
             number of usable cores and GPU.
+        timer: Times the parts.
     """
 
-    def __init__(self, path: Path | None, device: Device = CPU) -> None:
+    def __init__(
+        self, path: Path | None, device: Device = CPU, timer: ModelTimer | None = None
+    ) -> None:
         self.path = path
         self.device = device
+        self.timer = timer or time_parts
         self.setting = _setting(device)
         self.times_ms: dict[str, float] = _read(path).get(self.setting, {})
         self.measured = 0
@@ -309,28 +329,15 @@ class LatencyTable:
                 [reference, *candidates[start : start + step]]
                 for start in range(0, max(len(candidates), 1), step)
             ]
-            shapes = len(parts[reference].feeds)
-            seconds = GROUP_SECONDS / shapes / sum(map(len, chunks))
+            seconds = GROUP_SECONDS / sum(map(len, chunks))
             for chunk in chunks:
-                times = self._time({name: parts[name] for name in chunk}, seconds * len(chunk))
-                for index, samples in enumerate(times):
+                models = [
+                    TimedModel(parts[name].model, parts[name].feeds, self.device) for name in chunk
+                ]
+                for index, samples in enumerate(self.timer(models, seconds * len(chunk))):
                     self._note([keys[name][index] for name in chunk], samples)
             self._save()
         return {name: tuple(self.times_ms[key] for key in keys[name]) for name in names}
-
-    def _time(self, parts: Mapping[Any, Part], seconds: float) -> list[np.ndarray]:
-        """Milliseconds by shape: (parts, rounds). The sessions are closed afterwards.
-
-        On CUDA, inputs and outputs stay on the device, as in the whole model.
-        """
-        sessions = [open_session(part.model, self.device) for part in parts.values()]
-        by_shape = zip(*(part.feeds for part in parts.values()), strict=True)
-        return [
-            time_functions(
-                [session.bind(feed) for session, feed in zip(sessions, feeds, strict=True)], seconds
-            )
-            for feeds in by_shape
-        ]
 
     def _note(self, keys: Sequence[str], times: np.ndarray) -> None:
         """Store the times of parts that are not cached, relative to the first part.

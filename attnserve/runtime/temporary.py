@@ -13,18 +13,18 @@ __all__ = ["keep_folder", "temporary_folder"]
 
 PREFIX = "attnserve-run-"
 
-NEW_S = 60.0
-"""Seconds for which a folder without a lock may belong to a starting process."""
 
-
-def temporary_folder() -> Path:
+def temporary_folder(new_s: float = 60.0) -> Path:
     """Create a folder for this process; the caller deletes the folder.
 
     The function also deletes the folders of killed processes.
+
+    Args:
+        new_s: Seconds for which a folder without a lock may belong to a starting process.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if path.stat().st_mtime < time() - NEW_S and _lock(path, exclusive=True):
+            if path.stat().st_mtime < time() - new_s and _lock(path, exclusive=True):
                 shutil.rmtree(path, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     keep_folder(folder)

@@ -132,13 +132,14 @@ class Batcher:
         max_queue: int = 512,
         concurrency: int = 1,
         parts: int = 1,
+        stuck_s: float = STUCK_S,
         on_batch: Callable[[BatchRun], None] = lambda batch: None,
         on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
         self.queue = Queue(budget, overhead, max_rows)
         self.max_queue = max_queue
         self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
-        self._max_wait = max_wait_ms / 1e3
+        self._max_wait, self._stuck_s = max_wait_ms / 1e3, stuck_s
         self._concurrency, self._parts = concurrency, parts
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
         # Preparation has its own threads, so that it does not wait for runs; short texts have a
@@ -166,7 +167,7 @@ class Batcher:
         """Whether a run or preparation without waiting requests does not end."""
         with self._lock:
             since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
-        return bool(since) and perf_counter() - min(since) > STUCK_S
+        return bool(since) and perf_counter() - min(since) > self._stuck_s
 
     def check_room(self, rows: int) -> None:
         """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.

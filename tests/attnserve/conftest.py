@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.attnserve.costs import count_instead_of_timing
 from tests.fixtures.make import BERT
+from tests.texts import write_sentences
 
 Build = Callable[..., Path]
 
@@ -44,21 +43,10 @@ def model(tiny: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny, tmp_path / "model"))
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Count operations instead of measuring times, so that results are the same everywhere."""
-    count_instead_of_timing(monkeypatch)
-
-
 @pytest.fixture(scope="session")
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 sentences of 3 to 20 words."""
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(0)
-    path = tmp_path_factory.mktemp("text") / "sentences.txt"
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(60)]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("text") / "sentences.txt", 60, 20, seed=0)
 
 
 @pytest.fixture

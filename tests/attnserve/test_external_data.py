@@ -26,7 +26,7 @@ from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.external_data import external_files, map_external_data
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidOutput
-from tests.attnserve.costs import count_instead_of_timing
+from tests.attnserve.costs import fused_is_faster
 from tests.files import tree
 
 DENSE: dict[str, Any] = {"collab_dk": 16, "mixing": "dense"}
@@ -135,7 +135,6 @@ def test_optimize_writes_the_same_weights_for_every_place_of_weights(
     how: str, torch_files: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path / "cache"))
-    count_instead_of_timing(monkeypatch)
     expected: dict[str, np.ndarray] = {}
     for index, name in enumerate(SOURCES if how in ("by hand", "int8") else SOURCES[:2]):
         source, before = torch_files / name, tree(torch_files / name)
@@ -164,10 +163,10 @@ def test_optimize_writes_the_same_weights_for_every_place_of_weights(
                 assert verify(source, moved, threads=1).mean_cosine > 0.5
 
 
-@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize("name", SOURCES)
 def test_fuse_lossless_reads_external_data(name: str, torch_files: Path, tmp_path: Path):
-    fuse_lossless(open_artifact(torch_files / name), tmp_path / "model.onnx", ONE_THREAD)
+    source, fused = open_artifact(torch_files / name), tmp_path / "model.onnx"
+    fuse_lossless(source, fused, ONE_THREAD, fused_is_faster)
     assert not external_files(load_model(tmp_path / "model.onnx"))
     assert verify(torch_files / name, tmp_path / "model.onnx", threads=1).mean_cosine > 0.9999
 

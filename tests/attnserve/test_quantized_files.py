@@ -41,6 +41,7 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, InvalidModel
 from tests import architectures
 from tests.architectures import ARCHITECTURES, COMMITTED, OTHER_LENGTHS
+from tests.attnserve.costs import fused_is_faster
 from tests.errors import raises
 from tests.fixtures.checked_child import FAST
 
@@ -235,9 +236,8 @@ def test_optimize_quantized_model_is_refused(folder: Path, sentences: Path) -> N
         attnserve.analyze(folder, folder.parent / "report", calib=sentences)
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_quantized_model_is_fused(folder: Path) -> None:
-    found = fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(open_artifact(folder), folder / "new.onnx", ONE_THREAD, fused_is_faster)
     assert (found.attention, found.gelu) == (2, 2)
     model = load_model(folder / "model.onnx")
     assert rounds_activations(model) and not rounds_activations(load_model(CELLS["BERT"].committed))
@@ -247,7 +247,6 @@ MASKS = {"Attention": 3, "MultiHeadAttention": 5}
 """The place of the mask of each operator."""
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_quantized_model_without_its_mask_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -27,11 +26,11 @@ from graph_passes.errors import CannotRewrite, InvalidData
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
-from tests.attnserve.costs import count_instead_of_timing
 from tests.errors import raises
 from tests.files import tree
 from tests.graph_passes.graphs import D, layers
 from tests.jobs import job_of
+from tests.texts import write_sentences
 
 Build = Callable[..., Path]
 ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
@@ -54,24 +53,16 @@ def bert(tiny_export: Build) -> Path:
     return tiny_export("eager", "torchscript", 17, 3)
 
 
-def text(path: Path, count: int, seed: int) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(seed)
-    lines = (" ".join(chosen.choices(words, k=chosen.randint(3, 20))) for _ in range(count))
-    path.write_text("\n".join(lines))
-    return path
-
-
 @pytest.fixture(scope="module")
 def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """200 sentences, about 2400 tokens."""
-    return text(tmp_path_factory.mktemp("text") / "calibration.txt", 200, seed=0)
+    return write_sentences(tmp_path_factory.mktemp("text") / "calibration.txt", 200, 20, seed=0)
 
 
 @pytest.fixture(scope="module")
 def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Other sentences of the same vocabulary."""
-    return text(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, seed=7)
+    return write_sentences(tmp_path_factory.mktemp("unseen") / "unseen.txt", 60, 20, seed=7)
 
 
 class Optimized(NamedTuple):
@@ -294,10 +285,7 @@ def test_optimize_pruning_heads_without_output_is_exact(small: Path, tmp_path: P
     assert new.outputs[0].relative_error <= 1e-5
 
 
-def test_optimize_same_seed_gives_the_same_bytes(
-    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    count_instead_of_timing(monkeypatch)  # the record holds measured speeds
+def test_optimize_same_seed_gives_the_same_bytes(small: Path, arrays: Path, tmp_path: Path):
     for name in ("one", "two"):
         optimize(
             small, tmp_path / name / "model.onnx", prune=0.34, importance="voting", skip=["2"],
@@ -307,9 +295,8 @@ def test_optimize_same_seed_gives_the_same_bytes(
 
 
 def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
-    small: Path, arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Path, arrays: Path, tmp_path: Path
 ):
-    count_instead_of_timing(monkeypatch)
     request: dict[str, Any] = {"skip": ["2:constant"], "prune": 0.34, "reuse": "partial:1"}
     dry = optimize(small, tmp_path / "a" / "model.onnx", dry_run=True, calib=arrays, **request)
     assert not any(tmp_path.iterdir())

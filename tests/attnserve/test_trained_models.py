@@ -85,7 +85,6 @@ def test_optimize_language_model_has_a_high_cosine_although_tokens_change(
     assert quality.value < 0.95 and quality.constant < 0.2
 
 
-@pytest.mark.usefixtures("counted")
 @pytest.mark.timing(seconds=60)
 def test_search_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Path):
     model = shared / "models" / "vit_mnist_researchase" / "vit_mnist_researchase.onnx"
@@ -102,7 +101,6 @@ def test_search_vision_transformer_keeps_its_promise(shared: Path, tmp_path: Pat
     assert found.ci95[1] >= 0.95
 
 
-@pytest.mark.usefixtures("counted")
 @pytest.mark.timing(seconds=120)
 def test_search_language_model_keeps_its_promise(shared: Path, tmp_path: Path):
     folder = shared / "models" / "stories260K"

@@ -1,7 +1,8 @@
-"""Run the demo."""
+"""Run the demo, whose search is the only one of a real encoder by the clock."""
 
 from __future__ import annotations
 
+import json
 import re
 import resource
 import subprocess
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from attnserve import verify
+from benchmarks.demo import FOLDER
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,3 +38,10 @@ def test_demo_prints_one_row_per_model_within_its_time(minilm_folder: Path):
     assert report and (ROOT / report[1]).is_file()
     assert "http://127.0.0.1:" in done.stdout
     assert after.ru_utime - before.ru_utime <= CPU_SECONDS
+    original, searched = FOLDER / "original", FOLDER / "searched"
+    record = json.loads((searched / "attnserve.json").read_text())["lineage"][-1]["search"]
+    assert record["gain"] and record["speedup"] > 1.1
+    assert min(speed["speedup"] for speed in record["speeds"]) > 0.97
+    quality = verify(original, searched, data=FOLDER / "unseen.txt").quality
+    assert quality is not None and quality.measure == "similarity"
+    assert quality.value > 0.99 - 0.005

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from benchmarks import _common, index
-from tests.attnserve.costs import count_instead_of_timing
 from tests.fixtures.make import BERT
-
-WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+from tests.texts import WORDS
 
 
 def pairs(path: Path, rows: int, seed: int = 0) -> Path:
@@ -40,7 +38,6 @@ def test_main_writes_each_search_and_continues(tmp_path: Path, monkeypatch: pyte
         shapes = [[SimpleNamespace(**vars(one), sequence=n) for _ in models] for n in index.LENGTHS]
         return SimpleNamespace(results=[result for shape in shapes for result in shape])
 
-    count_instead_of_timing(monkeypatch)
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(_common, "RESULTS", tmp_path)
     monkeypatch.setattr(index, "PRECISIONS", ("float32",))

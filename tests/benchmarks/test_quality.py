@@ -13,7 +13,6 @@ import pytest
 
 from attnserve.models.measured import Losses, Quality
 from benchmarks import _common, classifier, draw, quality
-from tests.attnserve.costs import count_instead_of_timing
 from tests.attnserve.qualities import quality_of
 from tests.conftest import WORDS
 
@@ -71,7 +70,6 @@ def test_texts_are_disjoint_and_distinct(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.timing(seconds=10)
 def test_main_writes_each_run_and_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    count_instead_of_timing(monkeypatch)
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(_common, "RESULTS", tmp_path)
     choose = random.Random(0)

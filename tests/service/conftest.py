@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -21,6 +22,16 @@ from service.app import create_app
 from service.engine.repository import Repository
 from service.settings import Settings
 from tests.service.tiny import write_encoder
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -134,21 +145,14 @@ def samples(client: TestClient) -> dict[str, float]:
     }
 
 
-def play(
-    path: Path,
-    script: Callable[[Repository], Coroutine[Any, Any, None]],
-    limit_s: float = 60,
-    **settings: Any,
-) -> None:
-    """Run ``script`` with a repository of the models under ``path``."""
-
-    async def whole() -> None:
-        chosen = Settings.model_validate({"model": path, "probe": False, **settings})
-        repository = Repository(chosen)
+@asynccontextmanager
+async def serving(path: Path, limit_s: float = 60, **settings: Any) -> AsyncIterator[Repository]:
+    """A repository of the models under ``path``."""
+    chosen = Settings.model_validate({"model": path, "probe": False, **settings})
+    repository = Repository(chosen)
+    async with asyncio.timeout(limit_s):
         await repository.start()
         try:
-            await script(repository)
+            yield repository
         finally:
             await repository.close()
-
-    asyncio.run(asyncio.wait_for(whole(), limit_s))

@@ -232,7 +232,7 @@ def test_malformed_http_is_refused(server: tuple[str, subprocess.Popen[str]]) ->
     ("path", "body", "method"),
     [(INFER, ids_request([2, 3]), "infer"), ("/texts/tokenize", {"inputs": "a"}, "tokenize")],
 )
-def test_request_of_disconnected_client_leaves_queue(
+async def test_request_of_disconnected_client_leaves_queue(
     encoder: Path, path: str, body: dict[str, Any], method: str
 ) -> None:
     """The ASGI server says ``http.disconnect``; the work that waits is cancelled."""
@@ -266,13 +266,9 @@ def test_request_of_disconnected_client_leaves_queue(
         "headers": [],
         "app": app,
     }
-
-    async def ask() -> None:
-        async with app.router.lifespan_context(app):
-            setattr(app.state.repository.engine(), method, never)
-            await asyncio.wait_for(app(scope, receive, send), 5)
-
-    asyncio.run(ask())
+    async with app.router.lifespan_context(app):
+        setattr(app.state.repository.engine(), method, never)
+        await asyncio.wait_for(app(scope, receive, send), 5)
     assert cancelled == [True]
     assert sent[0]["status"] == 499
 

@@ -30,43 +30,36 @@ def test_take_of_a_free_budget_may_exceed_it() -> None:
     budget.take(1)
 
 
-def test_wait_is_served_in_the_order_of_arrival() -> None:
+async def test_wait_is_served_in_the_order_of_arrival() -> None:
     """A small request does not overtake a large one, which would wait for ever."""
     order: list[int] = []
+    budget = Budget(100)
 
-    async def script() -> None:
-        budget = Budget(100)
+    async def hold(size: int) -> None:
+        await budget.wait(size, None)
+        order.append(size)
 
-        async def hold(size: int) -> None:
-            await budget.wait(size, None)
-            order.append(size)
-
-        await budget.wait(90, None)
-        tasks = [asyncio.create_task(hold(size)) for size in (80, 5, 10)]
-        await asyncio.sleep(0.01)
-        assert not order
-        budget.give_back(90)
-        await asyncio.wait_for(asyncio.gather(*tasks), 10)
-
-    asyncio.run(script())
+    await budget.wait(90, None)
+    tasks = [asyncio.create_task(hold(size)) for size in (80, 5, 10)]
+    await asyncio.sleep(0.01)
+    assert not order
+    budget.give_back(90)
+    await asyncio.wait_for(asyncio.gather(*tasks), 10)
     assert order == [80, 5, 10]
 
 
 @pytest.mark.parametrize("end", ["deadline", "cancelled"])
-def test_wait_that_ends_leaves_the_turn_to_the_next(end: str) -> None:
-    async def script() -> None:
-        budget = Budget(100)
-        await budget.wait(100, None)
-        deadline = perf_counter() + 0.05 if end == "deadline" else None
-        first = asyncio.create_task(budget.wait(50, deadline))
-        second = asyncio.create_task(budget.wait(10, None))
-        await asyncio.sleep(0.01)
-        if end == "cancelled":
-            first.cancel()
-        with pytest.raises(DeadlineExceeded if end == "deadline" else asyncio.CancelledError):
-            await first
-        budget.give_back(100)
-        await asyncio.wait_for(second, 10)
-        budget.take(90)  # what the first one asked for is not held
-
-    asyncio.run(script())
+async def test_wait_that_ends_leaves_the_turn_to_the_next(end: str) -> None:
+    budget = Budget(100)
+    await budget.wait(100, None)
+    deadline = perf_counter() + 0.05 if end == "deadline" else None
+    first = asyncio.create_task(budget.wait(50, deadline))
+    second = asyncio.create_task(budget.wait(10, None))
+    await asyncio.sleep(0.01)
+    if end == "cancelled":
+        first.cancel()
+    with pytest.raises(DeadlineExceeded if end == "deadline" else asyncio.CancelledError):
+        await first
+    budget.give_back(100)
+    await asyncio.wait_for(second, 10)
+    budget.take(90)  # what the first one asked for is not held

@@ -54,8 +54,11 @@ class Recorded(protocol.Protocol):
 
 
 @contextmanager
-def served(app: Any = echo, **options: Any) -> Iterator[tuple[str, int]]:
-    config = uvicorn.Config(app, port=0, http=Recorded, lifespan="off", log_config=None, **options)
+def served(
+    app: Any = echo, times: dict[str, Any] | None = None, **options: Any
+) -> Iterator[tuple[str, int]]:
+    http = type("Timed", (Recorded,), times or {})
+    config = uvicorn.Config(app, port=0, http=http, lifespan="off", log_config=None, **options)
     Recorded.made.clear()
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -68,17 +71,16 @@ def served(app: Any = echo, **options: Any) -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.5)
-    with served() as found:
+def address() -> Iterator[tuple[str, int]]:
+    with served(times={"linger_s": 0.5}) as found:
         yield found
 
 
 @pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short time limits; a busy machine may exceed them where they do not matter."""
-    monkeypatch.setattr(protocol, "RECEIVE_S", 0.5)
-    monkeypatch.setattr(protocol, "SEND_S", 0.5)
+def impatient() -> Iterator[tuple[str, int]]:
+    """With short time limits; a busy machine may exceed them where they do not matter."""
+    with served(times={"linger_s": 0.5, "receive_s": 0.5, "send_s": 0.5}) as found:
+        yield found
 
 
 @contextmanager
@@ -302,20 +304,18 @@ def test_large_body_is_no_large_head(address: tuple[str, int]):
         assert answer(client).endswith(body)
 
 
-@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("sent", [b"", b"POST / HT", HEAD, HEAD + b"\r\n" + BODY[:5]])
-def test_incomplete_request_is_closed(address: tuple[str, int], sent: bytes):
+def test_incomplete_request_is_closed(impatient: tuple[str, int], sent: bytes):
     start = time.monotonic()
-    with connected(address) as client:
+    with connected(impatient) as client:
         client.sendall(sent)
         found = answer(client)
     assert b" 408 " in found
     assert 0.4 < time.monotonic() - start < 30
 
 
-@pytest.mark.usefixtures("impatient")
-def test_client_that_does_not_read_is_closed(address: tuple[str, int]):
-    with connected(address) as client:
+def test_client_that_does_not_read_is_closed(impatient: tuple[str, int]):
+    with connected(impatient) as client:
         client.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
         until(lambda: Recorded.made and Recorded.made[0].transport.is_closing())
         received = 0
@@ -327,12 +327,9 @@ def test_client_that_does_not_read_is_closed(address: tuple[str, int]):
         assert received < LARGE
 
 
-def test_client_that_reads_slowly_gets_all(
-    address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
-):
+def test_client_that_reads_slowly_gets_all():
     """The kernel takes no more from the server for a while, although the client reads."""
-    monkeypatch.setattr(protocol, "SEND_S", 2.0)
-    with connected(address) as client:
+    with served(times={"send_s": 2.0}) as address, connected(address) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)  # it tells of each read
         client.sendall(b"POST /large HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n")
         start, received = time.monotonic(), 0
@@ -366,12 +363,10 @@ def test_connections_over_the_limit_close_the_oldest_idle_one():
                 assert b" 200 " in answer(begun)
 
 
-def test_connections_over_the_limit_close_old_ones_before_young_ones(
-    monkeypatch: pytest.MonkeyPatch,
-):
+def test_connections_over_the_limit_close_old_ones_before_young_ones():
     """A connection that was just accepted has not had the time to ask."""
-    monkeypatch.setattr(protocol, "YOUNG_S", 60.0)
-    with served(limit_concurrency=2) as address, connected(address) as used:
+    limited = served(times={"young_s": 60.0}, limit_concurrency=2)
+    with limited as address, connected(address) as used:
         used.sendall(HEAD + b"\r\n" + BODY)
         assert b" 200 " in answer(used)
         Recorded.made[0]._waits_since -= 100
@@ -382,10 +377,10 @@ def test_connections_over_the_limit_close_old_ones_before_young_ones(
             assert is_closed(used)
 
 
-def test_connections_over_the_limit_close_old_incomplete_requests(monkeypatch: pytest.MonkeyPatch):
+def test_connections_over_the_limit_close_old_incomplete_requests():
     """One byte must not keep a connection from being closed."""
-    monkeypatch.setattr(protocol, "OLD_S", 0.0)
-    with served(limit_concurrency=1) as address, connected(address) as begun:
+    limited = served(times={"old_s": 0.0}, limit_concurrency=1)
+    with limited as address, connected(address) as begun:
         begun.sendall(b"P")
         until(lambda: any(one._head for one in Recorded.made))
         with connected(address) as client:
@@ -394,10 +389,10 @@ def test_connections_over_the_limit_close_old_incomplete_requests(monkeypatch: p
         assert b" 408 " in answer(begun)
 
 
-def test_connections_over_the_limit_without_an_idle_one_get_503(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(protocol, "OLD_S", 600.0)
+def test_connections_over_the_limit_without_an_idle_one_get_503():
     health = b"GET /v2/health/live HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
-    with served(limit_concurrency=2) as address, connected(address) as first, \
+    limited = served(times={"old_s": 600.0}, limit_concurrency=2)
+    with limited as address, connected(address) as first, \
             connected(address) as second:  # fmt: skip
         for one in (first, second):
             one.sendall(b"POST / HTTP/1.1\r\n")

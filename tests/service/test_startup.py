@@ -82,12 +82,12 @@ def test_server_that_cannot_load_was_live_and_exits_with_the_error(
 ) -> None:
     model = tmp_path / "model.onnx"
     write_model(model, FOREVER)
-    with starting(model, "--workers", workers, "--probe-timeout-s", "8") as (address, process):
+    with starting(model, "--workers", workers, "--probe-timeout-s", "5") as (address, process):
         until(lambda: is_live(address))
         assert process.wait(60) == 2
         assert process.stderr is not None
         *_, last, fix = process.stderr.read().splitlines()
-        assert last.startswith("error: ") and "did not load and run within 8 s" in last
+        assert last.startswith("error: ") and "did not load and run within 5 s" in last
         assert "--probe-timeout-s" in fix
 
 

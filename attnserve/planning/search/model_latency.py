@@ -69,7 +69,8 @@ class ModelLatency:
             [example_inputs(job.original, workload, context.seed) for workload in workloads]
             for workloads in (requested, extremes)
         )
-        table = LatencyTable(default_cache(), context.device)
+        cache = default_cache() if context.timer is None else None
+        table = LatencyTable(cache, context.device, context.timer)
         timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
         latencies = timer.time_blocks(groups)
         float_latencies: Mapping[Block, BlockLatency] = {}

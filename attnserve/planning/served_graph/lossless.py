@@ -23,6 +23,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
 from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
+    ShapeTimer,
     Times,
     by_shape,
     fastest,
@@ -41,6 +42,7 @@ from attnserve.planning.served_graph.variants import (
 from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, LongRows, Session
+from attnserve.runtime.interleaved_timer import time_shapes
 from attnserve.runtime.session import open_session
 from graph_passes.emit.fused_attention import OPSETS, FusedOperator
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -52,7 +54,9 @@ __all__ = ["fuse_lossless"]
 log = logging.getLogger(__name__)
 
 
-def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionReport:
+def fuse_lossless(
+    source: Artifact, path: Path, device: Device = CPU, timer: ShapeTimer = time_shapes
+) -> FusionReport:
     """Write the fused variant of a model to ``path``, if it is equal and faster.
 
     For rows with at least one token that is not masked, every output must equal the original's
@@ -74,6 +78,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
         path: An .onnx file to write or replace; its content is undefined if an error is raised.
             Weights over 2 GB are stored beside it.
         device: Device of the timed sessions.
+        timer: Times the sessions.
 
     Raises:
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
@@ -87,7 +92,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
             raise
         passes = ()  # another runtime may be faster
     try:
-        return _fuse_and_check(source, model, passes, path, device)
+        return _fuse_and_check(source, model, passes, path, device, timer)
     except AttnserveError:
         operators: list[FusedOperator] = [
             name for name in ATTENTION_OPERATORS[device.provider] if name not in OPSETS
@@ -97,7 +102,7 @@ def fuse_lossless(source: Artifact, path: Path, device: Device = CPU) -> FusionR
             raise
     # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
     # its exception keeps the sessions of the first attempt.
-    return _fuse_and_check(source, model, older, path, device)
+    return _fuse_and_check(source, model, older, path, device, timer)
 
 
 def _fuse_and_check(
@@ -106,6 +111,7 @@ def _fuse_and_check(
     passes: Sequence[RewritePass],
     path: Path,
     device: Device,
+    timer: ShapeTimer,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
     runtimes = compared_runtimes(model, device)
@@ -122,7 +128,7 @@ def _fuse_and_check(
         equal, refused = _open_equal(variants, references, inputs, stated)
         unfused = [variant for variant in equal if variant.is_file_in(device.runtime_name)]
         original = unfused[0].session if unfused else reference.session
-        original_times, variant_times = _time(original, equal, inputs)
+        original_times, variant_times = _time(original, equal, inputs, timer)
         choices = [
             _Served(variant, times, None)
             for variant, times in zip(equal, variant_times, strict=True)
@@ -174,11 +180,14 @@ class _EqualVariant:
 
 
 def _time(
-    original: Session, equal: Sequence[_EqualVariant], inputs: Sequence[Batch]
+    original: Session,
+    equal: Sequence[_EqualVariant],
+    inputs: Sequence[Batch],
+    timer: ShapeTimer,
 ) -> tuple[Times, list[Times]]:
     """``time_variants``, with the original among the variants timed once."""
     sessions = [variant.session for variant in equal if variant.session is not original]
-    original_times, session_times = time_variants(original, sessions, inputs)
+    original_times, session_times = time_variants(original, sessions, inputs, timer)
     times = dict(zip(map(id, sessions), session_times, strict=True))
     return original_times, [times.get(id(variant.session), original_times) for variant in equal]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -13,7 +13,6 @@ from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.served_graph.equality import shape_name
 from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.interleaved_timer import (
-    InterleavedTimer,
     Speedup,
     paired_speedup,
     time_shapes,
@@ -22,6 +21,7 @@ from attnserve.runtime.interleaved_timer import (
 from graph_passes.analysis.workload import Workload
 
 __all__ = [
+    "ShapeTimer",
     "Times",
     "by_shape",
     "fastest",
@@ -39,8 +39,8 @@ the longest that is served. Fused attention gains most at the longest."""
 TIMED_S = 1.6
 """Approximate time of all measurements of two variants."""
 
-TIMER = InterleavedTimer(sample_seconds=5e-4, min_rounds=8, max_rounds=80)
-"""Large models run for seconds at the longest shape."""
+ShapeTimer = Callable[[Sequence[Sequence[Callable[[], object]]], float], np.ndarray]
+"""Times functions as ``time_shapes`` does."""
 
 Times = Mapping[str, np.ndarray]
 """Milliseconds of a model by shape, (rounds,); the rounds of all models are the same."""
@@ -53,7 +53,10 @@ def timed_workloads(longest: int | None) -> list[Workload]:
 
 
 def time_variants(
-    original: Session, variants: Sequence[Session], inputs: Sequence[Batch]
+    original: Session,
+    variants: Sequence[Session],
+    inputs: Sequence[Batch],
+    timer: ShapeTimer = time_shapes,
 ) -> tuple[Times, Sequence[Times]]:
     """Times of the original and of each variant.
 
@@ -62,7 +65,7 @@ def time_variants(
     sessions = original, *variants
     runs = [[partial(session.run, None, feed) for feed in inputs] for session in sessions]
     seconds = TIMED_S * len(sessions) / 2
-    times = time_twice_if_slow(lambda: time_shapes(runs, seconds, TIMER), MIN_LOSSLESS_GAIN)
+    times = time_twice_if_slow(lambda: timer(runs, seconds), MIN_LOSSLESS_GAIN)
     names = [shape_name(feed) for feed in inputs]
     first, *others = (dict(zip(names, rows, strict=True)) for rows in times.swapaxes(0, 1))
     return first, others

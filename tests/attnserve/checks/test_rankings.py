@@ -27,6 +27,7 @@ from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
 from tests.service.tiny import write_reranker
+from tests.texts import WORDS
 
 DOCUMENTS = 5
 
@@ -246,13 +247,12 @@ def cross_encoder(model: Path) -> Path:
 
 @pytest.fixture
 def lists_file(tmp_path: Path) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
     random = np.random.default_rng(0)
     lines: list[str] = []
     for _ in range(35):
-        query = " ".join(random.choice(words, 5))
+        query = " ".join(random.choice(WORDS, 5))
         for place in range(DOCUMENTS):
-            document = " ".join(random.choice(words, random.integers(3, 12)))
+            document = " ".join(random.choice(WORDS, random.integers(3, 12)))
             lines.append(f"{query}\t{document}\t{int(place == 2)}")
     path = tmp_path / "lists.tsv"
     path.write_text("\n".join(["query\tdocument\trelevance", *lines]), encoding="utf-8")
@@ -260,7 +260,7 @@ def lists_file(tmp_path: Path) -> Path:
 
 
 def test_search_verifies_the_order_and_states_it_in_record_and_card(
-    cross_encoder: Path, lists_file: Path, tmp_path: Path, counted: None
+    cross_encoder: Path, lists_file: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "new"
     attnserve.optimize(cross_encoder, output, calib=lists_file, keep=0.8)

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from tests.attnserve.cli.commands import Cli, refused
-
-pytestmark = pytest.mark.usefixtures("counted")
-
-WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+from tests.texts import WORDS
 
 
 @pytest.fixture

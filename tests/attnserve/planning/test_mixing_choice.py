@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
+from attnserve.context import RunContext, TimedModel
 from attnserve.literals import MixingKind
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
-from attnserve.planning import served_speed
 from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.runtime.interleaved_timer import Speedup, time_twice_if_slow
+from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.collaborate import Collaborate
 from tests.errors import raises
@@ -153,45 +151,17 @@ def test_optimize_mixing_and_head_dk_set_the_form(forms: Any):
     assert forms(collab_dk=[12, 28], mixing="sparse") == [("sparse", 8), ("standard", 8)]
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Times of the fused original and of each form, in this order; at all shapes."""
-    times: list[int] = []
-
-    def time_models(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
-        rows = np.array([[float(ms)] * 3 for ms in times[: len(models)]])
-        return dict.fromkeys(feeds, rows)
-
-    monkeypatch.setattr(served_speed, "time_models", time_models)
-    return times
-
-
-@dataclass(frozen=True, eq=False)
-class SlowAtFirst(ServedTimer):
-    """The form is slower at 512 tokens in the first of two runs."""
-
-    def time(
-        self,
-        models: Sequence[ir.Model],
-        workloads: Sequence[Workload],
-        runtimes: Sequence[str] = (),
-        least: float = 0.0,
-    ) -> dict[Workload, np.ndarray]:
-        def time_once() -> np.ndarray:
-            slow = next(slow_ms)
-            return np.array(
-                [[[1.0] * 3, [slow if s.length == 512 else 0.8] * 3] for s in workloads]
-            )
-
-        slow_ms = iter((1.1, 0.9))
-        return dict(zip(workloads, time_twice_if_slow(time_once, least), strict=True))
-
-
 def test_form_comparison_times_again_if_a_form_seems_slower(tiny: Path) -> None:
     """A first measurement of some rounds may be wrong by some percent."""
-    model = load_model(tiny / "model.onnx")
-    timer = SlowAtFirst(job_of(model, target=Target(sequence=16)))
-    found = MixingComparison(timer).speeds([model])
+    model, slow_ms = load_model(tiny / "model.onnx"), iter((1.1, 0.9))
+
+    def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        slow = next(slow_ms)
+        lengths = [feed["input_ids"].shape[1] for feed in models[0].feeds]
+        return [np.array([[1.0] * 3, [slow if n == 512 else 0.8] * 3]) for n in lengths]
+
+    job = job_of(model, target=Target(sequence=16), context=RunContext(timer=timer))
+    found = MixingComparison(ServedTimer(job)).speeds([model])
     assert found is not None
     ((mean, slowest),) = found
     assert mean == Speedup(value=1.25, ci95=(1.25, 1.25))
@@ -204,11 +174,16 @@ def test_form_comparison_times_again_if_a_form_seems_slower(tiny: Path) -> None:
     [([10, 9, 11, 11], "collaborative"), ([10, 11, 8, 11], "standard"), ([10, 11, 11, 11], None)],
 )
 def test_optimize_auto_mixing_is_decided_by_time(
-    times: list[int], forms: str | None, timed: list[int], tiny: Path, sentences: Path,
-    tmp_path: Path,
+    times: list[int], forms: str | None, in_context: Callable[..., None], tiny: Path,
+    sentences: Path, tmp_path: Path,
 ):  # fmt: skip
     """R = 12 of 32; if every form is slower than the fused original, the report says so."""
-    timed += times
+
+    def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        rows = np.array([[float(ms)] * 3 for ms in times[: len(models)]])
+        return [rows] * len(models[0].feeds)
+
+    in_context(timer=timer)
     report = optimize(tiny, tmp_path / "new", collab_dk=12, calib=sentences)
     assert report.record.mixing is not None
     assert {each.kind for each in report.record.mixing.candidates} >= {"dense", "own"}

@@ -19,7 +19,7 @@ from graph_passes.errors import (
 from tests.attnserve.planning.conftest import Optimizer
 from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.parametrize(

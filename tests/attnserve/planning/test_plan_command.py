@@ -16,7 +16,7 @@ from graph_passes.errors import (
 from tests.attnserve.planning.conftest import Planner
 from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.timing

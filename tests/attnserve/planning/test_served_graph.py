@@ -49,6 +49,7 @@ from graph_passes.passes.fuse_skip_norm import FuseSkipNorm
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.registry import Registry
 from tests import architectures
+from tests.attnserve.costs import fused_is_faster
 from tests.errors import raises
 from tests.jobs import job_of
 
@@ -66,28 +67,24 @@ Gains = Callable[[int], Sequence[float]]
 """The speed-up of each fused form over the file's at a length."""
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[int]]:
-    """Replace the timing by these speed-ups, each with noise; returns the lengths, as timed."""
-    lengths: list[int] = []
+class Timer:
+    """A timer that gives these speed-ups, each with noise."""
 
-    def set_gains(gains: Gains, noise: float = 0.0, seed: int = 0) -> list[int]:
-        random = np.random.default_rng(seed)
+    def __init__(self, gains: Gains, noise: float = 0.0, seed: int = 0) -> None:
+        self.gains, self.noise = gains, noise
+        self.random = np.random.default_rng(seed)
+        self.lengths: list[int] = []
+        """The timed lengths."""
 
-        def time(models: Sequence[Any], seconds: float, timer: object) -> np.ndarray:
-            shapes: list[np.ndarray] = []
-            for run in models[0]:
-                length = run.args[1]["input_ids"].shape[1]
-                lengths.append(length)
-                means = 1 / np.array([1, *gains(length)][: len(models)])
-                noises = np.exp(noise * random.standard_normal((len(means), 16)))
-                shapes.append(means[:, None] * noises)
-            return np.array(shapes)
-
-        monkeypatch.setattr(timing, "time_shapes", time)
-        return lengths
-
-    return set_gains
+    def __call__(self, models: Sequence[Any], seconds: float) -> np.ndarray:
+        shapes: list[np.ndarray] = []
+        for run in models[0]:
+            length = run.args[1]["input_ids"].shape[1]
+            self.lengths.append(length)
+            means = 1 / np.array([1, *self.gains(length)][: len(models)])
+            noises = np.exp(self.noise * self.random.standard_normal((len(means), 16)))
+            shapes.append(means[:, None] * noises)
+        return np.array(shapes)
 
 
 def scaled(by: float) -> Callable[[ir.Model], None]:
@@ -114,12 +111,11 @@ def renamed(model: ir.Model) -> None:
     model.graph.outputs[0].name = "other"
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     bert: Artifact, tmp_path: Path
 ) -> None:
     before = bert.model.read_bytes()
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, fused_is_faster)
     assert (found.attention, found.gelu, found.speedup) == (LAYERS, LAYERS, pytest.approx(2.0))
     assert found.min_cosine >= 1 - 1e-9 and found.max_error < 5e-6
     assert bert.model.read_bytes() == before
@@ -135,12 +131,11 @@ def test_fuse_lossless_writes_one_operator_per_block_and_equal_outputs(
     assert np.abs(a - b).max() < 1e-5 * np.abs(a).max()
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_half_precision_is_accepted(bert: Artifact, tmp_path: Path) -> None:
     """Half precision rounds more, so that its outputs may differ by more."""
     save_model(convert(load_model(bert), "float16"), tmp_path / "half.onnx")
     half = open_artifact(tmp_path / "half.onnx")
-    found = fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(half, tmp_path / "new.onnx", ONE_THREAD, fused_is_faster)
     assert (found.attention, found.gelu) == (LAYERS, LAYERS)
     assert 1e-5 < found.max_error < equality.TOLERANCES[ir.DataType.FLOAT16].error
 
@@ -200,17 +195,15 @@ def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarra
     return [np.asarray(array) for array in session.run(None, {n: arrays[n] for n in names})]
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_fused_model_is_refused(bert: Artifact, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
-    fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD)
+    fuse_lossless(bert, tmp_path / "one" / "model.onnx", ONE_THREAD, fused_is_faster)
     again = open_artifact(tmp_path / "one")
     with raises(CannotRewrite, "fusion.nothing"):
-        fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD)
+        fuse_lossless(again, tmp_path / "two.onnx", ONE_THREAD, fused_is_faster)
     assert not (tmp_path / "two.onnx").exists()
 
 
-@pytest.mark.usefixtures("any_speed")
 @pytest.mark.parametrize(
     ("change", "code", "values"),
     [
@@ -234,7 +227,6 @@ def test_fuse_lossless_different_result_is_refused(
         fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +237,7 @@ def test_fuse_lossless_without_kernel_falls_back_to_older_operator(
         return open_session(source, device, **how)
 
     monkeypatch.setattr(lossless, "open_session", lacks)
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, fused_is_faster)
     assert found.attention == LAYERS
     nodes = load_model(tmp_path / "new.onnx").graph
     assert [n.domain for n in nodes if n.op_type == "Attention"] == ["com.microsoft"] * LAYERS
@@ -304,7 +296,6 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    timed: Callable[..., object],
     fault: str,
     gain: float,
     runtime: str,
@@ -312,8 +303,8 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
     monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
-    timed(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
-    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
+    timer = Timer(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
+    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
     assert (found.runtime, found.attention) == (runtime, LAYERS)
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
@@ -336,7 +327,6 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    timed: Callable[..., object],
     fault: str,
     verified: Sequence[str],
     gains: tuple[float, float],
@@ -347,11 +337,11 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
     by_length = dict(zip((16, 64), gains, strict=True))
-    timed(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
+    timer = Timer(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
     same = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="texts")
     entry = OptimizeEntry(rewrite="int8", other_runtimes=dict.fromkeys(verified, same))
     artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
-    found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
+    found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
     assert (found.runtime, found.long_rows) == runtimes
 
 
@@ -368,7 +358,6 @@ def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    timed: Callable[..., object],
     long_gain: dict[int, float],
     runtimes: tuple[str, LongRows | None],
 ) -> None:
@@ -376,9 +365,9 @@ def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
     monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
-    timed(lambda length: [1.5, 1.4, 1.5 * long_gain[length], 1.4 * long_gain[length], 1.0])
+    timer = Timer(lambda length: [1.5, 1.4, 1.5 * long_gain[length], 1.4 * long_gain[length], 1.0])
     device = Device(threads=1, runtime="auto")
-    found = fuse_lossless(bert, tmp_path / "new.onnx", device)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", device, timer)
     assert (found.runtime, found.long_rows) == runtimes
     gains = [1.5 * max(1.0, gain) for gain in long_gain.values()]
     if found.long_rows:
@@ -386,20 +375,19 @@ def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
     monkeypatch.setattr(lossless, "MANY_VARIANTS_BYTES", 0)  # each session holds the weights
     with suppress(CannotRewrite):  # one runtime is slower than the file at a length
-        assert fuse_lossless(bert, tmp_path / "new.onnx", device).long_rows is None
+        assert fuse_lossless(bert, tmp_path / "new.onnx", device, timer).long_rows is None
 
 
 def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(
     bert: Artifact,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    timed: Callable[..., object],
 ) -> None:
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
     monkeypatch.setattr(variants, "RUNTIMES", both)
     monkeypatch.setattr(session, "RUNTIMES", both)
-    timed(lambda length: [1.5, 1.4, 1.6, 1.7, 2.0])
-    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"))
+    timer = Timer(lambda length: [1.5, 1.4, 1.6, 1.7, 2.0])
+    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
     assert (found.runtime, found.attention, found.gelu) == ("other", 0, 0)
     assert found.speedup == pytest.approx(2.0)
     assert found.kept == [block.name for block in read_attention(load_model(bert)).blocks]
@@ -417,16 +405,15 @@ def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(
 def test_fuse_lossless_slow_result_is_refused(
     bert: Artifact,
     tmp_path: Path,
-    timed: Callable[..., object],
     gains: dict[int, float],
     why: str | None,
 ) -> None:
-    timed(lambda length: [gains[length]] * variants.MAX_VARIANTS)
+    timer = Timer(lambda length: [gains[length]] * variants.MAX_VARIANTS)
     if why is None:
-        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
         return
     with raises(CannotRewrite, "fusion.slow", why):
-        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
 
 
 @pytest.mark.parametrize(
@@ -455,13 +442,12 @@ def test_shapes_that_the_original_runs_do_not_count(gain: float, is_slow: bool) 
 def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
     bert: Artifact,
     tmp_path: Path,
-    timed: Callable[..., object],
     gains: list[dict[int, float]],
     attention: int,
 ) -> None:
     """All blocks fused, and all but attention, which has one kind here."""
-    timed(lambda length: [gain[length] for gain in gains])
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    timer = Timer(lambda length: [gain[length] for gain in gains])
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
     assert (found.attention, found.gelu, len(found.kept)) == (attention, LAYERS, LAYERS - attention)
     kinds = Counter(node.op_type for node in load_model(tmp_path / "new.onnx").graph)
     assert (kinds["Attention"], kinds["Gelu"]) == (attention, LAYERS)
@@ -470,39 +456,37 @@ def test_fuse_lossless_keeps_blocks_that_are_faster_in_the_file(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_fuse_lossless_noisy_times_fuse_all_blocks(
-    bert: Artifact, tmp_path: Path, timed: Callable[..., list[int]], seed: int
+    bert: Artifact, tmp_path: Path, seed: int
 ) -> None:
     """The standard deviation of a time is a quarter of it, as on a busy machine."""
-    timed(lambda length: [1.15, 1.15], noise=0.25, seed=seed)
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+    timer = Timer(lambda length: [1.15, 1.15], noise=0.25, seed=seed)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
     assert (found.attention, len(found.kept)) == (LAYERS, 0)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_fuse_lossless_noisy_times_refuse_slow_lengths_and_take_faster_forms(
-    bert: Artifact, tmp_path: Path, timed: Callable[..., list[int]], seed: int
+    bert: Artifact, tmp_path: Path, seed: int
 ) -> None:
     """The standard deviation of a time is 5 %, and 16 rounds give intervals of about +-4 %."""
-    timed(lambda length: [{16: 1.5, 64: 0.85}[length]] * 2, noise=0.05, seed=seed)
+    timer = Timer(lambda length: [{16: 1.5, 64: 0.85}[length]] * 2, noise=0.05, seed=seed)
     with raises(CannotRewrite, "fusion.slow", "at 1 x 64"):
-        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
-    timed(lambda length: [1.1, 1.4], noise=0.05, seed=seed)
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
+        fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
+    timer = Timer(lambda length: [1.1, 1.4], noise=0.05, seed=seed)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
     assert (found.attention, len(found.kept)) == (0, LAYERS)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_fuse_lossless_slow_form_is_timed_twice(
-    bert: Artifact, tmp_path: Path, timed: Callable[..., list[int]], slow: int
-) -> None:
+def test_fuse_lossless_slow_form_is_timed_twice(bert: Artifact, tmp_path: Path, slow: int) -> None:
     """One of the two forms seems slow at first."""
 
     def gains(length: int) -> list[float]:
-        return [0.9 if form == slow and len(lengths) <= 3 else 1.9 for form in range(2)]
+        return [0.9 if form == slow and len(timer.lengths) <= 3 else 1.9 for form in range(2)]
 
-    lengths = timed(gains)
-    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD)
-    assert found.attention == LAYERS and lengths == [16, 16, 64] * 2
+    timer = Timer(gains)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", ONE_THREAD, timer)
+    assert found.attention == LAYERS and timer.lengths == [16, 16, 64] * 2
 
 
 NO_ATTENTION = """
@@ -517,7 +501,6 @@ def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
         fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 
 
-@pytest.mark.usefixtures("any_speed")
 def test_fuse_lossless_without_runnable_inputs_is_refused(
     bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

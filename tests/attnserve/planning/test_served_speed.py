@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve import optimize
-from attnserve.context import Device, RunContext
+from attnserve.context import Device, RunContext, TimedModel
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
 from attnserve.models.measured import ServedSpeed
@@ -33,17 +32,16 @@ AT = Target(sequence=(5, 6))
 SHAPES = [Workload.of(1, 5), Workload.of(1, 6)]
 
 
-@pytest.fixture
-def timed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Milliseconds of the timed models, in their order, at all shapes."""
-    times: list[int] = []
+def timer_of(model: ir.Model, *times: float, runtime: str = "onnxruntime") -> ServedTimer:
+    """A timer that gives these milliseconds to the models, in their order, at all shapes."""
 
-    def fake(models: Sequence[ir.Model], feeds: Mapping[Any, Any], **_: Any) -> Any:
-        assert len(models) == len(times)
-        return dict.fromkeys(feeds, np.array([[float(ms)] * 4 for ms in times]))
+    def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        rows = np.array([[float(ms)] * 4 for ms in times])
+        assert len(models) == len(rows)
+        return [rows] * len(SHAPES)
 
-    monkeypatch.setattr(served_speed, "time_models", fake)
-    return times
+    context = RunContext(Device(runtime=runtime), timer=timer)
+    return ServedTimer(job_of(model, target=AT, context=context))
 
 
 def lossy(precision: Precision) -> Plan:
@@ -56,68 +54,55 @@ def values(speed: ServedSpeed | None) -> list[Any]:
     return [part and pytest.approx(part.value) for part in parts]
 
 
-def test_served_timer_separates_fusion_precision_and_removal(tiny: Path, timed: list[int]) -> None:
+def test_served_timer_separates_fusion_precision_and_removal(tiny: Path) -> None:
     """Original 12 ms, fused 10, in the precision with removal 4, without 5."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
     PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
-    timed += [12, 10, 4, 5]
-    speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned.clone(), lossy("int8"))
+    timer = timer_of(original, 12, 10, 4, 5)
+    speed = timer.measure(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.served_by_shape == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
     assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
 
 
-def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path, timed: list[int]) -> None:
+def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path) -> None:
     """A fused original that is slower is not served; nor is the slower form of the result."""
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
     PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
-    timed += [10, 12, 8, 5]  # original, fused, pruned, pruned and fused
-    speed = ServedTimer(job_of(original, target=AT)).measure(pruned, pruned, lossy("float32"))
+    timer = timer_of(original, 10, 12, 8, 5)  # original, fused, pruned, pruned and fused
+    speed = timer.measure(pruned, pruned, lossy("float32"))
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
 def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
-    tiny: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny: Path,
 ) -> None:
     """Serving would run the original in the other runtime."""
     original = load_model(tiny / "model.onnx")
-    runtimes: list[str] = []
-    fake = served_speed.time_models
-
-    def noted(models: Any, feeds: Any, **how: Any) -> Any:
-        runtimes.extend(how["runtimes"])
-        return fake(list(models) * len(runtimes), feeds)
-
-    monkeypatch.setattr(served_speed, "time_models", noted)
-    timed += [12, 10, 5]  # original, fused, converted, in OpenVINO
-    timed += [8, 7, 6]  # the same in ONNX Runtime
-    job = job_of(original, target=AT)
-    job = replace(job, context=RunContext(Device(runtime="openvino")))
+    openvino, onnxruntime = [12, 10, 5], [8, 7, 6]  # original, fused, converted
+    timer = timer_of(original, *openvino, *onnxruntime, runtime="openvino")
     plan = Plan.merged([], "bfloat16-cpu", ())
-    speed = ServedTimer(job).measure(original.clone(), original.clone(), plan)
-    assert runtimes == ["openvino", "onnxruntime"]
+    speed = timer.measure(original.clone(), original.clone(), plan)
+    assert speed is not None and speed.runtimes == ("openvino", "onnxruntime")
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
 
 
 def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path,
 ) -> None:
     """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
     original = load_model(tiny / "model.onnx")
     converted = convert(original, "int8")
-    by_row = [[12, 12], [10, 10], [4, 8], [12, 12], [10, 10], [8, 4]]  # runtimes x models
+    by_shape = [[12, 10, 4, 12, 10, 8], [12, 10, 8, 12, 10, 4]]  # runtimes x models
 
-    def times(*_: Any, **__: Any) -> dict[Workload, np.ndarray]:
-        return {
-            workload: np.array([[row[index]] * 2 for row in by_row], float)
-            for index, workload in enumerate(SHAPES)
-        }
+    def times(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        return [np.array([[ms] * 2 for ms in shape], float) for shape in by_shape]
 
-    monkeypatch.setattr(served_speed, "time_models", times)
-    timer, plan = ServedTimer(job_of(original, target=AT)), Plan.merged([], "int8", ())
+    job = job_of(original, target=AT, context=RunContext(timer=times))
+    timer, plan = ServedTimer(job), Plan.merged([], "int8", ())
 
     def served(*verified: str) -> list[Any]:
         speed = timer.measure(original.clone(), converted, plan, frozenset(verified))
@@ -131,7 +116,7 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
 
 
 def test_served_timer_leaves_the_same_blocks_in_float(
-    tiny: Path, timed: list[int], monkeypatch: pytest.MonkeyPatch
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What int8 gave is that of the precision of the result, of which some blocks are float32."""
     original, kept = load_model(tiny / "model.onnx"), list[Any]()
@@ -142,12 +127,10 @@ def test_served_timer_leaves_the_same_blocks_in_float(
         return convert(*given, **named)
 
     monkeypatch.setattr(served_speed, "convert", converted)
-    timed += [12, 10, 4, 5]
     name = find_attention(original).blocks[0].name
     plan = Plan.merged([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
-    assert ServedTimer(job_of(original, target=AT)).measure(
-        original.clone(), original.clone(), plan
-    )
+    timer = timer_of(original, 12, 10, 4, 5)
+    assert timer.measure(original.clone(), original.clone(), plan)
     assert kept == [("float32", ()), ("int8", (name,))]
 
 
@@ -159,7 +142,6 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
 
 
 @pytest.mark.timing(seconds=5)
-@pytest.mark.usefixtures("real_clock")
 @pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
 def test_time_models_leaves_out_shapes_that_a_model_refuses(
     most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,29 +159,18 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     assert times.shape[0] == 2 and (times > 0).all()
 
 
-@dataclass
-class SlowAtFirst:
-    """A timer of two models at one shape, of which the second is slower in the first run."""
-
-    runs: int = 0
-
-    def measure(self, *_: object, **__: object) -> np.ndarray:
-        self.runs += 1
-        return np.array([[[1.0]] * 4, [[1.1 if self.runs == 1 else 0.9]] * 4])
-
-
-@pytest.mark.usefixtures("real_clock")
 @pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.97, 2)])
-def test_time_models_are_timed_twice_if_one_seems_slow(
-    least: float, runs: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    timer = SlowAtFirst()
-    monkeypatch.setattr(served_speed, "TIMER", timer)
+def test_time_models_are_timed_twice_if_one_seems_slow(least: float, runs: int, tiny: Path) -> None:
+    second_ms = [1.1, 0.9]
+
+    def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        return [np.array([[1.0] * 4, [second_ms.pop(0)] * 4])]
+
     model = load_model(tiny / "model.onnx")
     feeds = served_speed.example_feeds(model, SHAPES[:1], 0)
     models = [model, model.clone()]
-    found = served_speed.time_models(models, feeds, context=RunContext(), least=least)
-    assert timer.runs == runs
+    found = served_speed.time_models(models, feeds, context=RunContext(timer=timer), least=least)
+    assert len(second_ms) == 2 - runs
     assert list(found) == SHAPES[:1]
     assert found[SHAPES[0]].tolist() == [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
 

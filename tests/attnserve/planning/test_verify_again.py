@@ -18,7 +18,7 @@ from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.attnserve.cli.commands import Cli, refused
 from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 Changed = Callable[[Callable[[dict[str, Any]], object]], Path]
 

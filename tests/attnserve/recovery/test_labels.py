@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
@@ -29,18 +28,17 @@ from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
 from attnserve.recovery.loss import served_vectors  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
+from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.errors import raises  # noqa: E402
-
-WORDS = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
+from tests.texts import WORDS  # noqa: E402
 
 MINUTES = 1.0
 """Of a clock that runs by calls: about 120 steps."""
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(np.arange(0, 1e6, 0.2))
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
+    in_context(clock=counting_clock())
     monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -30,8 +28,10 @@ from attnserve.recovery.operators import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import VerifiedModel  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
+from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
 from tests.errors import raises  # noqa: E402
+from tests.texts import write_sentences  # noqa: E402
 
 SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
 
@@ -40,21 +40,15 @@ MINUTES = 1.0
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
     """A clock that runs by calls, and float32: a training has the same steps on every machine."""
-    now = iter(np.arange(0, 1e6, 0.2))
+    in_context(clock=counting_clock())
     monkeypatch.setattr(training, "has_bfloat16_product", lambda: False)
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(1)
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(1500)]
-    path = tmp_path_factory.mktemp("texts") / "texts.txt"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("texts") / "texts.txt", 1500)
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,11 @@ Times are counted (``costs``), and the clock of the training runs by calls.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
@@ -37,7 +34,8 @@ from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
-from tests.attnserve.costs import count_instead_of_timing  # noqa: E402
+from tests.attnserve.costs import counting_clock  # noqa: E402
+from tests.texts import write_sentences  # noqa: E402
 
 KEEP = 0.7
 MINUTES = 2.0
@@ -47,21 +45,14 @@ Optimize = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(np.arange(0, 1e6, 0.2))
-    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
+    in_context(clock=counting_clock())
     monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
-    count_instead_of_timing(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with", "guitar", "ball"]
-    chosen = random.Random(1)
-    lines = [" ".join(chosen.choices(words, k=chosen.randint(3, 12))) for _ in range(700)]
-    path = tmp_path_factory.mktemp("texts") / "texts.txt"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
+    return write_sentences(tmp_path_factory.mktemp("texts") / "texts.txt", 700)
 
 
 def optimize(model: Path, output: Path, texts: Path, **options: Any) -> Any:
@@ -85,7 +76,6 @@ def optimized(tiny: Path, texts: Path, tmp_path: Path) -> Optimize:
 def plain(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> OptimizeReport:
     """The result of the search without training."""
     with pytest.MonkeyPatch.context() as patch:
-        count_instead_of_timing(patch)
         folder = tmp_path_factory.mktemp("plain")
         patch.setenv("ATTNSERVE_CACHE", str(folder / "cache"))
         return optimize(tiny, folder / "plain", texts)

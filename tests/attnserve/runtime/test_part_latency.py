@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from attnserve.context import ONE_THREAD, Device
+from attnserve.context import ONE_THREAD, Device, TimedModel
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime import cache
@@ -230,18 +230,17 @@ def test_key_depends_on_the_computed_precision(bert: ir.Model, feeds: Any):
 # The table
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
-    """Results of ``time_functions``, one list per call."""
-    results: list[list[float]] = []
+class Timer:
+    """A timer with these results for each shape, in the order of its calls."""
 
-    def time_functions(functions: Any, seconds: float) -> list[np.ndarray]:
-        times = results.pop(0)
-        assert len(times) == len(functions)
-        return [np.array([time, 1.1 * time, 0.9 * time]) for time in times]
+    def __init__(self, *results: list[float]) -> None:
+        self.results = list(results)
 
-    monkeypatch.setattr(latency, "time_functions", time_functions)
-    return results
+    def __call__(self, models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        rounds = [1.0, 1.1, 0.9]
+        shapes = [self.results.pop(0) for _ in models[0].feeds]
+        assert all(len(times) == len(models) for times in shapes)
+        return [np.outer(times, rounds) for times in shapes]
 
 
 @pytest.fixture
@@ -250,44 +249,37 @@ def parts(bert: ir.Model, feeds: Any) -> dict[str, Part]:
     return {"whole": part, "3": pruned(part, [1, 1, 1, 0]), "2": pruned(part, [1, 1, 0, 0])}
 
 
-def test_measure_known_parts_are_read_from_the_cache(
-    parts: Any, clock: list[list[float]], tmp_path: Path
-):
-    clock.append([4.0, 3.0, 2.0])
-    table = LatencyTable(tmp_path / "t.json", ONE_THREAD)
+def test_measure_known_parts_are_read_from_the_cache(parts: Any, tmp_path: Path):
+    timer = Timer([4.0, 3.0, 2.0])
+    table = LatencyTable(tmp_path / "t.json", ONE_THREAD, timer)
     first = table.measure(parts)
     assert first == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
     assert table.measured == 3
-    again = LatencyTable(tmp_path / "t.json", ONE_THREAD)
-    assert again.measure(parts) == first  # the clock has no more results
+    again = LatencyTable(tmp_path / "t.json", ONE_THREAD, timer)
+    assert again.measure(parts) == first  # the timer has no more results
     assert again.measured == 0
 
 
-def test_measure_names_with_equal_text_are_separate(parts: Any, clock: list[list[float]]):
-    clock.append([4.0, 3.0, 2.0])
+def test_measure_names_with_equal_text_are_separate(parts: Any):
     named = {None: parts["whole"], 3: parts["3"], "3": parts["2"]}
-    times = LatencyTable(None, ONE_THREAD).measure(named)
+    times = LatencyTable(None, ONE_THREAD, timer=Timer([4.0, 3.0, 2.0])).measure(named)
     assert times == {None: (4.0,), 3: (3.0,), "3": (2.0,)}
 
 
-def test_measure_new_part_is_scaled_to_known_parts(
-    parts: Any, clock: list[list[float]], tmp_path: Path
-):
+def test_measure_new_part_is_scaled_to_known_parts(parts: Any, tmp_path: Path):
     """The machine runs at half speed when the third part is timed."""
-    clock.append([4.0, 3.0])
-    LatencyTable(tmp_path / "t.json").measure({n: parts[n] for n in ("whole", "3")})
-    clock.append([8.0, 4.0])
-    times = LatencyTable(tmp_path / "t.json").measure(parts)
+    timer = Timer([4.0, 3.0], [8.0, 4.0])
+    known = {name: parts[name] for name in ("whole", "3")}
+    LatencyTable(tmp_path / "t.json", timer=timer).measure(known)
+    times = LatencyTable(tmp_path / "t.json", timer=timer).measure(parts)
     assert times == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
 
 
-def test_measure_entries_are_separate_per_thread_count(
-    parts: Any, clock: list[list[float]], tmp_path: Path
-):
-    clock += [[4.0], [2.0]]
+def test_measure_entries_are_separate_per_thread_count(parts: Any, tmp_path: Path):
+    timer, path = Timer([4.0], [2.0]), tmp_path / "t.json"
     whole = {"whole": parts["whole"]}
-    LatencyTable(tmp_path / "t.json", ONE_THREAD).measure(whole)
-    assert LatencyTable(tmp_path / "t.json", Device(threads=2)).measure(whole) == {"whole": (2.0,)}
+    LatencyTable(path, ONE_THREAD, timer).measure(whole)
+    assert LatencyTable(path, Device(threads=2), timer).measure(whole) == {"whole": (2.0,)}
     kept = json.loads((tmp_path / "t.json").read_text())
     assert len(kept) == 2 and all("threads" in setting for setting in kept)
 
@@ -308,32 +300,15 @@ def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
     assert "NVIDIA" not in LatencyTable(None).setting  # the GPU is not queried
 
 
-def test_measure_number_of_open_sessions_is_bounded(
-    bert: ir.Model, feeds: Any, clock: list[list[float]], monkeypatch: pytest.MonkeyPatch
-):
+def test_measure_number_of_open_sessions_is_bounded(bert: ir.Model, feeds: Any):
     """Every group includes the first part, which runs at half speed in the second group."""
     part = cut_out(bert, cuts(bert)[2:3], feeds)[0]
     forms = {str(n): Part(narrowed(part.model, n), part.feeds) for n in range(1, 11)}
-    parts = {"whole": part, **forms}
-    open_now: weakref.WeakSet[Any] = weakref.WeakSet()
-    most: list[int] = []
-
-    class Session:
-        def bind(self, feed: Any) -> None:
-            pass
-
-    def opened(*_: Any, **__: Any) -> Session:
-        session = Session()
-        open_now.add(session)
-        most.append(len(open_now))
-        return session
-
-    monkeypatch.setattr(latency, "open_session", opened)
     first, second = [100.0, 1, 2, 3, 4, 5, 6, 7], [200.0, 16, 18, 20]
-    clock += [first, first, second, second]  # two shapes
-    table = LatencyTable(None)
-    times = table.measure(parts)
-    assert max(most) == 8 and not clock
+    timer = Timer(first, first, second, second)  # two shapes
+    table = LatencyTable(None, timer=timer)
+    times = table.measure({"whole": part, **forms})
+    assert not timer.results  # which is why 8 and 4 models were timed at once
     expected = {"whole": 100.0, **{str(n): float(n) for n in range(1, 11)}}
     assert times == {name: (ms, ms) for name, ms in expected.items()}
     assert table.measured == 22
@@ -347,12 +322,9 @@ def narrowed(model: ir.Model, kept: int) -> ir.Model:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": 1}', '{"a": {"b": "c"}}', "\x00"])
-def test_measure_damaged_cache_is_replaced(
-    content: str, parts: Any, clock: list[list[float]], tmp_path: Path
-):
-    clock.append([4.0])
+def test_measure_damaged_cache_is_replaced(content: str, parts: Any, tmp_path: Path):
     (tmp_path / "t.json").write_text(content)
-    table = LatencyTable(tmp_path / "t.json")
+    table = LatencyTable(tmp_path / "t.json", timer=Timer([4.0]))
     assert table.measure({"whole": parts["whole"]}) == {"whole": (4.0,)}
     assert list(json.loads((tmp_path / "t.json").read_text())) == [table.setting]
 
@@ -367,14 +339,12 @@ def test_measure_damaged_cache_is_replaced(
     ],
 )
 def test_measure_failed_write_leaves_no_file(
-    failure: str | BaseException, parts: Any, clock: list[list[float]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    failure: str | BaseException, parts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     def dump(*_: Any, **__: Any) -> None:
         assert isinstance(failure, BaseException)
         raise failure
 
-    clock.append([4.0])
     path = tmp_path / "t.json"
     if failure == "the file is a folder":
         path.mkdir()
@@ -384,7 +354,7 @@ def test_measure_failed_write_leaves_no_file(
     else:
         monkeypatch.setattr(cache.Path, "replace", dump)
     before = list(tmp_path.iterdir())
-    table = LatencyTable(path)
+    table = LatencyTable(path, timer=Timer([4.0]))
     if isinstance(failure, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
             table.measure({"whole": parts["whole"]})

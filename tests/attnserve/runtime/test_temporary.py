@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import attnserve
-from attnserve.runtime import temporary
 from attnserve.runtime.temporary import keep_folder, temporary_folder
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="folders are locked on POSIX systems")
@@ -25,12 +24,15 @@ sys.stdin.read()
 """
 
 
+OLD = -10.0
+"""Every folder counts as old."""
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder for temporary files; every folder in it is old."""
+    """The folder for temporary files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(temporary, "NEW_S", -10)
     return tmp_path
 
 
@@ -51,10 +53,10 @@ def test_temporary_folder_deletes_those_of_killed_processes_only():
     process, theirs = other_process()
     (theirs / "weights").write_bytes(b"0" * 1000)
     with process:
-        mine = temporary_folder()
+        mine = temporary_folder(OLD)
         assert theirs.is_dir()
         process.send_signal(signal.SIGKILL)
-    again = temporary_folder()
+    again = temporary_folder(OLD)
     assert not theirs.exists() and mine.is_dir() and again.is_dir()
 
 
@@ -65,7 +67,7 @@ def test_kept_folder_outlives_its_maker():
     with process:
         keep_folder(theirs)
         process.send_signal(signal.SIGKILL)
-    temporary_folder()
+    temporary_folder(OLD)
     assert theirs.is_dir()
 
 
@@ -73,11 +75,9 @@ def test_new_and_foreign_folders_are_left(folder: Path, monkeypatch: pytest.Monk
     (folder / "attnserve-run-a").mkdir()
     (folder / "other").mkdir()
     (folder / "attnserve-run-link").symlink_to(folder / "other")
-    monkeypatch.setattr(temporary, "NEW_S", 60)
     temporary_folder()
     assert (folder / "attnserve-run-a").is_dir()
-    monkeypatch.setattr(temporary, "NEW_S", -10)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    temporary_folder()
+    temporary_folder(OLD)
     assert (folder / "attnserve-run-a").is_dir() and (folder / "other").is_dir()
     monkeypatch.undo()

@@ -194,10 +194,9 @@ def test_check_stopped_fusion_is_not_cached(
         until(lambda: is_ended_by_sigint(process.pid))
         process.send_signal(signal.Signals[way])
     assert first.fusion is not None and first.fusion.result(300).rewritten is None
-    gate.touch()
-    again = checker(tmp_path / "rewritten").check(open_artifact(bert))
-    assert again.operators == model_check.PENDING and again.fusion is not None
-    assert again.fusion.result(300).rewritten is not None
+    other = checker(tmp_path / "rewritten")
+    assert other.check(open_artifact(bert)).operators == model_check.PENDING
+    other.close()
 
 
 def is_ended_by_sigint(pid: int) -> bool:
@@ -441,7 +440,7 @@ def test_check_damaged_or_foreign_cache_entry_is_ignored(
     spoil(path)
     with raises(InvalidModel, "model.crash", "exit status 5"):
         checker(cached=True).check(open_artifact(bert))
-    if path != checked:  # a new check mends it
+    if way in ("cut json", "no fused model"):  # a new check mends each of them
         child("")
         found = checker(cached=True).check(open_artifact(bert))
         assert found.rewritten == fused and fused.stat().st_size > 100

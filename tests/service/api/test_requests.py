@@ -384,20 +384,17 @@ async def stay() -> Any:
     await asyncio.sleep(60)
 
 
-def test_cancel_on_disconnect_returns_result_and_stops_watching() -> None:
+async def test_cancel_on_disconnect_returns_result_and_stops_watching() -> None:
     async def work() -> int:
         await asyncio.sleep(0.001)
         return 5
 
-    async def script() -> None:
-        assert await cancel_on_disconnect(request_with(stay), work()) == 5
-        await asyncio.sleep(0)
-        assert len(asyncio.all_tasks()) == 1
-
-    asyncio.run(script())
+    assert await cancel_on_disconnect(request_with(stay), work()) == 5
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1
 
 
-def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
+async def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
     disconnected = asyncio.Event()
 
     async def disconnect() -> Any:
@@ -408,15 +405,12 @@ def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
         disconnected.set()
         return 5
 
-    async def script() -> None:
-        assert await cancel_on_disconnect(request_with(disconnect), work()) == 5
-        for _ in range(5):
-            await asyncio.sleep(0)
-
-    asyncio.run(script())
+    assert await cancel_on_disconnect(request_with(disconnect), work()) == 5
+    for _ in range(5):
+        await asyncio.sleep(0)
 
 
-def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> None:
+async def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> None:
     cancelled: list[str] = []
 
     async def disconnect() -> Any:
@@ -429,18 +423,15 @@ def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> No
             cancelled.append(name)
             raise
 
-    async def script() -> None:
-        with pytest.raises(ClientGone):
-            await cancel_on_disconnect(request_with(disconnect), work("disconnected"))
-        task = asyncio.current_task()
-        assert task is not None and task.cancelling() == 0
-        stopped = asyncio.ensure_future(cancel_on_disconnect(request_with(stay), work("stopped")))
-        await asyncio.sleep(0.01)
-        stopped.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await stopped
-
-    asyncio.run(script())
+    with pytest.raises(ClientGone):
+        await cancel_on_disconnect(request_with(disconnect), work("disconnected"))
+    task = asyncio.current_task()
+    assert task is not None and task.cancelling() == 0
+    stopped = asyncio.ensure_future(cancel_on_disconnect(request_with(stay), work("stopped")))
+    await asyncio.sleep(0.01)
+    stopped.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopped
     assert cancelled == ["disconnected", "stopped"]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Hashable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, suppress
 from itertools import combinations, pairwise
 from time import perf_counter, sleep
 from typing import Any
@@ -218,16 +218,16 @@ class Preparation:
         return make
 
 
-def play(
-    script: Callable[[Batcher], Coroutine[Any, Any, None]], run: Any = echo, **options: Any
-) -> Batcher:
+@asynccontextmanager
+async def batching(run: Any = echo, **options: Any) -> AsyncIterator[Batcher]:
+    """A batcher, which has no rows left at the end."""
     batcher = Batcher(run, **{"budget": 100, "overhead": 10, **options})
     try:
-        asyncio.run(asyncio.wait_for(script(batcher), 20))
+        async with asyncio.timeout(20):
+            yield batcher
     finally:
         batcher.close()
     assert (batcher.waiting, len(batcher.queue), batcher.queue.tokens) == (0, 0, 0)
-    return batcher
 
 
 def rows(*payloads: Any, tokens: int = 5) -> list[AnyRow]:
@@ -247,42 +247,42 @@ either_thread = pytest.mark.parametrize("is_short", [True, False])
 def test_submit_concurrent_requests_get_their_own_results(
     requests: list[list[int]], budget: int, concurrency: int
 ) -> None:
-    async def script(batcher: Batcher) -> None:
-        outcomes = await asyncio.gather(
-            *(
-                batcher.submit([row(n, payload=(r, i)) for i, n in enumerate(sizes)])
-                for r, sizes in enumerate(requests)
+    batches: list[BatchRun] = []
+
+    async def script() -> None:
+        async with batching(
+            budget=budget, concurrency=concurrency, parts=concurrency, on_batch=batches.append
+        ) as batcher:
+            outcomes = await asyncio.gather(
+                *(
+                    batcher.submit([row(n, payload=(r, i)) for i, n in enumerate(sizes)])
+                    for r, sizes in enumerate(requests)
+                )
             )
-        )
         for r, (sizes, outcome) in enumerate(zip(requests, outcomes, strict=True)):
             assert outcome.results == [("text", (r, i)) for i in range(len(sizes))]
             assert sum(count for _, count in outcome.batches) == len(sizes)
             assert outcome.queue_ms >= 0 and outcome.compute_ms > 0
 
-    batches: list[BatchRun] = []
-    play(script, budget=budget, concurrency=concurrency, parts=concurrency, on_batch=batches.append)
+    asyncio.run(script())
     assert sum(batch.rows for batch in batches) == sum(map(len, requests))
     assert sum(batch.tokens for batch in batches) == sum(map(sum, requests))
 
 
-def test_submit_while_slot_is_busy_forms_one_batch() -> None:
+async def test_submit_while_slot_is_busy_forms_one_batch() -> None:
     run = Recorder()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         waiting = [start(batcher.submit(rows(n))) for n in range(5)]
         await run.reached(1)
         run.go.set()
         await asyncio.gather(*waiting)
-
-    play(script, run)
     assert run.ran == [[0], [1, 2, 3, 4]]
 
 
-def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
+async def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
     """The wait of an hour is longer than the test may take."""
     run = Recorder(held=False)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, max_wait_ms=3_600_000) as batcher:
         first = start(batcher.submit(rows(1)))
         await asyncio.sleep(0.01)
         assert not run.ran
@@ -290,13 +290,10 @@ def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
         assert run.ran == [[*range(1, 21)]]  # of 5 tokens each
         await batcher.submit(rows(*range(20)))
 
-    play(script, run, max_wait_ms=3_600_000)
 
-
-def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:
+async def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:
     run = Recorder(held=False)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, max_wait_ms=100) as batcher:
         first, second = await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
         assert run.ran == [[1, 2]]
         assert first.queue_ms >= 90 and second.queue_ms >= 90
@@ -304,13 +301,10 @@ def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:
         await batcher.submit_from(lambda: rows(3), 1, is_short=True)
         assert perf_counter() - started >= 0.09
 
-    play(script, run, max_wait_ms=100)
 
-
-def test_check_room_full_queue_refuses_whole_request() -> None:
+async def test_check_room_full_queue_refuses_whole_request() -> None:
     run, preparation = Recorder(), Preparation(held=True)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, max_queue=3) as batcher:
         batcher.check_room(100)  # an idle batcher takes any request
         waiting = [start(batcher.submit(rows(n))) for n in range(3)]
         await run.reached(1)
@@ -328,13 +322,10 @@ def test_check_room_full_queue_refuses_whole_request() -> None:
         await asyncio.gather(*waiting, prepared)
         batcher.check_room(3)
 
-    play(script, run, max_queue=3)
 
-
-def test_check_room_without_queue_needs_a_free_slot() -> None:
+async def test_check_room_without_queue_needs_a_free_slot() -> None:
     run = Recorder()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, max_queue=0) as batcher:
         batcher.check_room(2)
         running = start(batcher.submit(rows(1)))
         await run.reached(1)
@@ -345,16 +336,14 @@ def test_check_room_without_queue_needs_a_free_slot() -> None:
         await running
         batcher.check_room(2)
 
-    play(script, run, max_queue=0)
-
 
 # -- preparation of rows --------------------------------------------------------------------------
 
 
-def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
+async def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
     run, preparation = Recorder(), Preparation()
+    async with batching(run) as batcher:
 
-    async def script(batcher: Batcher) -> None:
         def submit(payload: int, **options: bool) -> asyncio.Future[RequestResult[Any, Any]]:
             return start(batcher.submit_from(preparation.of(payload), 1, **options))
 
@@ -369,17 +358,14 @@ def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
         assert [outcome.results for outcome in outcomes] == [[("text", n)] for n in (1, 2, 3)]
         await submit(4)
         await submit(5, is_short=True)
-
-    play(script, run)
     assert run.ran == [[1], [2, 3], [4], [5]]
     assert preparation.threads == ["run", "prepare-short", "prepare-short", "prepare", "run"]
 
 
-def test_submit_from_second_request_prepares_outside_run_thread() -> None:
+async def test_submit_from_second_request_prepares_outside_run_thread() -> None:
     """In the run thread its rows could not share a batch with those of a third."""
     run, slow, preparation = Recorder(held=False), Preparation(held=True), Preparation()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         first = start(batcher.submit_from(slow.of(0), 1))
         await asyncio.sleep(0.01)
         other = start(batcher.submit_from(preparation.of(1), 1, is_short=True))
@@ -389,11 +375,9 @@ def test_submit_from_second_request_prepares_outside_run_thread() -> None:
         slow.go.set()
         await first
 
-    play(script, run)
-
 
 @either_thread
-def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None:
+async def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None:
     """On a busy machine all times are longer: they are compared with measured ones."""
     took_ms: dict[str, float] = {}
 
@@ -410,15 +394,13 @@ def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None
         timed("compute", 0.1)
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         started = perf_counter()
         outcome = await batcher.submit_from(make, 1, is_short=is_short)
         total_ms = 1e3 * (perf_counter() - started)
         assert outcome.prepare_ms >= took_ms["prepare"] and outcome.compute_ms >= took_ms["compute"]
         # Each time is counted once.
         assert outcome.prepare_ms + outcome.queue_ms + outcome.compute_ms <= total_ms
-
-    play(script, run)
 
 
 class Panic(BaseException):
@@ -429,7 +411,7 @@ class Panic(BaseException):
     ("raised", "expected"), [(ValueError("cause"), ValueError), (Panic("cause"), ModelFailed)]
 )
 @pytest.mark.parametrize("stage", ["prepare in run thread", "prepare", "run"])
-def test_submit_failure_fails_its_request_and_frees_the_slot(
+async def test_submit_failure_fails_its_request_and_frees_the_slot(
     raised: BaseException, expected: type[Exception], stage: str
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -439,8 +421,7 @@ def test_submit_failure_fails_its_request_and_frees_the_slot(
         return fail() if "bad" in payloads else echo(key, payloads)
 
     failures: list[ModelFailed] = []
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, on_failure=failures.append) as batcher:
         is_short = stage == "prepare in run thread"
         with pytest.raises(expected, match="cause"):
             if stage == "run":
@@ -450,14 +431,12 @@ def test_submit_failure_fails_its_request_and_frees_the_slot(
         assert batcher.waiting == 0
         outcome = await batcher.submit_from(lambda: rows(1), 1, is_short=is_short)
         assert outcome.results == [("text", 1)]
-
-    play(script, run, on_failure=failures.append)
     reported = [ModelFailed] if stage == "run" and expected is ModelFailed else []
     assert [type(error) for error in failures] == reported
 
 
-def test_submit_without_rows_is_refused() -> None:
-    async def script(batcher: Batcher) -> None:
+async def test_submit_without_rows_is_refused() -> None:
+    async with batching() as batcher:
         for submitted in (
             batcher.submit([]),
             batcher.submit_from(list, 0, is_short=True),
@@ -467,17 +446,14 @@ def test_submit_without_rows_is_refused() -> None:
                 await asyncio.wait_for(submitted, 5)
         assert (await batcher.submit(rows(1))).results == [("text", 1)]
 
-    play(script)
-
 
 @either_thread
 @pytest.mark.parametrize("end", ["cancelled", "late"])
-def test_submit_from_request_ended_during_preparation_is_not_computed(
+async def test_submit_from_request_ended_during_preparation_is_not_computed(
     is_short: bool, end: str
 ) -> None:
     run, preparation = Recorder(held=False), Preparation(held=True)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         deadline = perf_counter() + 0.03 if end == "late" else None
         prepare = preparation.of("ended")
         ended = start(batcher.submit_from(prepare, 1, deadline, is_short=is_short))
@@ -489,15 +465,12 @@ def test_submit_from_request_ended_during_preparation_is_not_computed(
             await ended
         preparation.go.set()
         await batcher.submit_from(lambda: rows("next"), 1, is_short=is_short)
-
-    play(script, run)
     assert run.ran == [["next"]]
 
 
-def test_close_refuses_requests_in_preparation() -> None:
+async def test_close_refuses_requests_in_preparation() -> None:
     preparation = Preparation(held=True)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching() as batcher:
         requests = [start(batcher.submit_from(preparation.of(n), 1)) for n in range(2)]
         await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.1, preparation.go.set)
@@ -506,16 +479,13 @@ def test_close_refuses_requests_in_preparation() -> None:
             with pytest.raises(NotReady):
                 await request
 
-    play(script)
-
 
 # -- deadlines, cancellation and failures ---------------------------------------------------------
 
 
-def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
+async def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
     run = Recorder()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
         started = perf_counter()
@@ -527,12 +497,10 @@ def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
         run.go.set()
         await first
         await batcher.submit(rows("next"), perf_counter() + 10)
-
-    play(script, run)
     assert run.ran == [["runs"], ["next"]]
 
 
-def test_run_that_nobody_waits_for_is_ended() -> None:
+async def test_run_that_nobody_waits_for_is_ended() -> None:
     """Only when all of its requests have ended, whether by deadline or cancellation."""
     ended = threading.Event()
     ran: list[list[Any]] = []
@@ -548,8 +516,7 @@ def test_run_that_nobody_waits_for_is_ended() -> None:
         raise ModelFailed("terminated")
 
     failed: list[ModelFailed] = []
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, on_failure=failed.append) as batcher:
         with suppress(DeadlineExceeded):
             batcher.pause()
             one = start(batcher.submit(rows("a"), perf_counter() + 0.2))
@@ -565,17 +532,13 @@ def test_run_that_nobody_waits_for_is_ended() -> None:
             while not ended.is_set():
                 await asyncio.sleep(0.001)
         await batcher.submit(rows("first"), perf_counter() + 10)  # the slot is free again
-
-    play(script, run, on_failure=failed.append)
     assert not failed  # the session is not broken
     assert len(ran) == 2  # its rows are not run one by one
 
 
-def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+async def test_run_that_does_not_end_is_reported() -> None:
     run = Recorder()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, stuck_s=0.1) as batcher:
         with pytest.raises(DeadlineExceeded):
             await batcher.submit(rows("endless"), perf_counter() + 0.05)
         assert not batcher.is_stuck
@@ -586,14 +549,10 @@ def test_run_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
             while batcher.is_stuck:
                 await asyncio.sleep(0.001)
 
-    play(script, run)
 
-
-def test_preparation_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batcher_module, "STUCK_S", 0.1)
+async def test_preparation_that_does_not_end_is_reported() -> None:
     making = Preparation(held=True)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(stuck_s=0.1) as batcher:
         request = start(batcher.submit_from(making.of("endless"), 1))
         assert await asyncio.to_thread(making.started.wait, 10)
         request.cancel()
@@ -604,13 +563,10 @@ def test_preparation_that_does_not_end_is_reported(monkeypatch: pytest.MonkeyPat
             while batcher.is_stuck:
                 await asyncio.sleep(0.001)
 
-    play(script)
 
-
-def test_submit_from_short_does_not_wait_behind_long() -> None:
+async def test_submit_from_short_does_not_wait_behind_long() -> None:
     long, run = Preparation(held=True), Recorder(held=False)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         waiting = [start(batcher.submit_from(long.of("long"), 1)) for _ in range(2)]
         await asyncio.sleep(0)
         await batcher.submit_from(Preparation().of("short"), 1, is_short=True)
@@ -618,10 +574,8 @@ def test_submit_from_short_does_not_wait_behind_long() -> None:
         long.go.set()
         await asyncio.gather(*waiting)
 
-    play(script, run)
 
-
-def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
+async def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
     ran: list[Any] = []
 
     def slow(key: Hashable, payloads: list[Any]) -> BatchResult:
@@ -629,7 +583,7 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
         threading.Event().wait(0.2)
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(slow) as batcher:
         await batcher.submit(rows(0))  # a run is expected to take 0.2 s
         first = start(batcher.submit(rows(1)))
         await asyncio.sleep(0.01)
@@ -639,17 +593,15 @@ def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
         # With a free slot it is tried, so that the expected duration is corrected.
         with pytest.raises(DeadlineExceeded):
             await batcher.submit(rows(3), perf_counter() + 0.1)
-
-    play(script, slow)
     assert ran == [0, 1, 3]
 
 
-def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
+async def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         threading.Event().wait(0.3 if "large" in payloads else 0.0)
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         for _ in range(3):
             await batcher.submit(rows("large", tokens=60))
         first = start(batcher.submit(rows("large", tokens=60)))
@@ -659,10 +611,8 @@ def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> N
         assert small.results == [("text", "small")]
         await first
 
-    play(script, run)
 
-
-def test_submit_one_long_run_is_not_expected_again() -> None:
+async def test_submit_one_long_run_is_not_expected_again() -> None:
     """A paused process makes its current runs long; requests that are in time must run."""
     pause_s = 0.0
 
@@ -670,8 +620,7 @@ def test_submit_one_long_run_is_not_expected_again() -> None:
         threading.Event().wait(pause_s)
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
-        nonlocal pause_s
+    async with batching(run, concurrency=2) as batcher:
         for _ in range(3):
             await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
         pause_s = 0.5
@@ -685,13 +634,10 @@ def test_submit_one_long_run_is_not_expected_again() -> None:
         assert (await waits).results == [("text", 3)]
         await asyncio.gather(*first)
 
-    play(script, run, concurrency=2)
 
-
-def test_submit_cancelled_removes_rows_from_queue() -> None:
+async def test_submit_cancelled_removes_rows_from_queue() -> None:
     run = Recorder()
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
         cancelled = start(batcher.submit(rows("cancelled", "too")))
@@ -702,12 +648,10 @@ def test_submit_cancelled_removes_rows_from_queue() -> None:
         assert batcher.waiting == 0
         run.go.set()
         await first
-
-    play(script, run)
     assert run.ran == [["runs"]]
 
 
-def test_submit_bad_row_fails_its_own_request_only() -> None:
+async def test_submit_bad_row_fails_its_own_request_only() -> None:
     gate = Recorder()
 
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
@@ -716,7 +660,7 @@ def test_submit_bad_row_fails_its_own_request_only() -> None:
             raise ValueError("bad")
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(run) as batcher:
         first = start(batcher.submit(rows("first")))
         await gate.reached(1)
         good, bad, other = [
@@ -730,16 +674,14 @@ def test_submit_bad_row_fails_its_own_request_only() -> None:
             await bad
         await first
 
-    play(script, run)
 
-
-def test_submit_model_failure_is_reported_to_on_failure() -> None:
+async def test_submit_model_failure_is_reported_to_on_failure() -> None:
     failures: list[ModelFailed] = []
 
     def broken(key: Hashable, payloads: list[Any]) -> BatchResult:
         raise OutOfMemory("no memory")
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(broken, on_failure=failures.append) as batcher:
         with pytest.raises(OutOfMemory):
             await batcher.submit(rows(1))
         await asyncio.sleep(0)
@@ -752,11 +694,9 @@ def test_submit_model_failure_is_reported_to_on_failure() -> None:
         with raises(NotReady, "model.not_ready", "not now"):
             await waiting
 
-    play(script, broken, on_failure=failures.append)
-
 
 @pytest.mark.parametrize("fault", ["results", "on_batch"])
-def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
+async def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
     failing = True
 
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
@@ -766,8 +706,7 @@ def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
         if failing and fault == "on_batch":
             raise OSError("disk full")
 
-    async def script(batcher: Batcher) -> None:
-        nonlocal failing
+    async with batching(run, on_batch=on_batch) as batcher:
         for error in await asyncio.gather(
             *(batcher.submit(rows(n)) for n in range(3)), return_exceptions=True
         ):
@@ -775,22 +714,18 @@ def test_submit_undeliverable_results_fail_their_requests(fault: str) -> None:
         failing = False
         assert (await batcher.submit(rows("next"))).results == ["next"]
 
-    play(script, run, on_batch=on_batch)
 
-
-def test_submit_concurrency_runs_batches_in_parallel() -> None:
+async def test_submit_concurrency_runs_batches_in_parallel() -> None:
     barrier = threading.Barrier(3, timeout=10)
 
     def run(key: Hashable, payloads: list[Any]) -> BatchResult:
         barrier.wait()
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, concurrency=3) as batcher:
         outcome = await batcher.submit(rows(1, 2, 3, tokens=60))
         # Three concurrent runs of a request take the time of one.
         assert outcome.compute_ms <= 1e3 * sum(b.ended - b.started for b, _ in outcome.batches)
-
-    play(script, run, concurrency=3)
 
 
 @pytest.mark.parametrize(
@@ -798,7 +733,9 @@ def test_submit_concurrency_runs_batches_in_parallel() -> None:
     [([1], [True]), ([3], [False, False, False]), ([1, 1, 1], [False, False, False])],
     ids=["one run", "a request of several runs", "several requests"],
 )
-def test_run_is_alone_if_it_has_all_rows_that_are_due(sizes: list[int], alone: list[bool]) -> None:
+async def test_run_is_alone_if_it_has_all_rows_that_are_due(
+    sizes: list[int], alone: list[bool]
+) -> None:
     found: list[bool] = []
     barrier = threading.Barrier(min(2, len(alone)), timeout=10)
 
@@ -808,7 +745,7 @@ def test_run_is_alone_if_it_has_all_rows_that_are_due(sizes: list[int], alone: l
             barrier.wait()
         return echo(key, payloads)
 
-    async def script(batcher: Batcher) -> None:
+    async with batching(run, concurrency=2, parts=2) as batcher:
         batcher.pause()
         waiting = [
             asyncio.ensure_future(batcher.submit(rows(*range(size), tokens=60))) for size in sizes
@@ -816,8 +753,6 @@ def test_run_is_alone_if_it_has_all_rows_that_are_due(sizes: list[int], alone: l
         await asyncio.sleep(0)
         batcher.resume()
         await asyncio.gather(*waiting)
-
-    play(script, run, concurrency=2, parts=2)
     assert found[:2] == alone[:2]
     if len(sizes) == 1:
         assert found == alone
@@ -836,15 +771,12 @@ class Slow(deque[Any]):
         super().append(item)
 
 
-def test_submit_runs_that_end_while_others_are_expected_are_delivered(
+async def test_submit_runs_that_end_while_others_are_expected_are_delivered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The times of recent runs are read and written under one lock."""
     monkeypatch.setattr(batcher_module, "deque", Slow)
-
-    async def script(batcher: Batcher) -> None:
+    async with batching(concurrency=4) as batcher:
         waiting = [batcher.submit(rows(n, tokens=100)) for n in range(100)]
         results = [outcome.results for outcome in await asyncio.gather(*waiting)]
         assert results == [[("text", n)] for n in range(100)]
-
-    play(script, concurrency=4)

@@ -67,27 +67,23 @@ def test_infer_uncountable_graph_has_no_macs(tmp_path: Path) -> None:
     engine.close()
 
 
-def test_infer_cancelled_in_queue_is_not_computed(
+async def test_infer_cancelled_in_queue_is_not_computed(
     engine: Engine, hold: Callable[[], HeldRuns]
 ) -> None:
     held = hold()
-
-    async def script() -> None:
-        first = asyncio.ensure_future(engine.infer(tokens([2, 3])))
-        await asyncio.to_thread(held.wait)
-        second = asyncio.ensure_future(engine.infer(tokens([2, 3])))
-        await asyncio.sleep(0.01)
-        assert engine.in_flight == 2
-        second.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await second
-        third = asyncio.ensure_future(engine.infer(tokens([2, 3])))
-        await asyncio.sleep(0.01)
-        held.go.set()
-        await first
-        assert (await third).result.queue_ms > 0
-
-    asyncio.run(script())
+    first = asyncio.ensure_future(engine.infer(tokens([2, 3])))
+    await asyncio.to_thread(held.wait)
+    second = asyncio.ensure_future(engine.infer(tokens([2, 3])))
+    await asyncio.sleep(0.01)
+    assert engine.in_flight == 2
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    third = asyncio.ensure_future(engine.infer(tokens([2, 3])))
+    await asyncio.sleep(0.01)
+    held.go.set()
+    await first
+    assert (await third).result.queue_ms > 0
     assert held.started == 2
     assert engine.in_flight == 0
 

@@ -34,7 +34,7 @@ from tests.service import conftest
 pytestmark = pytest.mark.process
 
 
-play = partial(conftest.play, limit_s=300, threads=1, probe=True, runtime="onnxruntime")
+serving = partial(conftest.serving, limit_s=300, threads=1, probe=True, runtime="onnxruntime")
 """Run a script with a repository that checks its models."""
 
 
@@ -42,41 +42,36 @@ ONE_RUNTIME = "lossless._splits = lambda *given: []\n"
 """The child chooses one runtime for all lengths."""
 
 
-def served(path: Path, **settings: Any) -> Mapping[str, Any]:
+async def served(path: Path, **settings: Any) -> Mapping[str, Any]:
     """What a repository over ``path`` says of the model, and what it answers."""
-    seen: dict[str, Any] = {}
-
-    async def script(repository: Repository) -> None:
+    async with serving(path, **settings) as repository:
         engine = repository.engine()
         repository.log_operators()
         found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
         config = configuration(engine)
         told = json.loads(config["parameters"]["operators"]["string_value"])
         assert told == engine.model.card["operators"] == engine.model.operators.to_json()
-        seen.update(
-            told,
-            runtime=engine.model.runtime,
-            precision=engine.model.precision,
-            vectors=found.vectors,
-            macs=found.macs,
-            plan=engine.model.artifact.plan_id,
-            config={name: config[name] for name in ("input", "output", "max_batch_size")},
-            file=config["default_model_filename"],
-        )
-
-    play(path, script, **settings)
-    return seen
+        return {
+            **told,
+            "runtime": engine.model.runtime,
+            "precision": engine.model.precision,
+            "vectors": found.vectors,
+            "macs": found.macs,
+            "plan": engine.model.artifact.plan_id,
+            "config": {name: config[name] for name in ("input", "output", "max_batch_size")},
+            "file": config["default_model_filename"],
+        }
 
 
 @pytest.mark.usefixtures("child")
-def test_repository_fused_model_gives_same_vectors(
+async def test_repository_fused_model_gives_same_vectors(
     bert: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "attnserve")
-    fast = served(bert)
+    fast = await served(bert)
     assert (fast["rewritten"], fast["attention"], fast["gelu"]) == (True, 2, 2)
     assert "bert runs with fused operators (2 attention, 2 GELU) in onnxruntime: " in caplog.text
-    plain = served(bert, rewrite=False)
+    plain = await served(bert, rewrite=False)
     assert plain["rewritten"] is False and plain["why"] == "operator fusion is off"
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-6
     for same in ("macs", "plan", "config", "file"):  # the other keys are those of the artifact
@@ -84,7 +79,7 @@ def test_repository_fused_model_gives_same_vectors(
 
 
 @pytest.mark.parametrize("chosen", ["openvino", "onnxruntime"])
-def test_repository_runtime_auto_names_the_fastest(
+async def test_repository_runtime_auto_names_the_fastest(
     bert: Path, child: Child, caplog: pytest.LogCaptureFixture, chosen: str
 ) -> None:
     """Whichever runtime is faster here, both give the vectors of the model as it is."""
@@ -92,16 +87,16 @@ def test_repository_runtime_auto_names_the_fastest(
     caplog.set_level("INFO", "attnserve")
     index = "0" if chosen == "onnxruntime" else "len(times) - 1"
     child(f"{ONE_RUNTIME}lossless.fastest = lambda original, times: {index}")
-    fast = served(bert, runtime="auto")
+    fast = await served(bert, runtime="auto")
     assert (fast["rewritten"], fast["runtime"], fast["refused"]) == (True, chosen, {})
     assert f" in {chosen}: speed-up " in caplog.text
-    plain = served(bert, rewrite=False)
+    plain = await served(bert, rewrite=False)
     assert np.abs(fast["vectors"] - plain["vectors"]).max() < 1e-5
     for same in ("plan", "file", "macs"):
         assert fast[same] == plain[same]
 
 
-def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -> None:
+async def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -> None:
     """The runtime of a text follows from its own length, whatever is in its batch."""
     pytest.importorskip("openvino")
     child(
@@ -111,33 +106,27 @@ def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Child) -
         "lossless.fastest = lambda original, times: len(times) - 1"
     )
     texts = ["a dog", "a man is playing a guitar on the stage", "cats", "the sun is out " * 4]
-    lengths: list[list[int]] = []
-    vectors: list[np.ndarray] = []
-
-    async def script(repository: Repository) -> None:
+    lengths: list[int] = []
+    async with serving(bert, runtime="auto") as repository:
         model = repository.engine().model
         found = await repository.engine().run_task("embed", texts)
-        vectors.append(found.vectors)
-        if not model.long_rows:
-            return
+        assert model.long_rows
         assert (model.runtime, model.rows_are_independent) == ("onnxruntime+openvino", True)
         assert found.runtimes.count("onnxruntime") == found.runtimes.count("openvino") == 1
         for row, text in zip(found.result.rows, texts, strict=True):
             alone = await repository.engine().run_task("embed", [text])
             assert alone.runtimes == ["openvino" if row.tokens > 8 else "onnxruntime"]
             np.testing.assert_allclose(alone.vectors, row.result[0], atol=1e-6)
-            lengths.append([row.tokens])
-
-    play(bert, script, runtime="auto")
-    play(bert, script, rewrite=False)
-    assert min(lengths)[0] <= 8 < max(lengths)[0]
-    np.testing.assert_allclose(vectors[0], vectors[1], atol=1e-5)
+            lengths.append(row.tokens)
+    plain = await served(bert, rewrite=False)
+    assert min(lengths) <= 8 < max(lengths)
+    np.testing.assert_allclose(found.vectors, plain["vectors"], atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("runtime", "precision"), [("openvino", "bfloat16"), ("onnxruntime", "float32")]
 )
-def test_repository_bfloat16_is_what_the_runtime_computes(
+async def test_repository_bfloat16_is_what_the_runtime_computes(
     bert: Path, tmp_path: Path, child: Child, runtime: str, precision: str
 ) -> None:
     """The same file: in ONNX Runtime it is the original in float32."""
@@ -149,21 +138,21 @@ def test_repository_bfloat16_is_what_the_runtime_computes(
         f"timing.MIN_LOSSLESS_GAIN = {0 if runtime == 'openvino' else 1e9}"
     )
     report = attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
-    plain = served(bert, rewrite=False)
-    fast = served(tmp_path / "fast", runtime="auto")
+    plain = await served(bert, rewrite=False)
+    fast = await served(tmp_path / "fast", runtime="auto")
     assert (fast["runtime"], fast["precision"]) == (runtime, precision)
     error = np.abs(fast["vectors"] - plain["vectors"]).max()
     assert 1e-4 < error < 0.05 if precision == "bfloat16" else error < 1e-6
     assert 1e-7 < 1 - report.fidelity.min_cosine < 1e-2  # measured in bfloat16
 
 
-def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
-    told = served(bert, probe=False)
+async def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:
+    told = await served(bert, probe=False)
     assert (told["rewritten"], told["why"]) == (False, "the load check is off")
 
 
 @pytest.mark.usefixtures("child")
-def test_repository_fused_file_does_not_load_original_is_served(
+async def test_repository_fused_file_does_not_load_original_is_served(
     bert: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "attnserve")
@@ -176,35 +165,35 @@ def test_repository_fused_file_does_not_load_original_is_served(
         return found
 
     monkeypatch.setattr(LoadChecker, "check", truncated)
-    told = served(bert)
+    told = await served(bert)
     assert told["rewritten"] is False and "ONNX Runtime refuses the graph" in told["why"]
     assert "bert runs without fused operators: " in caplog.text
     assert np.isfinite(told["vectors"]).all()
 
 
 @pytest.mark.usefixtures("child")
-def test_repository_pruned_model_is_fused(bert: Path, tmp_path: Path) -> None:
+async def test_repository_pruned_model_is_fused(bert: Path, tmp_path: Path) -> None:
     """Else it would be slower than the original, which is."""
     attnserve.optimize(bert, tmp_path / "pruned", prune_heads={"0": [1, 0, 1, 1]})
-    told = served(tmp_path / "pruned")
+    told = await served(tmp_path / "pruned")
     assert (told["rewritten"], told["attention"], told["gelu"]) == (True, 2, 2)
-    plain = served(tmp_path / "pruned", rewrite=False)
+    plain = await served(tmp_path / "pruned", rewrite=False)
     assert np.abs(told["vectors"] - plain["vectors"]).max() < 1e-6
     assert told["plan"] == plain["plan"] is not None
 
 
-def test_repository_checked_model_is_not_read_in_the_server(
+async def test_repository_checked_model_is_not_read_in_the_server(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The child computes the facts of the graph; the server only opens the session."""
-    expected = served(bert, rewrite=False, probe=False)
+    expected = await served(bert, rewrite=False, probe=False)
 
     def refuse(*given: object) -> None:
         raise AssertionError("the graph was read in the server")
 
     for module in (graph_facts, onnx_files):
         monkeypatch.setattr(module, "load_model", refuse)
-    found = served(bert, rewrite=False)
+    found = await served(bert, rewrite=False)
     assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
     assert np.array_equal(found["vectors"], expected["vectors"])
 
@@ -213,10 +202,10 @@ async def ask(repository: Repository) -> np.ndarray:
     return (await repository.engine().run_task("embed", ["a man", "a dog"])).vectors
 
 
-def test_repository_serves_original_until_it_is_fused_in_the_background(
+async def test_repository_serves_original_until_it_is_fused_in_the_background(
     bert: Path, gate: Path
 ) -> None:
-    async def script(repository: Repository) -> None:
+    async with serving(bert) as repository:
         plain = repository.engine()
         assert repository.ready and plain.model.operators == model_check.PENDING
         before = await ask(repository)
@@ -230,18 +219,15 @@ def test_repository_serves_original_until_it_is_fused_in_the_background(
         with pytest.raises(ModelFailed):  # the first session is freed
             plain.model.run({})
 
-    play(bert, script)
-
 
 @pytest.mark.usefixtures("child")
-def test_repository_load_of_an_unfused_model_fuses_it_later(
+async def test_repository_load_of_an_unfused_model_fuses_it_later(
     bert: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For lack of memory, at first: a later load of the same files must not lose its fusion."""
     free = model_check.available_bytes
     monkeypatch.setattr(model_check, "available_bytes", lambda: 1 << 20)
-
-    async def script(repository: Repository) -> None:
+    async with serving(bert) as repository:
         plain = repository.engine()
         assert plain.model.operators.fused is None
         before = await ask(repository)
@@ -256,15 +242,12 @@ def test_repository_load_of_an_unfused_model_fuses_it_later(
         await repository.load("bert")
         assert repository.engine() is fused
 
-    play(bert, script)
 
-
-def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
+async def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
     bert: Path, gate: Path, tmp_path: Path
 ) -> None:
     copy = Path(shutil.copytree(bert, tmp_path / "bert"))
-
-    async def script(repository: Repository) -> None:
+    async with serving(copy) as repository:
         plain = repository.engine()
         record = copy / "attnserve.json"
         told = json.loads(record.read_text()) if record.exists() else {}
@@ -279,47 +262,38 @@ def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
         assert repository.engine().content == other.content != plain.content
         assert np.abs(await ask(repository) - expected).max() < 1e-6
 
-    play(copy, script)
 
-
-def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> None:
+async def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path) -> None:
     children: list[subprocess.Popen[bytes]] = []
-
-    async def script(repository: Repository) -> None:
+    async with serving(bert) as repository:
         while not children:
             await asyncio.sleep(0.05)
             running = repository.loader._checker._children
             children.extend(child for child in running if child.poll() is None)
-
-    play(bert, script)
     assert not gate.exists()
     assert [child.wait(30) for child in children] == [-signal.SIGKILL]
 
 
-def test_repository_fusion_that_fails_is_reported(
+async def test_repository_fusion_that_fails_is_reported(
     bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     child("lossless.fuse_lossless = lambda *a, **k: os.abort()")
     monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
-
-    async def script(repository: Repository) -> None:
+    async with serving(bert) as repository:
         engine = repository.engine()
         while engine.model.operators == model_check.PENDING:
             await asyncio.sleep(0.05)
         assert "SIGABRT" in engine.model.operators.why and repository.engine() is engine
         assert np.isfinite(await ask(repository)).all()
 
-    play(bert, script)
 
-
-def test_workers_share_one_fusion_and_all_serve_its_result(
+async def test_workers_share_one_fusion_and_all_serve_its_result(
     bert: Path, gate: Path, tmp_path: Path
 ) -> None:
     """The second worker checks nothing, and both replace their model when the fusion has ended."""
     (tmp_path / "shared").mkdir()
     state = SharedState(tmp_path / "shared", 2)
-
-    async def script() -> None:
+    async with asyncio.timeout(300):
         workers: list[SharedRepository] = []
         for number in range(2):
             settings = Settings(model=bert, threads=1, workers=2, runtime="onnxruntime")
@@ -346,5 +320,3 @@ def test_workers_share_one_fusion_and_all_serve_its_result(
         for worker in workers:
             await worker.leave()
             await worker.close()
-
-    asyncio.run(asyncio.wait_for(script(), 300))

@@ -28,7 +28,7 @@ from service.engine.model_loader import ModelLoader
 from service.engine.repository import MAX_LOADS, Entry, Repository
 from service.errors import NotFound, NotReady, UnknownModel, hide_folders
 from tests.errors import raises
-from tests.service.conftest import play, until
+from tests.service.conftest import serving, until
 from tests.service.tiny import FOREVER, ids_request, write_encoder, write_model
 
 
@@ -63,15 +63,12 @@ def write_large(folder: Path, words: int) -> int:
     return table.ByteSize()
 
 
-def load_error(path: Path, **settings: Any) -> InvalidModel:
-    """The error of a repository whose only model cannot be loaded."""
-
-    async def script(repository: Repository) -> None:
-        raise AssertionError("the model was loaded")
-
+async def load_error(path: Path, **settings: Any) -> str:
+    """What is wrong with the only model of a repository, which cannot be loaded."""
     with pytest.raises(InvalidModel) as error:
-        play(path, script, **settings)
-    return error.value
+        async with serving(path, **settings):
+            raise AssertionError("the model was loaded")
+    return error.value.what
 
 
 async def ask(repository: Repository, name: str, version: str | None = None) -> float:
@@ -83,18 +80,16 @@ async def ask(repository: Repository, name: str, version: str | None = None) -> 
 # -- files on disk --------------------------------------------------------------------------------
 
 
-def test_default_model_must_exist(tmp_path: Path) -> None:
+async def test_default_model_must_exist(tmp_path: Path) -> None:
     write_scale(tmp_path / "many" / "2", 2)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path, default_model="many") as repository:
         assert await ask(repository, "many") == 2
-
-    play(tmp_path, script, default_model="many")
     with raises(InvalidArgument, code="service.default_model"):
-        play(tmp_path, script, default_model="other")
+        async with serving(tmp_path, default_model="other"):
+            pass
 
 
-def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
+async def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
     write_scale(tmp_path / "many" / "2", 2)
     write_scale(tmp_path / "many" / "10", 10)
     (tmp_path / "many" / "config.pbtxt").write_text("ignored")
@@ -103,8 +98,7 @@ def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
     write_scale(tmp_path / "one", 1)
     write_scale(tmp_path / ".hidden", 1)
     (tmp_path / "no model").mkdir()
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         ready = [("many", "2"), ("many", "10"), ("one", "1")]
         assert repository.index() == [Entry(*key, "READY") for key in ready]
         assert repository.versions("many") == ["2", "10"]
@@ -116,36 +110,32 @@ def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
         with raises(NotFound, "request.not_found", "several models: many, one"):
             repository.engine()
 
-    play(tmp_path, script)
 
-
-def test_engine_uses_tokenizer_above_the_versions(tmp_path: Path) -> None:
+async def test_engine_uses_tokenizer_above_the_versions(tmp_path: Path) -> None:
     version = write_encoder(tmp_path / "1")
     folder = tmp_path / "models" / "tiny"
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "attnserve.json"):
         (version / name).rename(folder / name)
     shutil.move(version, folder / "1")
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path / "models") as repository:
         answer = await repository.engine("tiny").run_task("embed", ["a b c d a b c d"])
         assert answer.tokens == 8  # the record's max_length
 
-    play(tmp_path / "models", script)
 
-
-def test_start_without_models_is_refused(tmp_path: Path) -> None:
-    assert "models: no such file" in load_error(tmp_path / "models").what
+async def test_start_without_models_is_refused(tmp_path: Path) -> None:
+    assert "models: no such file" in await load_error(tmp_path / "models")
     (tmp_path / "models").mkdir()
-    assert "models: no model in this folder" in load_error(tmp_path / "models").what
+    assert "models: no model in this folder" in await load_error(tmp_path / "models")
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, strict: bool) -> None:
+async def test_ready_needs_every_model_that_was_there_at_the_start(
+    tmp_path: Path, strict: bool
+) -> None:
     write_scale(tmp_path / "good" / "1", 2)
     broken = write_broken(tmp_path / "bad" / "1")
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path, strict_readiness=strict) as repository:
         assert repository.ready is not strict
         with pytest.raises(InvalidModel):
             await repository.load("bad")
@@ -158,22 +148,17 @@ def test_ready_needs_every_model_that_was_there_at_the_start(tmp_path: Path, str
             await repository.load("bad")
         assert repository.ready and await ask(repository, "bad") == 3  # the version before serves
 
-    play(tmp_path, script, strict_readiness=strict)
 
-
-def test_unloading_a_broken_model_makes_ready(tmp_path: Path) -> None:
+async def test_unloading_a_broken_model_makes_ready(tmp_path: Path) -> None:
     write_scale(tmp_path / "good" / "1", 2)
     write_broken(tmp_path / "bad")
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         assert not repository.ready
         await repository.unload("bad")
         assert repository.ready
 
-    play(tmp_path, script)
 
-
-def test_start_ignores_unreadable_folders_and_stray_files(
+async def test_start_ignores_unreadable_folders_and_stray_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_scale(tmp_path / "good" / "1", 2)
@@ -187,34 +172,27 @@ def test_start_ignores_unreadable_folders_and_stray_files(
         return listed(path)
 
     monkeypatch.setattr(Path, "iterdir", iterdir)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         assert [engine.name for engine in repository.engines()] == ["good"] and repository.ready
 
-    play(tmp_path, script)
 
-
-def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
+async def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
     write_scale(tmp_path / "good", 1)
     write_broken(tmp_path / "bad")
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         bad, good = repository.index()
         assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
         assert good.state == "READY" and await ask(repository, "good") == 1
         with raises(NotReady, "model.not_ready", "'bad' is not loaded"):
             repository.engine("bad")
 
-    play(tmp_path, script)
-
 
 # -- loading and unloading ------------------------------------------------------------------------
 
 
-def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
+async def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 1)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         write_scale(tmp_path / "b", 2)
         with pytest.raises(NotFound):
             repository.engine("b")
@@ -231,15 +209,12 @@ def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
             with raises(UnknownModel, "model.unknown", "'../a'"):
                 await call("../a")
 
-    play(tmp_path, script)
 
-
-def test_load_replaced_engine_answers_accepted_requests(
+async def test_load_replaced_engine_answers_accepted_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_scale(tmp_path / "a", 1)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         old = repository.engine("a")
         go, run = threading.Event(), old.model.run
         monkeypatch.setattr(old.model, "run", lambda *args: go.wait(10) and run(*args))
@@ -258,13 +233,10 @@ def test_load_replaced_engine_answers_accepted_requests(
         with raises(NotReady, "model.not_ready", "unloaded"):  # its session is freed
             await old.infer({"x": np.ones(1, np.float32)})
 
-    play(tmp_path, script)
 
-
-def test_load_keeps_engines_of_unchanged_files(tmp_path: Path) -> None:
+async def test_load_keeps_engines_of_unchanged_files(tmp_path: Path) -> None:
     write_scale(tmp_path / "a" / "1", 1)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         first = repository.engine("a")
         write_scale(tmp_path / "a" / "2", 2)
         await repository.load("a")
@@ -274,13 +246,10 @@ def test_load_keeps_engines_of_unchanged_files(tmp_path: Path) -> None:
         await repository.load("a")
         assert repository.engine("a") is first
 
-    play(tmp_path, script)
 
-
-def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> None:
+async def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> None:
     write_scale(tmp_path / "a" / "1", 1)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         (tmp_path / "a" / "1").rename(tmp_path / "kept")
         write_broken(tmp_path / "a" / "2")
         with raises(InvalidModel, "artifact.not_onnx"):
@@ -292,13 +261,10 @@ def test_load_of_only_a_broken_version_keeps_the_old_engine(tmp_path: Path) -> N
         await repository.load("a")
         assert await ask(repository, "a") == 3
 
-    play(tmp_path, script)
 
-
-def test_load_while_requests_run_drops_none(tmp_path: Path) -> None:
+async def test_load_while_requests_run_drops_none(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 0)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path) as repository:
         answers: list[float] = []
         done = False
 
@@ -315,16 +281,14 @@ def test_load_while_requests_run_drops_none(tmp_path: Path) -> None:
         await asyncio.gather(*clients)
         assert set(answers) <= set(range(6)) and len(answers) > 10
 
-    play(tmp_path, script)
-
 
 @pytest.mark.timing
-def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
+async def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     write_encoder(tmp_path / "models" / "tiny")
     write_scale(tmp_path / "models" / "other", 1)
+    async with serving(tmp_path / "models", limit_s=600, probe=True) as repository:
 
-    async def script(repository: Repository) -> None:
         async def cycle() -> None:
             await repository.unload("tiny")
             await repository.loader.settled()
@@ -342,16 +306,13 @@ def test_load_repeated_leaks_no_memory_and_no_threads(tmp_path: Path) -> None:
         assert grown < 20e6
         assert threading.active_count() <= threads + 8  # asyncio's own pool grows to a bound
 
-    play(tmp_path / "models", script, limit_s=600, probe=True)
-
 
 @pytest.mark.timing
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries return memory as they like")
-def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
+async def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
     """Reading a graph leaves a second copy of its weights in reference cycles."""
     size = write_large(tmp_path / "large", 2_000_000)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path / "large", threads=1) as repository:
         before = psutil.Process().memory_info().rss
         grown: list[float] = []
         for _ in range(10):
@@ -363,16 +324,13 @@ def test_load_returns_memory_of_weights_to_the_system(tmp_path: Path) -> None:
         # One load may leave two in the heap; without it, ten leave about 18.
         assert grown[-1] < 3
 
-    play(tmp_path / "large", script, threads=1)
-
 
 @pytest.mark.timing
-def test_load_of_a_large_model_does_not_block_the_event_loop(tmp_path: Path) -> None:
+async def test_load_of_a_large_model_does_not_block_the_event_loop(tmp_path: Path) -> None:
     """Processor time of this process, which unlike wall time ignores others on a busy machine."""
     folder = tmp_path / "large"
     write_large(folder, 6_500_000)  # 104 MB
-
-    async def script(repository: Repository) -> None:
+    async with serving(folder) as repository:
         longest_s = 0.0
         for change in range(3):
             record = {"max_length": change + 3}
@@ -386,8 +344,6 @@ def test_load_of_a_large_model_does_not_block_the_event_loop(tmp_path: Path) -> 
             assert repository.engine().model.encoder.max_length == change + 3
         print(f"the loop was blocked for {longest_s * 1e3:.0f} ms")
         assert longest_s < 0.3
-
-    play(folder, script)
 
 
 def test_loads_run_one_at_a_time_and_too_many_are_refused(
@@ -442,20 +398,17 @@ def test_loads_run_one_at_a_time_and_too_many_are_refused(
         ({"tokenizer.json": 7}, "files.tokenizer.json"),
     ],
 )
-def test_start_checks_files_against_recorded_checksums(
+async def test_start_checks_files_against_recorded_checksums(
     tmp_path: Path, files: dict[str, Any], text: str
 ) -> None:
     folder = write_encoder(tmp_path / "tiny")
     checksum = hashlib.sha256((folder / "model.onnx").read_bytes()).hexdigest()
     record = folder / "attnserve.json"
     record.write_text(json.dumps({"files": {"model.onnx": checksum} | files}))
-    assert text in load_error(folder).what
-
-    async def script(repository: Repository) -> None:
-        assert repository.ready
-
+    assert text in await load_error(folder)
     record.write_text(json.dumps({"files": {"model.onnx": checksum}}))
-    play(folder, script)
+    async with serving(folder) as repository:
+        assert repository.ready
 
 
 def with_external_data(folder: Path, location: str) -> Path:
@@ -474,17 +427,17 @@ def with_external_data(folder: Path, location: str) -> Path:
 
 
 @pytest.mark.parametrize("location", ["{outside}", "../secret.bin", "a/../../secret.bin", "link"])
-def test_load_external_data_outside_folder_is_refused(tmp_path: Path, location: str) -> None:
+async def test_load_external_data_outside_folder_is_refused(tmp_path: Path, location: str) -> None:
     secret = tmp_path / "secret.bin"
     secret.write_bytes(np.ones(4, np.float32).tobytes())
     folder = with_external_data(tmp_path / "model", location.format(outside=secret))
     (folder / "link").symlink_to(secret)
 
-    assert "expected a file inside the model's folder" in load_error(folder).what
+    assert "expected a file inside the model's folder" in await load_error(folder)
 
 
 @pytest.mark.parametrize("location", ["weights.bin", "parts/weights"])
-def test_load_external_data_changed_while_loading_is_refused(
+async def test_load_external_data_changed_while_loading_is_refused(
     tmp_path: Path, location: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = with_external_data(tmp_path / "model", location)
@@ -498,23 +451,20 @@ def test_load_external_data_changed_while_loading_is_refused(
         warm_up(model)
 
     monkeypatch.setattr(Model, "warm_up", replace_weights)
-    assert "changed while it was being loaded" in load_error(folder).what
+    assert "changed while it was being loaded" in await load_error(folder)
 
 
 @pytest.mark.process
-def test_load_external_data_inside_folder_is_served(tmp_path: Path) -> None:
+async def test_load_external_data_inside_folder_is_served(tmp_path: Path) -> None:
     folder = with_external_data(tmp_path / "model", "weights.bin")
     (folder / "weights.bin").write_bytes(np.full(4, 3, np.float32).tobytes())
-
-    async def script(repository: Repository) -> None:
+    async with serving(folder, probe=True) as repository:
         answer = await repository.engine().infer({"x": np.ones((1, 4), np.float32)})
         assert answer.outputs["y"].tolist() == [[3, 3, 3, 3]]
 
-    play(folder, script, probe=True)
-
 
 @pytest.mark.process
-def test_load_unknown_operator_is_refused(tmp_path: Path) -> None:
+async def test_load_unknown_operator_is_refused(tmp_path: Path) -> None:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])
     node = helper.make_node("Anything", ["x"], ["y"], domain="com.stranger")
@@ -522,7 +472,7 @@ def test_load_unknown_operator_is_refused(tmp_path: Path) -> None:
     opsets = [helper.make_opsetid("", 18), helper.make_opsetid("com.stranger", 1)]
     onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), tmp_path / "m.onnx")
 
-    assert "ONNX Runtime refuses the graph" in load_error(tmp_path / "m.onnx", probe=True).what
+    assert "ONNX Runtime refuses the graph" in await load_error(tmp_path / "m.onnx", probe=True)
 
 
 @pytest.fixture
@@ -574,28 +524,25 @@ def test_load_failed_probe_is_refused_and_others_serve(
 
 
 @pytest.mark.process
-def test_start_endless_graph_is_unavailable_after_timeout(tmp_path: Path) -> None:
+async def test_start_endless_graph_is_unavailable_after_timeout(tmp_path: Path) -> None:
     """It loads, and its first run counts to 2 ** 62."""
     write_scale(tmp_path / "good", 2)
     (tmp_path / "forever").mkdir()
     write_model(tmp_path / "forever" / "model.onnx", FOREVER)
-
-    async def script(repository: Repository) -> None:
+    async with serving(tmp_path, probe=True, probe_timeout_s=5) as repository:
         forever, good = repository.index()
         assert (forever.state, good.state) == ("UNAVAILABLE", "READY")
-        assert "did not load and run within 8 s" in forever.reason
+        assert "did not load and run within 5 s" in forever.reason
         assert await ask(repository, "good") == 2
-
-    play(tmp_path, script, probe=True, probe_timeout_s=8)
 
 
 @pytest.mark.process
-def test_load_checked_files_are_not_probed_again(
+async def test_load_checked_files_are_not_probed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[Path] = []
-
-    async def script(repository: Repository) -> None:
+    write_scale(tmp_path / "a", 1)
+    async with serving(tmp_path, probe=True) as repository:
         checker = repository.loader._checker
         monkeypatch.setattr(
             checker,
@@ -613,17 +560,14 @@ def test_load_checked_files_are_not_probed_again(
         assert len(tried) == 1
         assert await ask(repository, "a") == 7
 
-    write_scale(tmp_path / "a", 1)
-    play(tmp_path, script, probe=True)
-
 
 @pytest.mark.process
-def test_probe_environment_has_no_secrets(
+async def test_probe_environment_has_no_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Callable[[str], None]
 ) -> None:
     monkeypatch.setenv("ATTNSERVE_API_KEYS", "secret")
     interpreter(f'env > "{tmp_path}/seen"; exit 3')
-    assert "exit status 3" in load_error(write_scale(tmp_path / "a", 1), probe=True).what
+    assert "exit status 3" in await load_error(write_scale(tmp_path / "a", 1), probe=True)
     assert "secret" not in (tmp_path / "seen").read_text()
     assert "PATH=" in (tmp_path / "seen").read_text()
     assert os.environ["ATTNSERVE_API_KEYS"] == "secret"

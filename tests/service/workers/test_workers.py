@@ -9,8 +9,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -347,39 +348,34 @@ def test_worker_environment_has_tracing_settings_and_no_secrets(
 # -- what a worker shares, two of them in this process -------------------------------------------
 
 
-def together(
-    model: Path,
-    folder: Path,
-    play: Callable[[SharedRepository, SharedState, Starts], Awaitable[None]],
-) -> None:
-    """Run ``play`` with a worker that serves, and a way to start another."""
-    state = SharedState(folder, 2)
-
-    async def run() -> None:
-        started: list[SharedRepository] = []
-
-        async def start(worker: int) -> SharedRepository:
-            settings = Settings(model=model, probe=False, workers=2)
-            one = SharedRepository(settings, Metrics(), worker=worker, state=state)
-            await one.join()
-            started.append(one)
-            return one
-
-        try:
-            await play(await start(0), state, start)
-        finally:
-            for one in started:
-                await one.leave()
-                await one.close()
-
-    asyncio.run(run())
-
-
 Starts = Callable[[int], Awaitable[SharedRepository]]
 
 
-def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path) -> None:
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+@asynccontextmanager
+async def together(
+    model: Path, folder: Path
+) -> AsyncIterator[tuple[SharedRepository, SharedState, Starts]]:
+    """A worker that serves, the state that it shares, and a way to start another."""
+    state = SharedState(folder, 2)
+    started: list[SharedRepository] = []
+
+    async def start(worker: int) -> SharedRepository:
+        settings = Settings(model=model, probe=False, workers=2)
+        one = SharedRepository(settings, Metrics(), worker=worker, state=state)
+        await one.join()
+        started.append(one)
+        return one
+
+    try:
+        yield await start(0), state, start
+    finally:
+        for one in started:
+            await one.leave()
+            await one.close()
+
+
+async def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path) -> None:
+    async with together(write_encoder(tmp_path / "tiny"), _folder(tmp_path)) as (one, state, start):
         assert not one.ready
         two = await start(1)
         assert not one.ready  # the supervisor has not seen it yet
@@ -393,13 +389,10 @@ def test_ready_requires_all_workers_first_and_serving_ones_later(tmp_path: Path)
         state.remove_status(1)  # it died
         assert one.ready and one.workers == (2, 1)
 
-    together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 
-
-def test_worker_start_with_changed_files_is_refused(tmp_path: Path) -> None:
+async def test_worker_start_with_changed_files_is_refused(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
-
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(models, _folder(tmp_path)) as (one, _, start):
         write_encoder(models / "tiny" / "2")  # not asked for yet: of no concern
         two = await start(1)
         assert two.versions("tiny") == one.versions("tiny") == ["1"]
@@ -413,10 +406,8 @@ def test_worker_start_with_changed_files_is_refused(tmp_path: Path) -> None:
         two = await start(1)
         assert two.versions("tiny") == one.versions("tiny") == ["1", "2"]
 
-    together(models, _folder(tmp_path), play)
 
-
-def test_worker_start_with_changed_files_of_one_model_serves_the_others(
+async def test_worker_start_with_changed_files_of_one_model_serves_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that changed on disk must not take models away that did not change."""
@@ -424,8 +415,7 @@ def test_worker_start_with_changed_files_of_one_model_serves_the_others(
     ended: list[int] = []
     monkeypatch.setattr(shared_repository, "MAX_RETRIES", 0)
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append(number))
-
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(models, _folder(tmp_path)) as (_, _, start):
         record = models / "tiny" / "1" / "attnserve.json"
         before = record.read_bytes() if record.exists() else None
         record.write_text(json.dumps({"max_length": 4}))
@@ -442,17 +432,14 @@ def test_worker_start_with_changed_files_of_one_model_serves_the_others(
             await asyncio.sleep(0.05)
         assert two.versions("tiny") == ["1"]
 
-    together(models, _folder(tmp_path), play)
-
 
 def out_of_memory(*args: object, **kwargs: object) -> None:
     raise MemoryError
 
 
-def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
+async def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
     models = repository(tmp_path / "models", "tiny")
-
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(models, _folder(tmp_path)) as (one, state, start):
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
@@ -465,11 +452,9 @@ def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> None:
         await one.load("tiny")
         assert two.versions("tiny") == ["1", "2"] and two._ready_here
 
-    together(models, _folder(tmp_path), play)
-
 
 @pytest.mark.parametrize("action", ["load", "unload"])
-def test_change_that_cannot_be_written_is_refused_and_undone(
+async def test_change_that_cannot_be_written_is_refused_and_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, action: str
 ) -> None:
     """As with a full disk: the other workers would not follow."""
@@ -478,7 +463,7 @@ def test_change_that_cannot_be_written_is_refused_and_undone(
     def full(self: SharedState, target: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(models, _folder(tmp_path)) as (one, state, _):
         state.set_complete()
         write_encoder(models / "tiny" / "2")
         with monkeypatch.context() as patch:
@@ -492,19 +477,16 @@ def test_change_that_cannot_be_written_is_refused_and_undone(
         await one.load("tiny")
         assert one.versions("tiny") == ["1", "2"]
 
-    together(models, _folder(tmp_path), play)
-
 
 @pytest.mark.parametrize("heals", [True, False])
-def test_worker_that_cannot_follow_tries_again_then_ends(
+async def test_worker_that_cannot_follow_tries_again_then_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heals: bool
 ) -> None:
     """A worker that serves other models than its peers must not stay like that."""
     models = repository(tmp_path / "models", "tiny")
     ended: list[int] = []
     monkeypatch.setattr(shared_repository, "MAX_RETRIES", 1)
-
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(models, _folder(tmp_path)) as (one, state, start):
         two = await start(1)
         state.set_complete()
         write_encoder(models / "tiny" / "2")
@@ -519,8 +501,6 @@ def test_worker_that_cannot_follow_tries_again_then_ends(
             assert monotonic() < deadline
             await asyncio.sleep(0.05)
         assert two.versions("tiny") == (["1", "2"] if heals else ["1"])
-
-    together(models, _folder(tmp_path), play)
     assert set(ended) == (set() if heals else {signal.SIGTERM})
 
 
@@ -538,18 +518,15 @@ def test_workers_that_cannot_write_keep_serving(tmp_path: Path) -> None:
         assert server.pids() == before
 
 
-def test_load_waits_until_a_hanging_worker_is_removed(tmp_path: Path) -> None:
+async def test_load_waits_until_a_hanging_worker_is_removed(tmp_path: Path) -> None:
     """As the supervisor does with one that sends no heartbeat."""
-
-    async def play(one: SharedRepository, state: SharedState, start: Starts) -> None:
+    async with together(write_encoder(tmp_path / "tiny"), _folder(tmp_path)) as (one, state, _):
         state.set_status(Status(1, serving=True, ready=True))
         load = asyncio.ensure_future(one.load("tiny"))
         await asyncio.sleep(0.5)
         assert not load.done()
         state.remove_status(1)
         await asyncio.wait_for(load, 10)
-
-    together(write_encoder(tmp_path / "tiny"), _folder(tmp_path), play)
 
 
 def test_share_cores_divides_available_cores(

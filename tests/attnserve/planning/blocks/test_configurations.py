@@ -38,13 +38,13 @@ from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.part_latency import Part
+from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidModel, InvariantBroken
 from graph_passes.passes.skip_attention import SkipAttention
 from tests.architectures import ARCHITECTURES, Cell, cells_of
-from tests.attnserve.costs import CountedTable
+from tests.attnserve.costs import Count
 from tests.errors import raises
 
 Build = Callable[..., Path]
@@ -118,7 +118,7 @@ def test_group_blocks_shared_weights_are_one_group(
 @pytest.fixture
 def timed(bert: ir.Model, groups: list[BlockGroup]) -> dict[Block, BlockLatency]:
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, CountedTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD, Count()), feeds[:1], feeds[1:])
     return timer.time_blocks(groups)
 
 
@@ -161,12 +161,12 @@ def test_time_blocks_skips_operator_without_kernel(
 
     monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, CountedTable(None), feeds).time_blocks(groups)
+    found = BlockTimer(bert, LatencyTable(None, timer=Count()), feeds).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
 
-class SlowAtSecondShape(CountedTable):
+class SlowAtSecondShape(LatencyTable):
     """Everything but the original takes 1.2 times as long as it at the second shape."""
 
     def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
@@ -180,7 +180,7 @@ def test_time_blocks_skips_implementation_slower_at_any_length(
 ):
     """One operator is faster at the requested length, and slower at another."""
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, SlowAtSecondShape(None), feeds[:1], feeds[1:])
+    timer = BlockTimer(bert, SlowAtSecondShape(None, timer=Count()), feeds[:1], feeds[1:])
     found = timer.time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator is None
@@ -373,7 +373,7 @@ def test_time_blocks_times_truncated_heads(
         assert {config for config in configs if type(config) is Shared} == {Shared(4, 3, 8)}
 
 
-class FastSharing(CountedTable):
+class FastSharing(LatencyTable):
     """Shared dimensions take a tenth of their time, at the only shape."""
 
     def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
@@ -385,7 +385,7 @@ def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(
     short_enough: None, bert: ir.Model, groups: list[BlockGroup]
 ):
     feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, FastSharing(None, ONE_THREAD), feeds).time_blocks(groups)
+    found = BlockTimer(bert, FastSharing(None, ONE_THREAD, Count()), feeds).time_blocks(groups)
     for group in filter(cut_attention, groups):
         configs = found[group.blocks[0]].configs
         shared = {config for config in configs if type(config) is Shared}
@@ -489,22 +489,23 @@ def test_block_config_text(config: BlockConfig, text: str):
 # Probabilities of the layer before
 
 
+SLOW_OPERATORS = Count(fused=2.0, standard=2.0)
+"""Attention is fastest as exported."""
+
+
 def handed_on(
-    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch, implementation: str
+    bert: ir.Model, groups: list[BlockGroup], count: Count
 ) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
-    """Counted times, where one operator for a whole attention takes this share."""
-    if implementation == "as exported":
-        monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
     feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, CountedTable(None, ONE_THREAD), feeds[:1], feeds[1:])
+    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD, count), feeds[:1], feeds[1:])
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 
 
 def test_time_pairs_and_configs_of_reuse(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch]
 ):
-    timed, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
+    timed, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
@@ -544,10 +545,9 @@ def test_reuse_pair_reader_keeps_the_heads_that_reuse_those_of_its_source(
 
 
 def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    bert: ir.Model, groups: list[BlockGroup], data: list[Batch]
 ):
-    monkeypatch.setattr("tests.attnserve.costs.FUSED", 0.1)
-    _, (pair,) = handed_on(bert, groups, monkeypatch, "attention")
+    _, (pair,) = handed_on(bert, groups, Count(fused=0.1))
     assert list(pair.times) == [4] and pair.saved_ms < 0
     assert (
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
@@ -560,7 +560,7 @@ def test_loss_curves_pair_without_edges_is_left_out(
     bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
     """Where no similarity could be measured there are no edges."""
-    _, (pair,) = handed_on(bert, groups, monkeypatch, "as exported")
+    _, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
     monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
     assert (
         loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
@@ -578,7 +578,7 @@ def test_loss_curves_defect_of_a_pass_is_an_error(
     def defect(*_: object) -> None:
         raise InvariantBroken("a pass violates an invariant")
 
-    _, pairs = handed_on(bert, groups, monkeypatch, "as exported")
+    _, pairs = handed_on(bert, groups, SLOW_OPERATORS)
     monkeypatch.setattr("attnserve.planning.blocks.loss_curves.apply_config", defect)
     pairs, changes = (pairs, {}) if is_pair else ([], {groups[0].key: [REPLACED]})
     with raises(InvariantBroken, "internal.invariant"):

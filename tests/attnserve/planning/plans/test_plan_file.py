@@ -24,7 +24,7 @@ from tests.attnserve.planning.conftest import Optimizer, Planner
 from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 UNKNOWN_MIXING = {"pass": "collaborate", "targets": {"block": {"rank": 4, "kind": "low_rank"}}}
 

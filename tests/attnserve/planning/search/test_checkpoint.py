@@ -17,7 +17,7 @@ from attnserve.runtime.cache import digest
 from attnserve.runtime.checkpoint import Checkpoint
 from tests.attnserve.planning.conftest import Planner
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.mark.timing

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 
 from attnserve import optimize, plan
 from attnserve.cli.app import main
+from attnserve.context import TimedModel
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.plans.plan_file import SavedPlan
-from attnserve.planning.search import judge
-from attnserve.runtime.interface import Batch
-from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 from tests.architectures import Cell
+from tests.attnserve.costs import Count
 from tests.errors import raises
 
 LENGTH, VOCABULARY = 9, 61
@@ -61,19 +59,17 @@ def rows(llama: Path, tmp_path: Path) -> Path:
 )
 def test_plan_of_a_decoder_times_the_phase(
     options: dict[str, Any], phase: str, tokens: int, llama: Path, rows: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None],
 ):  # fmt: skip
     """int4 is timed one token at a time. A replay measures in the phase of the plan."""
     timed = set[int]()
-    time_models = judge.time_models
 
-    def noted(
-        models: Sequence[ir.Model], feeds: Mapping[Workload, Batch], **how: Any
-    ) -> dict[Workload, np.ndarray]:
-        timed.update(feed["input_ids"].shape[1] for feed in feeds.values())
-        return time_models(models, feeds, **how)
+    def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+        feeds = [feed for model in models for feed in model.feeds if "input_ids" in feed]
+        timed.update(feed["input_ids"].shape[1] for feed in feeds)
+        return Count()(models)
 
-    monkeypatch.setattr(judge, "time_models", noted)
+    in_context(timer=timer)
     monkeypatch.setattr("attnserve.planning.search.search_input.CHECKED_LENGTHS", (LENGTH,))
     path = tmp_path / "plan.json"
     report = plan(llama, path, keep=0.5, calib=rows, threads=1, sequence=LENGTH, **options)

@@ -1,7 +1,7 @@
 """Search for a plan: results, lengths and refusals.
 
-Times are counted, not measured (``costs``), so that results are the same everywhere.
-``test_real_encoder`` has a real clock.
+Times are counted, not measured (``costs``).
+``tests/benchmarks/test_demo.py`` has a real clock.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ from graph_passes.passes.collaborate import Collaborate
 from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
 from graph_passes.passes.skip_attention import SkipAttention
+from tests.attnserve.costs import Count
 from tests.attnserve.planning.conftest import Optimizer, Planner
 from tests.attnserve.sentence_pairs import pairs
 from tests.errors import raises
 
-pytestmark = pytest.mark.usefixtures("cache", "counted")
+pytestmark = pytest.mark.usefixtures("cache")
 
 Build = Callable[..., Path]
 
@@ -152,9 +153,9 @@ def test_search_raises_the_opset_for_a_newer_operator(
     planned: Planner,
     model: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    in_context: Callable[..., None],
 ):
-    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    in_context(timer=Count(standard=0.8))
     assert load_model(open_artifact(model)).opset_imports[""] < 23
     found = optimized("a.onnx", keep=0.95)
     fused = [d.block for d in found.search.decisions if d.operator == "onnx"]
@@ -167,13 +168,13 @@ def test_search_raises_the_opset_for_a_newer_operator(
 
 
 def test_search_without_newer_opset_uses_older_operators(
-    planned: Planner, monkeypatch: pytest.MonkeyPatch
+    planned: Planner, in_context: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(model: ir.Model, opset: int) -> None:
         if model.opset_imports[""] < opset:
             raise CannotRewrite("no", "no")
 
-    monkeypatch.setattr("tests.attnserve.costs.STANDARD", 0.8)
+    in_context(timer=Count(standard=0.8))
     monkeypatch.setattr("attnserve.fusion.raise_opset", refuse)
     report = planned(keep=1.0)
     assert {d.operator for d in report.record.decisions if d.kind == "attention"} == {"attention"}
