@@ -254,7 +254,6 @@ def _ranks(
     batch: Batch,
     max_texts: int,
 ) -> list[_TextRanks]:
-    """The ranks of at most ``max_texts`` texts of one batch."""
     axes = _softmax(block).axes
     scores = logits.transpose(axes) if axes else logits
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T

@@ -199,7 +199,6 @@ def load_network(
 
 
 def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
-    """The error for a model that transformers cannot load."""
     text = str(error)
     if "trust_remote_code" in text:
         return InvalidModel(

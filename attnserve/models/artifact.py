@@ -305,7 +305,7 @@ def copy_companions(artifact: Artifact, folder: Path) -> None:
     """Copy the companion files of a model into ``folder``.
 
     Raises:
-        InvalidModel: See ``companions_to_copy``.
+        InvalidModel: A file is a link out of the model's folder.
     """
     for name, path in companions_to_copy(artifact).items():
         shutil.copyfile(path, folder / name)
@@ -315,7 +315,7 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
     """The companion files of a model, by name.
 
     Raises:
-        InvalidModel: One is a link out of the model's folder: a copy would publish that file.
+        InvalidModel: A file is a link out of the model's folder: a copy would publish its target.
     """
     companions: dict[str, Path] = {}
     for name in COMPANIONS:

@@ -75,7 +75,7 @@ def output_file(output: Path, artifact: Artifact, model: ir.Model, *, force: boo
 
     Raises:
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
-        InvalidModel: See ``companions_to_copy``; or ``library_model``.
+        InvalidModel: A companion file is a link out of its folder, or is not valid.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     target = output if is_file else output / "model.onnx"

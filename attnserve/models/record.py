@@ -59,7 +59,7 @@ class Record(Recorded, frozen=True):
         lower_case: Whether texts are converted to lower case before the tokenizer normalizes them.
         truncation_side: The side at which long texts lose tokens, instead of that of the
             tokenizer's files.
-        first_position: See ``Artifact``.
+        first_position: The position id of the first token, for an input ``position_ids``.
         files: Checksums of the model's files, by name; exports have none.
         lineage: The rewrites of the model, oldest first.
         others: Records of other models in the folder, by file name.

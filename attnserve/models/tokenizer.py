@@ -398,7 +398,7 @@ class TextEncoder:
 
         Raises:
             InvalidArgument: ``batch_size`` is below 1.
-            InvalidData: See ``batch_inputs``.
+            InvalidData: An input of the model is unknown, or it has no attention_mask for padding.
         """
         if batch_size < 1:
             raise InvalidArgument(

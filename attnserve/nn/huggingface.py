@@ -307,7 +307,6 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
 
 
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
-    """Replace an attention module by a layer."""
     old, names = _named(model, name)
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}

@@ -84,7 +84,7 @@ def recover(
             smaller sum and no lower score, and the distance to the original may grow.
         run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
             or float16 if the device has it.
-        openvino: See ``Write.openvino``.
+        openvino: Write openvino/openvino_model.xml too; models that OpenVINO runs always get it.
         force: Replace an existing output; never an input.
 
     Raises:

@@ -233,7 +233,6 @@ class _Timed:
 
 
 def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
-    """The speed-ups of stages."""
     exported = timed.fastest(stages.exported, timed.runtimes)
     fused = timed.fastest(stages.fused, timed.runtimes)
     final = timed.fastest(stages.final, stages.runtimes) if stages.final else fused
@@ -284,7 +283,7 @@ def time_models(
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. The times then
             are (runtimes x models, rounds): all models in the first runtime come first.
-        least: See ``time_twice_if_slow``; by default, the models are timed once.
+        least: The models are timed twice if one has a lower speed-up over the first at a shape.
     """
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
@@ -340,7 +339,7 @@ class _Sessions:
         return accepted
 
     def sample(self, index: int, repeats: int) -> list[float]:
-        """See ``shape_sampler``."""
+        """Seconds per run of a session at each accepted input, in turn."""
         return self.samplers[index](repeats).tolist()
 
     def _runs(self, feed: Batch) -> bool:

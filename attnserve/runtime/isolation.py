@@ -186,7 +186,8 @@ class Worker:
         """Call a method of the object in the child and return its result.
 
         Raises:
-            WorkerCrashed, AttnserveError: See the class.
+            WorkerCrashed: The child ended, exceeded ``timeout_s``, or raised an unexpected error.
+            AttnserveError: The method raised it.
         """
         return self._request(_MethodCall(method, arguments), timeout_s)
 
@@ -284,7 +285,8 @@ def run_isolated(
         options: ``environment``, ``prepare``, ``on_start`` and ``silent`` of ``Worker``.
 
     Raises:
-        WorkerCrashed, AttnserveError: See ``Worker``.
+        WorkerCrashed: The child ended, exceeded ``timeout_s``, or raised an unexpected error.
+        AttnserveError: The function raised it.
     """
     with Worker(_Call, function, arguments, timeout_s=timeout_s, **options) as worker:
         return worker.call("result")

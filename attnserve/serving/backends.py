@@ -54,7 +54,8 @@ class RunnerOptions:
 
     Attributes:
         device: Device of the model.
-        cuda, spinning: See ``SessionOptions``; ``cuda.graphs`` follows ``cuda_graphs``.
+        cuda: CUDA settings of a session; ``cuda.graphs`` follows ``cuda_graphs``.
+        spinning: Busy-wait in idle threads.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
             time, so this many sessions are opened, each with its own weights and
@@ -99,13 +100,15 @@ def open_runner(
 
     Args:
         source: A model on disk or in memory.
-        copied: Files of external data to copy; see ``SessionOptions``.
-        compiled: File for the compiled model; see ``SessionOptions``.
+        copied: Locations of external data that is read into memory.
+        compiled: File for the compiled model, which is read, or written if it is missing.
         longest: Maximum sequence length of the model, if known.
         long_rows: The runtime of long rows, on the CPU; None for one runtime.
 
     Raises:
-        InvalidModel, InvalidArgument, MissingExtra: See ``open_session``.
+        InvalidModel: The runtime refuses the graph.
+        InvalidArgument: The provider is not available.
+        MissingExtra: The runtime is not installed.
     """
     open_one = partial(open_session, source)
     device = options.device

@@ -44,11 +44,12 @@ class GraphFacts:
             and all weights in memory.
         id_bounds: Number of valid ids of each input with token ids.
         examples: Inputs of the first run at several lengths; empty if none can be made.
-        int8_warning, batch_invariant: See ``attnserve.models.quantized``.
+        int8_warning: Why int8 products are inexact on this CPU; None if they are exact.
+        batch_invariant: Whether the quantization of a row does not depend on its batch.
         weight_bytes: Size of the weights.
         external: Locations of the external data in the model's folder.
-        precision: See ``precision_of``.
-        in_bfloat16: See ``computes_in_bfloat16``.
+        precision: The data types of the weights.
+        in_bfloat16: Whether float32 operators are computed in bfloat16.
     """
 
     cost: Cost

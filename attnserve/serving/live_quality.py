@@ -149,7 +149,7 @@ class LiveQuality:
     """Measures the quality of the last rows, and tests a guarantee.
 
     Args:
-        measure: See ``checks.quality``; not "auto".
+        measure: The name of the measure; not "auto".
         pooling, dimensions: Pooling and size of embeddings.
         guaranteed: The guaranteed quality; None tests nothing.
         window: The number of last rows.

@@ -193,11 +193,7 @@ class LoadChecker:
         return replace(result, rewritten=fused, fused_facts=fused_facts)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
-        """Run a new check.
-
-        Raises:
-            InvalidModel, InvalidArgument: See ``check``.
-        """
+        """Run a new check, with the errors of ``check``."""
         name = artifact.model
         deadline = monotonic() + self._timeout_s
         try:

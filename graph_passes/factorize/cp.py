@@ -185,7 +185,7 @@ def relative_error(
     The value is computed from Gram matrices, so errors below 1e-7 are not resolved.
 
     Raises:
-        InvalidArgument, InvalidData, InvalidModel: See ``collaborative_factors``.
+        InvalidArgument, InvalidData, InvalidModel: In the cases of ``collaborative_factors``.
     """
     queries, keys, _, moments = validate_heads(queries, keys, None, moments)
     metric = Whitening.of(moments, len(queries))

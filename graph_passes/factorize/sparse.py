@@ -84,7 +84,7 @@ def sparse_factors(
         max_head_size: Maximum dimensions per head, from ``head_size`` to K (default: K).
         query_bias: b_Q^h of each head (default: zero).
         moments: Moments of the layer's tokens, for a calibrated decomposition.
-        progress: See ``cp.collaborative_factors``, which computes the start.
+        progress: Called after each sweep of the dense start with its number and the relative error.
 
     Returns:
         Factors whose ``mixing`` is zero outside the support. Dimensions without a reader are
@@ -92,7 +92,8 @@ def sparse_factors(
 
     Raises:
         InvalidArgument: The rank or head size is out of range, or shapes disagree.
-        InvalidData, InvalidModel: See ``cp.collaborative_factors``.
+        InvalidData: The moments have another size, or a covariance has negative eigenvalues.
+        InvalidModel: Weights are not finite.
     """
     queries, keys, bias, moments = validate_heads(queries, keys, query_bias, moments)
     H, _, K = queries.shape

@@ -459,7 +459,7 @@ def factor(
         head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
             head reads more than K, or than the padded size of the average allows.
         moments: Token moments of the block's input; without them only the weights are approximated.
-        progress: See ``cp.collaborative_factors``.
+        progress: Called after each sweep with its number, from 1, and the relative error.
 
     Raises:
         InvalidArgument: R is out of range.

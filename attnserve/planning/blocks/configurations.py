@@ -363,7 +363,7 @@ def apply_reuse(model: ir.Model, edges: Edges, masks: Mapping[str, Sequence[int]
         edges: Reuse edges, in head numbers after pruning.
 
     Raises:
-        CannotRewrite: See ``ReuseAttention``.
+        CannotRewrite: A block cannot reuse the probabilities of a source.
     """
     with Analyses.of(model):
         PruneHeads(masks)(model)
