@@ -238,16 +238,16 @@ def bench(
         children = [stack.enter_context(_child(subject)) for subject in subjects]
         for index, workload in enumerate(workloads):
 
-            def report(phase: int, done: int, in_total: int, index: int = index) -> None:
+            def advance(phase: int, done: int, in_total: int, index: int = index) -> None:
                 step = 100 * (phases * index + phase) + 100 * done // in_total
                 (progress or ignore_progress)("bench", step, 100 * phases * len(workloads))
 
             samplers = [child.feed(workload) for child in children]
             times_ms = BENCHMARK.measure(
-                samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(report, 0)
+                samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(advance, 0)
             )
             samples = [tuple(row) for row in times_ms.tolist()]
-            decodings = _measure_decoding(children, workload, timing.rounds, report)
+            decodings = _measure_decoding(children, workload, timing.rounds, advance)
             results += [
                 Measurement(
                     model=child.subject.model,
@@ -305,7 +305,7 @@ def _measure_decoding(
     children: Sequence[_Child],
     workload: Workload,
     rounds: int | None,
-    report: Callable[[int, int, int], None],
+    advance: Callable[[int, int, int], None],
 ) -> list[Decoding | None]:
     """The times of each model; None without a cache."""
     medians_ms: dict[tuple[Phase, int], float] = {}
@@ -324,7 +324,7 @@ def _measure_decoding(
                 list(samplers.values()),
                 SHAPE_SECONDS / 2,
                 rounds=rounds,
-                progress=partial(report, number),
+                progress=partial(advance, number),
             )
             rows = zip(samplers, np.median(times, axis=1).tolist(), strict=True)
             medians_ms |= {(phase, index): median for index, median in rows}

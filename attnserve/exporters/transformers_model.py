@@ -76,7 +76,7 @@ def require_torch() -> tuple[Any, Any]:
     """Import torch and transformers.
 
     Raises:
-        MissingExtra: One of them is not installed.
+        MissingExtra: torch or transformers is not installed.
     """
     try:
         with quiet():

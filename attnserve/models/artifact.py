@@ -149,7 +149,7 @@ class Artifact:
         """The config.json of the model; empty without one, or if it is not an object.
 
         Raises:
-            InvalidModel: It is not JSON.
+            InvalidModel: The file is not JSON.
         """
         path = self.companion("config.json")
         config: Any = read_json(path) if path else {}
@@ -160,7 +160,7 @@ class Artifact:
         """The keys of config.json that the tokenizer and scores need.
 
         Raises:
-            InvalidModel: It is not valid.
+            InvalidModel: The file is not valid.
         """
         path = self.companion("config.json")
         return TransformersConfig() if path is None else parse_settings(path, TransformersConfig)

@@ -645,7 +645,7 @@ def _check_keys(tokenizer: Tokenizer, config: TokenizerConfig, keys: Sequence[st
     """Check that tokenizer.json does what these keys state.
 
     Raises:
-        InvalidModel: It does not.
+        InvalidModel: tokenizer.json does the opposite.
     """
     parts: tuple[Any, Any] = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     normalizer, before = (b"" if part is None else part.__getstate__() for part in parts)

@@ -137,7 +137,7 @@ def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
     """Check that the record of a rewritten model, if it has one, names the teacher as its source.
 
     Raises:
-        InvalidModel: It names another original.
+        InvalidModel: The record names another original.
     """
     if last_rewrite_of(teacher, artifact.lineage) is None:
         raise InvalidModel(

@@ -212,12 +212,12 @@ class _Timed:
         Args:
             runtimes: Names of runtimes, and of pairs of them (``by_length``).
         """
-        choices = [
-            times for model in stage for name in runtimes for times in self._choices(model, name)
-        ]
-        return min(choices, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
+        every = (
+            times for model in stage for name in runtimes for times in self._times_in(model, name)
+        )
+        return min(every, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
 
-    def _choices(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
+    def _times_in(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
         """The times of a model in a runtime, or in a pair with each number of short workloads."""
         if name in self.runtimes:
             yield self.times[name, model]

@@ -224,7 +224,7 @@ def _original(artifact: Artifact, source: Source, given: Path | None) -> Artifac
     """The given original, or the one with the recorded name and checksum near the model.
 
     Raises:
-        InvalidArgument: None is given, and none is found.
+        InvalidArgument: No original is given, and none is found.
     """
     if given is not None:
         return open_artifact(given)
@@ -366,7 +366,7 @@ def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
     """Check that the rows of the calibration data are tokenized and split as recorded.
 
     Raises:
-        InvalidData: They are not.
+        InvalidData: A number of rows or tokens differs from the record.
     """
     for name in COUNTS:
         then = getattr(recorded, name)

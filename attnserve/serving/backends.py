@@ -70,7 +70,7 @@ class RunnerOptions:
     spinning: bool = True
 
     def with_concurrency(self, weight_bytes: int) -> RunnerOptions:
-        """These options with a number of concurrent runs: several on a CPU whose cores all serve.
+        """Choose ``concurrency`` if it is 0: several runs if the session uses all cores of a CPU.
 
         Args:
             weight_bytes: Size of the weights in memory for one run at a time.

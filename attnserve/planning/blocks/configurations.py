@@ -288,7 +288,7 @@ class ReusePair:
     Attributes:
         times: Latencies of both together, by the number of kept heads.
         saved_ms: Time that reuse saves over both blocks with their fastest operators and all
-            heads, mean over the target shapes; negative if reuse is slower.
+            heads, mean over the target workloads; negative if reuse is slower.
         heads: The source head of each head of the reader.
         loss: The loss at the model's output if all heads of the reader reuse probabilities.
     """
