@@ -59,7 +59,7 @@ class Spectrum:
 
     Attributes:
         layer: The share that the first n directions capture of all heads, at index n - 1. The
-        matrix has the heads side by side, or is the sum of their products.
+            matrix has the heads side by side, or is the sum of their products.
         heads: The share that the first n directions capture of each head, at index n - 1.
     """
 

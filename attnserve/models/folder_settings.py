@@ -190,7 +190,7 @@ class FolderSettings:
         Args:
             classes: The number of logits of a text.
             of_problem: Whether ``problem_type`` counts, if no cross-encoder settings name an
-            activation.
+                activation.
 
         Returns:
             None for the default: softmax, or the sigmoid of a single logit. sentence-transformers

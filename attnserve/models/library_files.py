@@ -90,7 +90,7 @@ class LibraryModel:
 
     @property
     def pooling_mode(self) -> Mode:
-        """The library's name of the pooling; any gives a vector that is repeated."""
+        """The library's name of the pooling; a repeated vector results from any pooling."""
         return "cls" if self.is_pooled else MODES[self.record.pooling or "mean"]
 
     @property

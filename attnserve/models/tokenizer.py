@@ -139,7 +139,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text, from the character ``start`` to ``stop``; of a special one, its name."""
+    """A token: the characters ``start`` to ``stop`` of a text, or the name of a special token."""
 
     id: int
     text: str
@@ -157,7 +157,7 @@ class TextEncoder:
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
         padding: The side of padding in a batch.
         template: The text of a pair, with {query} and {document} in place of the two texts. It
-        contains all special tokens. None joins pairs as the tokenizer does.
+            contains all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
 

@@ -113,8 +113,8 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If one runtime alone computes the precision, or others are verified, all are timed in the
-        others too: serving selects the faster one for each.
+        If only one runtime computes the precision, or others are verified, all models are timed in
+        several runtimes, because serving selects the faster one for each model.
 
         Args:
             rewritten: The rewritten model in float32.

@@ -124,7 +124,7 @@ class Worker:
         arguments: Arguments of the factory.
         timeout_s: Time limit of creating the object; None for no limit.
         environment: Environment variables of the child, for example ``allowed_environment()``. None
-        passes the environment of this process, with ``search_path()`` as PYTHONPATH.
+            passes the environment of this process, with ``search_path()`` as PYTHONPATH.
         prepare: Called first in the child, for example ``limit_process``.
         on_start: Called with the process, before the object is created; another thread may kill it.
         silent: Whether to drop the stdout and stderr of the child, except for the end, which the

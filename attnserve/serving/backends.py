@@ -41,11 +41,10 @@ __all__ = [
 log = logging.getLogger("attnserve")
 
 MOST_RUNS = 4
-"""Concurrent runs on a CPU with many cores, which are threads of the runs. With fewer than twice as
-many cores, there is a run for each."""
+"""Concurrent runs on a CPU with at least twice as many cores; with fewer, one run per core."""
 
 MOST_COPIED_BYTES = 500_000_000
-"""Size of the weights above which one run at a time is chosen: concurrent ones need a copy."""
+"""Size of the weights above which one run at a time is chosen: concurrent runs need a copy."""
 
 
 @dataclass(frozen=True)

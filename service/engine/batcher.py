@@ -117,7 +117,7 @@ class Batcher:
         max_rows: Maximum number of rows of a batch; None for no limit.
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
-        concurrency: Maximum number of concurrent runs ("slots").
+        concurrency: Number of slots: the maximum number of concurrent runs.
         parts: Number of runs that share the waiting rows, if as many slots are free.
         on_batch: Called on the event loop after every run.
         on_failure: Called on the event loop with errors that are not caused by a request.
