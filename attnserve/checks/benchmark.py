@@ -364,7 +364,7 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
         in_bfloat16=computes_in_bfloat16(graph) and RUNTIMES[device.runtime].computes_bfloat16,
     )
     cache_bytes = _cache_bytes(graph, workloads[0])
-    inputs = {each: example_inputs(graph, each, run.seed) for each in workloads}
+    inputs = {workload: example_inputs(graph, workload, run.seed) for workload in workloads}
     for workload in workloads if cache_bytes else ():
         for phase in DECODING:
             step = Workload.of(workload.batch, workload.length, phase)
@@ -372,10 +372,10 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
                 inputs[step] = example_inputs(graph, step, run.seed)
     cost = model_cost(graph)
     macs = {
-        each: cost.macs_of({name: x.shape for name, x in inputs[each].items()})
-        for each in workloads
+        workload: cost.macs_of({name: array.shape for name, array in inputs[workload].items()})
+        for workload in workloads
     }
-    counted = {each: with_fixed_sizes(graph, each) for each in workloads}
+    counted = {workload: with_fixed_sizes(graph, workload) for workload in workloads}
     return _Subject(
         model=str(model),
         artifact=artifact,

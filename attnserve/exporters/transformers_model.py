@@ -228,7 +228,7 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
 def weights_sha256(source: Path) -> str | None:
     """The checksum of the file of weights, or of all files of weights; None without weights."""
     patterns = ("*.safetensors", "pytorch_model*.bin")
-    pattern = next((one for one in patterns if any(source.glob(one))), "")
+    pattern = next((pattern for pattern in patterns if any(source.glob(pattern))), "")
     files = [*source.glob(pattern)] if pattern else []
     if not files:
         return None

@@ -150,8 +150,8 @@ class FolderSettings:
     @property
     def token_score(self) -> LogitScore | None:
         """The score of a generative reranker; None for other models."""
-        scores = (one.settings for one in self.modules if isinstance(one.settings, LogitScore))
-        return next(scores, None)
+        settings = (module.settings for module in self.modules)
+        return next((score for score in settings if isinstance(score, LogitScore)), None)
 
     @property
     def is_language_model(self) -> bool:

@@ -635,9 +635,9 @@ def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: Transformer
     # A token without an id would get one that the network does not have.
     _add_tokens(tokenizer, config)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    names = map(_content, config.additional_special_tokens or [])
+    texts = map(_content, config.additional_special_tokens or [])
     tokenizer.add_special_tokens(
-        [one for one in names if one not in known and tokenizer.token_to_id(one) is not None]
+        [text for text in texts if text not in known and tokenizer.token_to_id(text) is not None]
     )
 
 

@@ -279,7 +279,8 @@ def _verdict(
     """
     new = after.fidelity.quality
     assert new is not None
-    old = next(one for one in before.fidelity.qualities if one.subject == new.subject)
+    qualities = before.fidelity.qualities
+    old = next(quality for quality in qualities if quality.subject == new.subject)
     if not gain:
         return (
             f"no gain: {new.measure} {new.value:.4f} after {training.steps} steps; the "

@@ -400,7 +400,8 @@ def _checks(
         return subject._replace(file=file) if rows.is_recorded else subject.output
 
     # By output, the lowest one counts.
-    lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
+    descending = sorted(recorded, key=lambda quality: -quality.guaranteed)
+    lowest = {key(quality): quality for quality in descending}
     is_bounded = rows.part is not None and not rows.part.is_unused
     checks: list[GuaranteeCheck] = []
     for quality in found.qualities:

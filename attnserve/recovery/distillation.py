@@ -225,7 +225,7 @@ class Distillation:
             )
         labeled_loss = 0.0
         if self.labels is not None:
-            feeds = map(self.feed, (one.batch for one in self.labels.choose))
+            feeds = map(self.feed, (labeled.batch for labeled in self.labels.choose))
             outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
             labeled_loss = self.labels.held_out_loss(outputs)
         return largest_loss(meter.results(), bounded=True) + labeled_loss

@@ -397,7 +397,8 @@ def _holds_bfloat16(source: str | bytes) -> bool:
         model = onnx.load_model_from_string(source)
     else:
         model = onnx.load_model(source, load_external_data=False)
-    return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
+    weights = model.graph.initializer
+    return any(weight.data_type == onnx.TensorProto.BFLOAT16 for weight in weights)
 
 
 def _describe(error: BaseException) -> str:

@@ -90,7 +90,7 @@ class GraphFacts:
         macs = self.cost.macs
         return {
             "macs": None if macs is None else _polynomial_to_json(macs),
-            "node_bytes": [_polynomial_to_json(one) for one in self.cost.node_bytes],
+            "node_bytes": [_polynomial_to_json(size) for size in self.cost.node_bytes],
             "parameters": self.cost.parameters,
             "bytes": self.cost.bytes,
             "uncounted": list(self.cost.uncounted),
