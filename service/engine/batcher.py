@@ -113,7 +113,7 @@ class Batcher:
     Args:
         run: Computes the payloads of rows of one key, in a thread; one result per payload.
         budget: Maximum number of padded tokens of a batch: rows x longest row.
-        overhead: Cost of starting a run, in tokens; maximum padding that a row may add.
+        overhead: Maximum padding that a row may add, in tokens: a part of the cost of a run.
         max_rows: Maximum number of rows of a batch; None for no limit.
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
