@@ -65,7 +65,7 @@ class Division(NamedTuple):
 
     @classmethod
     def even(cls, lengths: Sequence[int], batches: int) -> Division:
-        """Divide rows into at most ``batches`` batches, such that the largest is as small as possible.
+        """Divide rows into at most ``batches`` batches; the largest is as small as possible.
 
         Args:
             lengths: Tokens of the rows, in rising order; not empty.
