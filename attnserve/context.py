@@ -110,8 +110,7 @@ class RunContext:
         return partial(self.progress, name)
 
     def on_all_threads(self) -> RunContext:
-        """Return a context whose runtime chooses the number of threads, for work that is not
-        timed."""
+        """A context whose runtime chooses the number of threads, for work that is not timed."""
         return replace(self, device=replace(self.device, threads=0))
 
     def labeled(self, label: str) -> RunContext:

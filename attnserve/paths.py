@@ -25,7 +25,7 @@ def as_paths(paths: StrPath | Iterable[StrPath] | None) -> list[Path]:
     """A list of paths, from None, one path or several paths."""
     if paths is None:
         return []
-    return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(one) for one in paths]
+    return [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
 
 
 def belongs_to(path: Path, model: Path) -> bool:

@@ -124,7 +124,6 @@ def last_map(block: AttentionBlock | FeedForwardBlock) -> Site:
 
 
 def _of_skipped(gap: Skipped) -> Site:
-    """The map of a removed attention."""
     tokens = None if gap.affine.weight is None else gap.input
     return Site(gap.name, tokens, gap.output, gap)
 

@@ -48,7 +48,7 @@ class HeadSimilarity:
         queries: Number of compared queries, of the layer with the most.
         uniform: The similarity of each head to uniform attention over the keys that its query can
             see; None if it was not measured. Heads of an untrained model are nearly uniform, and so
-                similar to each other: a similarity below ``uniform`` is no reason for reuse.
+            similar to each other: a similarity below ``uniform`` is no reason for reuse.
     """
 
     layers: tuple[str, ...]

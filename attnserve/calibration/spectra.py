@@ -59,7 +59,7 @@ class Spectrum:
 
     Attributes:
         layer: The share that the first n directions capture of all heads, at index n - 1. The
-        matrix has the heads side by side, or is the sum of their products.
+            matrix has the heads side by side, or is the sum of their products.
         heads: The share that the first n directions capture of each head, at index n - 1.
     """
 
@@ -254,7 +254,6 @@ def _ranks(
     batch: Batch,
     max_texts: int,
 ) -> list[_TextRanks]:
-    """The ranks of at most ``max_texts`` texts of one batch."""
     axes = _softmax(block).axes
     scores = logits.transpose(axes) if axes else logits
     scores = scores.reshape(-1, block.q.num_heads, *scores.shape[-2:])  # B O S T

@@ -238,16 +238,16 @@ def bench(
         children = [stack.enter_context(_child(subject)) for subject in subjects]
         for index, workload in enumerate(workloads):
 
-            def report(phase: int, done: int, in_total: int, index: int = index) -> None:
+            def advance(phase: int, done: int, in_total: int, index: int = index) -> None:
                 step = 100 * (phases * index + phase) + 100 * done // in_total
                 (progress or ignore_progress)("bench", step, 100 * phases * len(workloads))
 
             samplers = [child.feed(workload) for child in children]
             times_ms = BENCHMARK.measure(
-                samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(report, 0)
+                samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(advance, 0)
             )
             samples = [tuple(row) for row in times_ms.tolist()]
-            decodings = _measure_decoding(children, workload, timing.rounds, report)
+            decodings = _measure_decoding(children, workload, timing.rounds, advance)
             results += [
                 Measurement(
                     model=child.subject.model,
@@ -305,7 +305,7 @@ def _measure_decoding(
     children: Sequence[_Child],
     workload: Workload,
     rounds: int | None,
-    report: Callable[[int, int, int], None],
+    advance: Callable[[int, int, int], None],
 ) -> list[Decoding | None]:
     """The times of each model; None without a cache."""
     medians_ms: dict[tuple[Phase, int], float] = {}
@@ -324,7 +324,7 @@ def _measure_decoding(
                 list(samplers.values()),
                 SHAPE_SECONDS / 2,
                 rounds=rounds,
-                progress=partial(report, number),
+                progress=partial(advance, number),
             )
             rows = zip(samplers, np.median(times, axis=1).tolist(), strict=True)
             medians_ms |= {(phase, index): median for index, median in rows}
@@ -364,7 +364,7 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
         in_bfloat16=computes_in_bfloat16(graph) and RUNTIMES[device.runtime].computes_bfloat16,
     )
     cache_bytes = _cache_bytes(graph, workloads[0])
-    inputs = {each: example_inputs(graph, each, run.seed) for each in workloads}
+    inputs = {workload: example_inputs(graph, workload, run.seed) for workload in workloads}
     for workload in workloads if cache_bytes else ():
         for phase in DECODING:
             step = Workload.of(workload.batch, workload.length, phase)
@@ -372,10 +372,10 @@ def _examine(model: Path | str, workloads: Sequence[Workload], run: Run) -> _Sub
                 inputs[step] = example_inputs(graph, step, run.seed)
     cost = model_cost(graph)
     macs = {
-        each: cost.macs_of({name: x.shape for name, x in inputs[each].items()})
-        for each in workloads
+        workload: cost.macs_of({name: array.shape for name, array in inputs[workload].items()})
+        for workload in workloads
     }
-    counted = {each: with_fixed_sizes(graph, each) for each in workloads}
+    counted = {workload: with_fixed_sizes(graph, workload) for workload in workloads}
     return _Subject(
         model=str(model),
         artifact=artifact,

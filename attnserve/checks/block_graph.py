@@ -21,11 +21,11 @@ class UndecidedError(Exception):
 
 def block_graph(
     values: Mapping[ir.Value, np.ndarray],
-    targets: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
     info: ShapeInfo,
     opset_imports: Mapping[str, int],
 ) -> tuple[ir.Graph, dict[str, np.ndarray]]:
-    """Build a graph that computes the targets from the cut values and inferred shape constants.
+    """Build a graph that computes the outputs from the cut values and inferred shape constants.
 
     Nodes of a subgraph (If) and values of outer graphs are extracted into one graph.
 
@@ -36,13 +36,13 @@ def block_graph(
         The graph and its inputs.
 
     Raises:
-        UndecidedError: The targets depend on other inputs, or on a subgraph that is not known.
+        UndecidedError: The outputs depend on other inputs, or on a subgraph that is not known.
     """
     arrays = dict(values)
-    nodes, constants = _between(arrays, targets, info)
+    nodes, constants = _between(arrays, outputs, info)
     graph = ir.GraphView(
         list(arrays),
-        list(targets),
+        list(outputs),
         nodes=nodes,
         initializers=constants,
         opset_imports=dict(opset_imports),
@@ -58,10 +58,10 @@ def block_graph(
 
 def _between(
     cut: dict[ir.Value, np.ndarray],
-    targets: Sequence[ir.Value],
+    outputs: Sequence[ir.Value],
     info: ShapeInfo,
 ) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes from the cut values to the targets, in order, and the constants that they read.
+    """The nodes from the cut values to the outputs, in order, and the constants that they read.
 
     Inferred constants are added to the cut, except those that are computed from the cut values: the
     tokens of a block may be constants themselves (the object queries of DETR).
@@ -69,7 +69,7 @@ def _between(
     cut_values = tuple(cut)
     nodes: dict[ir.Node, None] = {}
     constants: dict[ir.Value, None] = {}
-    stack: list[ir.Value | ir.Node] = list(reversed(targets))
+    stack: list[ir.Value | ir.Node] = list(reversed(outputs))
     entered: set[ir.Value] = set()
     while stack:
         item = stack.pop()

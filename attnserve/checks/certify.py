@@ -206,16 +206,16 @@ def _compare(
     batch = _batch(block, info)
     values = {value: _random(block, value, info, rng) for value in inputs_of(block)}
     output = block.context if block.output is None else block.output.output
-    targets = [v for v in (block.probabilities, output) if v is not None and v not in values]
+    outputs = [v for v in (block.probabilities, output) if v is not None and v not in values]
     try:
         _moderate(block, values, batch)
         reference = attention_reference(block, values, batch)
     except (ValueError, IndexError) as error:  # shapes of the match and the graph differ
         raise UndecidedError(f"the reference cannot be computed: {error}") from error
     max_error = 0.0
-    results = _run(model, block_graph(values, targets, info, model.opset_imports), evaluate)
-    for target, array in zip(targets, results, strict=True):
-        if target is block.probabilities:
+    results = _run(model, block_graph(values, outputs, info, model.opset_imports), evaluate)
+    for value, array in zip(outputs, results, strict=True):
+        if value is block.probabilities:
             want = reference.probabilities
         elif block.output is not None:
             assert reference.output is not None
@@ -224,7 +224,7 @@ def _compare(
         else:
             want = _laid_out_like(reference.context, array, block)
         if array.size != want.size:
-            raise UndecidedError(f"{target.name!r} has {array.shape}, expected {want.shape}")
+            raise UndecidedError(f"{value.name!r} has {array.shape}, expected {want.shape}")
         difference = np.abs(array.reshape(want.shape).astype(np.float64) - want)
         if not np.isfinite(difference).all():
             return float("inf")

@@ -49,8 +49,8 @@ class Inspection:
         return {
             "attention": [*self._blocks(), *map(self._gap, self.skipped)],
             "missed": [
-                {"node": each.node.name or each.node.op_type, "reason": each.reason}
-                for each in self.matches.unmatched
+                {"node": unmatched.node.name or unmatched.node.op_type, "reason": unmatched.reason}
+                for unmatched in self.matches.unmatched
             ],
             "parameters": self.parameters,
             "macs": {
@@ -150,12 +150,12 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
 def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
     """The lossy attention passes by name."""
     return {
-        each.name: each
-        for each in sorted(PASSES, key=lambda each: each.name)
-        if issubclass(each, AttentionPass) and each.lossy
+        kind.name: kind
+        for kind in sorted(PASSES, key=lambda kind: kind.name)
+        if issubclass(kind, AttentionPass) and kind.lossy
     }
 
 
 def _applicable(block: AttentionBlock, analyses: Analyses) -> dict[str, str | Literal[True]]:
-    refusals = {name: each.refusal(block, None, analyses) for name, each in _rewrites().items()}
+    refusals = {name: kind.refusal(block, None, analyses) for name, kind in _rewrites().items()}
     return {name: str(refusal) if refusal else True for name, refusal in refusals.items()}

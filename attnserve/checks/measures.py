@@ -114,7 +114,7 @@ class Meter(ABC):
         """
 
     def additive_loss(self) -> float:
-        """See ``QualityMeter.additive_loss``."""
+        """The loss of the output, which nearly adds up over changes of different blocks."""
         return 1 - self.scores().value
 
     @abstractmethod

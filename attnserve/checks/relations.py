@@ -175,7 +175,7 @@ class IndexMeter(SimilarityMeter):
             super().add(a, b, batch)
 
     def scores(self) -> Scores:
-        """See ``Meter.scores``.
+        """The overlap, and the symmetric measures beside it.
 
         Raises:
             InvalidData: The data has no query, or a query has less than two documents.

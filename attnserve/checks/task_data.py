@@ -95,7 +95,7 @@ def _beir_row(path: Path, line: int, text: str) -> tuple[str, str]:
         key = row["_id"]
         body = row["text"]
         title = row.get("title") or ""
-        if not all(isinstance(one, str) for one in (key, body, title)):
+        if not all(isinstance(value, str) for value in (key, body, title)):
             raise TypeError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidData(

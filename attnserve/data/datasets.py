@@ -158,7 +158,7 @@ def load_inputs(
     check_files(paths, weights)
     files = [
         read_file(
-            one,
+            file_path,
             model,
             artifact,
             tokenizer=tokenizer,
@@ -166,7 +166,7 @@ def load_inputs(
             least_queries=LEAST_SEARCHED if split else 1,
             read=read,
         )
-        for one in paths
+        for file_path in paths
     ]
     splits = [FileParts.of(file) if split else FileParts.whole(file) for file in files]
     if len(splits) == 1:
@@ -174,9 +174,9 @@ def load_inputs(
     splits = without_held_out(splits)
     if weights:
         splits = weighted(splits, weights)
-    names = [one.name for one in paths]
+    names = [p.name for p in paths]
     names = [str(p) if names.count(p.name) > 1 else p.name for p in paths]
-    datasets = [_file_data(one, name) for one, name in zip(splits, names, strict=True)]
+    datasets = [_file_data(parts, name) for parts, name in zip(splits, names, strict=True)]
     sizes = [size for file in files for size in file.sizes]
     return _combined(datasets, weights, length=int(np.median(sizes)))
 

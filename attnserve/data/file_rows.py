@@ -65,13 +65,14 @@ def read_file(
     least_queries: int,
     read: Callable[[Path], list[str]],
 ) -> FileRows:
-    """Read the rows of a file; see ``datasets.load_inputs``.
+    """Read the rows of a file, for ``datasets.load_inputs``.
 
     Args:
         least_queries: The fewest queries whose documents are lists (``encode_listed``).
 
     Raises:
-        InvalidData: See ``datasets.load_inputs``.
+        InvalidData: The file is missing, empty or malformed, does not fit the model, or needs a
+            tokenizer that is missing.
     """
     if not path.exists():
         raise InvalidData(f"{path}: no such file", "check the path", code="data.missing")
@@ -147,7 +148,7 @@ def _take_roles(path: Path, rows: Sequence[Batch], wanted: Collection[str]) -> l
     """Remove the roles from rows of arrays, and check them; empty without roles.
 
     Raises:
-        InvalidData: Rows of some files have a role, or see ``check_roles``.
+        InvalidData: Only rows of some files have a role, or ``check_roles`` refuses the roles.
     """
     found = [row.pop(ROLE, None) if ROLE not in wanted else None for row in rows]
     if all(role is None for role in found):

@@ -87,7 +87,7 @@ def read_roles(path: Path) -> list[Role]:
     """The role of each text of ``read_sentences``; empty without a column ``role``.
 
     Raises:
-        InvalidData: See ``read_sentences`` and ``check_roles``.
+        InvalidData: The table is malformed, or ``check_roles`` refuses its roles.
     """
     if path.suffix.lower() != ".tsv":
         return []

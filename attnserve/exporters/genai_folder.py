@@ -123,7 +123,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
     """The content of genai_config.json.
 
     Raises:
-        InvalidModel: See ``write_genai_folder``.
+        InvalidModel: onnxruntime-genai cannot run the model, or a setting is missing.
     """
     inputs = wanted_inputs(graph)
     caches = [name for name, one in inputs.items() if one.cache is not None]

@@ -136,7 +136,7 @@ def embedding_head(torch: Any, modules: Sequence[Module]) -> Any:
     Raises:
         InvalidModel: The weights of a module cannot be read.
     """
-    return _head(torch, [_step(torch, one) for one in modules])
+    return _head(torch, [_step(torch, module) for module in modules])
 
 
 class _Step(NamedTuple):

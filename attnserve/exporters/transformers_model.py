@@ -76,7 +76,7 @@ def require_torch() -> tuple[Any, Any]:
     """Import torch and transformers.
 
     Raises:
-        MissingExtra: One of them is not installed.
+        MissingExtra: torch or transformers is not installed.
     """
     try:
         with quiet():
@@ -199,7 +199,6 @@ def load_network(
 
 
 def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
-    """The error for a model that transformers cannot load."""
     text = str(error)
     if "trust_remote_code" in text:
         return InvalidModel(
@@ -229,7 +228,7 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
 def weights_sha256(source: Path) -> str | None:
     """The checksum of the file of weights, or of all files of weights; None without weights."""
     patterns = ("*.safetensors", "pytorch_model*.bin")
-    pattern = next((one for one in patterns if any(source.glob(one))), "")
+    pattern = next((pattern for pattern in patterns if any(source.glob(pattern))), "")
     files = [*source.glob(pattern)] if pattern else []
     if not files:
         return None

@@ -149,7 +149,7 @@ class Artifact:
         """The config.json of the model; empty without one, or if it is not an object.
 
         Raises:
-            InvalidModel: It is not JSON.
+            InvalidModel: The file is not JSON.
         """
         path = self.companion("config.json")
         config: Any = read_json(path) if path else {}
@@ -160,7 +160,7 @@ class Artifact:
         """The keys of config.json that the tokenizer and scores need.
 
         Raises:
-            InvalidModel: It is not valid.
+            InvalidModel: The file is not valid.
         """
         path = self.companion("config.json")
         return TransformersConfig() if path is None else parse_settings(path, TransformersConfig)
@@ -305,7 +305,7 @@ def copy_companions(artifact: Artifact, folder: Path) -> None:
     """Copy the companion files of a model into ``folder``.
 
     Raises:
-        InvalidModel: See ``companions_to_copy``.
+        InvalidModel: A file is a link out of the model's folder.
     """
     for name, path in companions_to_copy(artifact).items():
         shutil.copyfile(path, folder / name)
@@ -315,7 +315,7 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
     """The companion files of a model, by name.
 
     Raises:
-        InvalidModel: One is a link out of the model's folder: a copy would publish that file.
+        InvalidModel: A file is a link out of the model's folder: a copy would publish its target.
     """
     companions: dict[str, Path] = {}
     for name in COMPANIONS:

@@ -150,8 +150,8 @@ class FolderSettings:
     @property
     def token_score(self) -> LogitScore | None:
         """The score of a generative reranker; None for other models."""
-        scores = (one.settings for one in self.modules if isinstance(one.settings, LogitScore))
-        return next(scores, None)
+        settings = (module.settings for module in self.modules)
+        return next((score for score in settings if isinstance(score, LogitScore)), None)
 
     @property
     def is_language_model(self) -> bool:
@@ -190,7 +190,7 @@ class FolderSettings:
         Args:
             classes: The number of logits of a text.
             of_problem: Whether ``problem_type`` counts, if no cross-encoder settings name an
-            activation.
+                activation.
 
         Returns:
             None for the default: softmax, or the sigmoid of a single logit. sentence-transformers

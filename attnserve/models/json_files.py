@@ -18,7 +18,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file beside a model.
 
     Raises:
-        InvalidModel: It cannot be read, or is nested too deeply.
+        InvalidModel: The file cannot be read, or is nested too deeply.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

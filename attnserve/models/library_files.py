@@ -90,7 +90,7 @@ class LibraryModel:
 
     @property
     def pooling_mode(self) -> Mode:
-        """The library's name of the pooling; any gives a vector that is repeated."""
+        """The library's name of the pooling; a repeated vector results from any pooling."""
         return "cls" if self.is_pooled else MODES[self.record.pooling or "mean"]
 
     @property
@@ -187,7 +187,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
 
 
 def write_library_files(model: LibraryModel, folder: Path) -> None:
-    """Write the files of a model into ``folder``."""
+    """Write ``LibraryModel.files`` into ``folder``, as indented JSON."""
     for name, content in model.files().items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

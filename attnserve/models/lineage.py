@@ -186,8 +186,8 @@ class BeforeRecovery(Measured, frozen=True):
 class LineageEntry(Measured, frozen=True):
     """The part of an entry that ``optimize`` and ``recover`` both write.
 
-    Fields are declared in the order of the keys in files, so ``versions`` and two others, which
-    follow the fields of one command, are declared in both classes.
+    Fields have the order of the keys in files. ``versions`` and two others follow the fields of one
+    command, so that both classes of entries declare them.
 
     Attributes:
         rewrite: The names of the passes, of the training and of the precision, joined by "+".

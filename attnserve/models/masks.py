@@ -44,7 +44,7 @@ def marks_padding(name: str, dtype: np.dtype[Any]) -> bool:
 
 
 def read_mask(name: str, array: np.ndarray) -> Bool[np.ndarray, ...]:
-    """The tokens that a mask keeps; it is an integer, boolean, multiplied or added float mask."""
+    """The tokens that a mask keeps: a boolean, integer, multiplicative or additive mask."""
     if array.dtype.kind != "f":
         return array.astype(bool) != marks_padding(name, array.dtype)
     return array > ADDED if (array <= 0).all() else array > 0.5
@@ -81,7 +81,7 @@ def text_mask(batch: Mapping[str, np.ndarray]) -> Bool[np.ndarray, "B T"] | None
 
 
 def flat_mask(batch: Mapping[str, np.ndarray], rows: int) -> Bool[np.ndarray, "B T"] | None:
-    """The first mask input (B, T) of this many elements, for values (B*T, ...); None without."""
+    """The first mask input (B, T) of this many elements, for values (B*T, ...), if any."""
     for name, array in batch.items():
         if is_mask(name) and array.ndim == 2 and array.size == rows:
             return read_mask(name, array)

@@ -130,7 +130,7 @@ class Quality(Recorded, frozen=True):
 
     @property
     def outputs(self) -> str:
-        """The names of the output."""
+        """The name of the output, and of those with the same value, joined by "="."""
         return " = ".join([self.output, *self.same_outputs])
 
     @property
@@ -262,7 +262,7 @@ class OutputFidelity(Recorded, frozen=True):
 
     @property
     def names(self) -> str:
-        """The names of the output."""
+        """The name of the output, and of those with the same value, joined by "="."""
         return " = ".join([self.name, *self.same_outputs])
 
     def warnings(self) -> list[str]:

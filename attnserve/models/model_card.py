@@ -100,14 +100,14 @@ def with_scores(card: str, scores: Sequence[TaskScore]) -> str:
     place = sum(section.startswith(before) for section in sections)
     rows = [
         (
-            _escaped(one.task),
-            _escaped(one.metric),
-            f"{one.value:.4f}",
-            _escaped(", ".join(one.splits)),
-            _escaped(one.revision[:19]),
-            _escaped(one.mteb),
+            _escaped(score.task),
+            _escaped(score.metric),
+            f"{score.value:.4f}",
+            _escaped(", ".join(score.splits)),
+            _escaped(score.revision[:19]),
+            _escaped(score.mteb),
         )
-        for one in scores
+        for score in scores
     ]
     table = _table(("task", "metric", "score", "splits", "data", "mteb"), rows)
     sections.insert(place, f"{SCORES}\n{table}\n\nThe results are in the folder `mteb`.\n\n")
@@ -268,5 +268,5 @@ def _code(language: str, *lines: str) -> str:
 def _escaped(text: str) -> str:
     """A name on one line, whose characters have no meaning in Markdown and HTML."""
     # isprintable is false for control characters, and for lone surrogates, which have no UTF-8.
-    plain = "".join(one if one.isprintable() else " " for one in text[:200])
+    plain = "".join(letter if letter.isprintable() else " " for letter in text[:200])
     return SPECIAL.sub(r"\\\1", plain)

@@ -110,7 +110,7 @@ def external_data_locations(path: Path) -> list[str]:
     in_place = _in_place(path)
     proto = in_place or onnx.load(path, format="protobuf", load_external_data=False)
     locations = external_locations(proto)
-    return [one for one in locations if in_place is None or one != path.name]
+    return [location for location in locations if in_place is None or location != path.name]
 
 
 def _remove_weights_from_inputs(model: ir.Model) -> None:

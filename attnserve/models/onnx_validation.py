@@ -142,8 +142,8 @@ def _names(message: Message) -> Iterator[str | bytes]:
             yield from value if field.is_repeated else [value]
         elif field.type == field.TYPE_MESSAGE:
             if field.is_repeated:
-                for each in getattr(message, field.name):
-                    yield from _names(each)
+                for inner in getattr(message, field.name):
+                    yield from _names(inner)
             elif message.HasField(field.name):
                 yield from _names(getattr(message, field.name))
 

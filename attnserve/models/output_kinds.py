@@ -32,8 +32,8 @@ VECTOR_NAME = re.compile(r"embed|pooled|pooler|vecs|representation")
 """Matches names of outputs [batch, n] that are embeddings, for any number of columns."""
 
 MIN_CLASSES = 64
-"""Minimum number of columns of an output [batch, n] that counts as an embedding. It does not
-count as one if its name, a softmax or as many names of classes show that it has classes."""
+"""Minimum number of columns of an output [batch, n] that counts as an embedding, unless its name, a
+softmax or as many names of classes show that the columns are classes."""
 
 
 def resized_outputs(model: ir.Model) -> set[int]:

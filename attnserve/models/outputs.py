@@ -55,7 +55,7 @@ PREFIX = ".attnserve-"
 """Prefix of the names of temporary folders beside an output."""
 
 ABANDONED_S = 60.0
-"""A temporary folder without a lock that is younger may belong to a process that is starting."""
+"""Age in seconds below which a folder without a lock may belong to a process that is starting."""
 
 LOCK_POLL_S = 0.05
 
@@ -71,48 +71,48 @@ def output_file(output: Path, artifact: Artifact, model: ir.Model, *, force: boo
     Args:
         output: An .onnx file, or a folder for model.onnx.
         artifact, model: The input, whose files are never overwritten.
-        force: Allow to replace other existing files.
+        force: Replace other existing files.
 
     Raises:
         InvalidOutput: ``output`` is a file of the input, exists, or cannot be written.
-        InvalidModel: See ``companions_to_copy``; or ``library_model``.
+        InvalidModel: A companion file is a link out of its folder, or is not valid.
     """
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
-    target = output if is_file else output / "model.onnx"
+    file = output if is_file else output / "model.onnx"
     # A model above the folder onnx would hide the one in it.
     hub_folders = (
         [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
     )
-    if any(_same(target.parent, folder) for folder in hub_folders):
-        raise _is_the_input(target.parent)
+    if any(_same(file.parent, folder) for folder in hub_folders):
+        raise _is_the_input(file.parent)
     if not is_file and _same(output, artifact.folder):
         raise _is_the_input(output)
     for path in (artifact.model, *external_files(model)):
-        for file in (target, data_file(target)):
-            if _same(file, path):
-                raise _is_the_input(file)
-    check_output(target, force=force)
-    check_output(data_file(target), force=force)
-    if _gets_library_files(target, artifact):
+        for written in (file, data_file(file)):
+            if _same(written, path):
+                raise _is_the_input(written)
+    check_output(file, force=force)
+    check_output(data_file(file), force=force)
+    if _gets_library_files(file, artifact):
         library_model(artifact, model)  # an error of its files comes before the work
         for name in (*LIBRARY_FILES, OPENVINO_FILE):
-            check_output(target.parent / name, force=force)
-    if not _same(target.parent, artifact.folder):
+            check_output(file.parent / name, force=force)
+    if not _same(file.parent, artifact.folder):
         for name, companion in companions_to_copy(artifact).items():
-            existing_file = target.parent / name
+            existing_file = file.parent / name
             if not (
                 existing_file.is_file() and companion.read_bytes() == existing_file.read_bytes()
             ):
                 check_output(existing_file, force=force)
-    record = target.with_name(RECORD)
+    record = file.with_name(RECORD)
     # A folder with model.onnx and a record is one artifact; a second model must not be added.
-    is_artifact = artifact.model.name == "model.onnx" and _same(target.parent, artifact.folder)
-    if record.exists() and (is_artifact or parse_record(record).describes(target.parent) is None):
+    is_artifact = artifact.model.name == "model.onnx" and _same(file.parent, artifact.folder)
+    if record.exists() and (is_artifact or parse_record(record).describes(file.parent) is None):
         check_output(record, force=force)
-    return target
+    return file
 
 
-def check_openvino(target: Path, artifact: Artifact, model: ir.Model) -> None:
+def check_openvino(file: Path, artifact: Artifact, model: ir.Model) -> None:
     """Check that an OpenVINO file can be written beside a model.
 
     Raises:
@@ -120,9 +120,9 @@ def check_openvino(target: Path, artifact: Artifact, model: ir.Model) -> None:
             the model.
         MissingExtra: OpenVINO is not installed.
     """
-    if not _gets_library_files(target, artifact):
+    if not _gets_library_files(file, artifact):
         raise InvalidArgument(
-            f"`openvino` is set, and `output` is {target}: expected a folder for model.onnx",
+            f"`openvino` is set, and `output` is {file}: expected a folder for model.onnx",
             "choose a folder of its own as `output`",
             code="openvino.no_folder",
         )
@@ -179,7 +179,7 @@ def check_folder(output: Path) -> None:
     """Check that an output is not a file.
 
     Raises:
-        InvalidOutput: It is one.
+        InvalidOutput: The output is a file.
     """
     if output.exists() and not output.is_dir():
         raise InvalidOutput(
@@ -302,7 +302,7 @@ def _flush(path: Path) -> None:
 
 
 def write_rewritten(
-    target: Path,
+    file: Path,
     model: ir.Model,
     source: Artifact,
     entry: LineageEntry,
@@ -336,16 +336,16 @@ def write_rewritten(
             if p.is_file() and p.suffix not in (".json", ".md")
         }
         complete = record.model_copy(update={"files": files})
-        write_record(stage, merged_record(target, complete))
-        if _gets_library_files(target, source):
-            remove_earlier_openvino(stage, target.parent)
+        write_record(stage, merged_record(file, complete))
+        if _gets_library_files(file, source):
+            remove_earlier_openvino(stage, file.parent)
 
-    with staged(target.parent, finish) as stage:
-        save_model(model, stage / target.name, external=external)
+    with staged(file.parent, finish) as stage:
+        save_model(model, stage / file.name, external=external)
         copy_companions(source, stage)
-        if _gets_library_files(target, source):
-            artifact = Artifact(stage / target.name, record)
-            write_for_libraries(artifact, model, stage, target.parent, openvino=openvino)
+        if _gets_library_files(file, source):
+            artifact = Artifact(stage / file.name, record)
+            write_for_libraries(artifact, model, stage, file.parent, openvino=openvino)
 
 
 def write_for_libraries(
@@ -397,14 +397,14 @@ def remove_earlier_openvino(stage: Path, folder: Path) -> None:
             (folder / OPENVINO_FILE).with_suffix(suffix).unlink(missing_ok=True)
 
 
-def _gets_library_files(target: Path, source: Artifact) -> bool:
+def _gets_library_files(file: Path, source: Artifact) -> bool:
     """Whether the files of other libraries are written beside a model.
 
     They describe the one model of a folder. In the folder of the source, they are the user's.
     """
     folders = [source.folder, *([source.shared] if source.shared else [])]
-    is_own = any(_same(target.parent, folder) for folder in folders)
-    return target.name == "model.onnx" and not is_own
+    is_own = any(_same(file.parent, folder) for folder in folders)
+    return file.name == "model.onnx" and not is_own
 
 
 def _same(path: Path, other: Path) -> bool:

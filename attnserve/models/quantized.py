@@ -74,7 +74,7 @@ def batch_invariant(model: ir.Model) -> bool:
 def rounds_activations(model: ir.Model) -> bool:
     """Whether any activation is rounded to integers, also inside an operator.
 
-    Rounding errors of floating point before it may move a value to the next integer.
+    A floating-point error before it may move a value to the next integer.
     """
     rounding = {"QuantizeLinear", "MatMulNBits", *DYNAMIC}
     return any(

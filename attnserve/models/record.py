@@ -59,7 +59,7 @@ class Record(Recorded, frozen=True):
         lower_case: Whether texts are converted to lower case before the tokenizer normalizes them.
         truncation_side: The side at which long texts lose tokens, instead of that of the
             tokenizer's files.
-        first_position: See ``Artifact``.
+        first_position: The position id of the first token, for an input ``position_ids``.
         files: Checksums of the model's files, by name; exports have none.
         lineage: The rewrites of the model, oldest first.
         others: Records of other models in the folder, by file name.
@@ -131,9 +131,9 @@ class Record(Recorded, frozen=True):
         return type(self)().model_copy(update=kept)
 
 
-def merged_record(target: Path, record: Record) -> Record:
-    """Add the records of other models in the folder of ``target`` under "others", by file name."""
-    path = target.with_name(RECORD)
+def merged_record(file: Path, record: Record) -> Record:
+    """Add the records of other models in the folder of ``file`` under "others", by file name."""
+    path = file.with_name(RECORD)
     if not path.is_file():
         return record
     earlier = parse_record(path)
@@ -141,7 +141,7 @@ def merged_record(target: Path, record: Record) -> Record:
     name = earlier.describes(path.parent)
     if name is not None:
         others[name] = earlier.without("others")
-    others.pop(target.name, None)
+    others.pop(file.name, None)
     return record.model_copy(update={"others": others}) if others else record
 
 
@@ -167,7 +167,7 @@ def parse_record(path: Path) -> Record:
     """The content of a file attnserve.json, with the records of other models under "others".
 
     Raises:
-        InvalidModel: It cannot be read, or a value is invalid.
+        InvalidModel: The file cannot be read, or a value is invalid.
     """
     import orjson
 

@@ -110,7 +110,7 @@ def join_rows(rows: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     """One batch of rows with the same names; a single row is not copied.
 
     Raises:
-        InvalidData: See ``join_values``.
+        InvalidData: Arrays of one name have different shapes.
     """
     if len(rows) == 1:
         return rows[0]

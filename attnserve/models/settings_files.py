@@ -383,8 +383,8 @@ class LogitScore(SettingsFile):
 
 
 MODULES: Mapping[str, type[SettingsFile]] = {
-    one.__name__: one
-    for one in (Transformer, Pooling, Dense, Normalize, LayerNorm, Dropout, LogitScore)
+    kind.__name__: kind
+    for kind in (Transformer, Pooling, Dense, Normalize, LayerNorm, Dropout, LogitScore)
 }
 """The modules that are read, by the name of their class. Others are refused."""
 

@@ -139,7 +139,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token of a text, from the character ``start`` to ``stop``; of a special one, its name."""
+    """A token: the characters ``start`` to ``stop`` of a text, or the name of a special token."""
 
     id: int
     text: str
@@ -157,7 +157,7 @@ class TextEncoder:
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
         padding: The side of padding in a batch.
         template: The text of a pair, with {query} and {document} in place of the two texts. It
-        contains all special tokens. None joins pairs as the tokenizer does.
+            contains all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
 
@@ -398,7 +398,7 @@ class TextEncoder:
 
         Raises:
             InvalidArgument: ``batch_size`` is below 1.
-            InvalidData: See ``batch_inputs``.
+            InvalidData: An input of the model is unknown, or it has no attention_mask for padding.
         """
         if batch_size < 1:
             raise InvalidArgument(
@@ -635,9 +635,9 @@ def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: Transformer
     # A token without an id would get one that the network does not have.
     _add_tokens(tokenizer, config)
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    names = map(_content, config.additional_special_tokens or [])
+    texts = map(_content, config.additional_special_tokens or [])
     tokenizer.add_special_tokens(
-        [one for one in names if one not in known and tokenizer.token_to_id(one) is not None]
+        [text for text in texts if text not in known and tokenizer.token_to_id(text) is not None]
     )
 
 
@@ -645,7 +645,7 @@ def _check_keys(tokenizer: Tokenizer, config: TokenizerConfig, keys: Sequence[st
     """Check that tokenizer.json does what these keys state.
 
     Raises:
-        InvalidModel: It does not.
+        InvalidModel: tokenizer.json does the opposite.
     """
     parts: tuple[Any, Any] = (tokenizer.normalizer, tokenizer.pre_tokenizer)
     normalizer, before = (b"" if part is None else part.__getstate__() for part in parts)

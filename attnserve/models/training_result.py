@@ -64,8 +64,8 @@ def _finite(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
         case dict():
-            return {key: _finite(each) for key, each in cast(dict[str, Any], value).items()}
+            return {key: _finite(item) for key, item in cast(dict[str, Any], value).items()}
         case list() | tuple():
-            return [_finite(each) for each in cast(Sequence[Any], value)]
+            return [_finite(item) for item in cast(Sequence[Any], value)]
         case _:
             return value

@@ -316,7 +316,7 @@ class FixedHeadAttention(AttentionLayer):
         num_heads: H; it need not divide D.
         head_size: K, and V unless ``value_head_size`` is given.
         scale: Default: 1/sqrt(K).
-        others: See ``AttentionLayer``.
+        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
 
     Attributes:
         rotary: Whether the layer was made from a layer with rotary positions.

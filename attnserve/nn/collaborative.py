@@ -49,7 +49,7 @@ class CollaborativeAttention(AttentionLayer):
         bias: Whether there are content vectors v_h (the query biases of standard attention, eq. 12)
             and biases of the value and output projections. The key bias does not change the
             softmax.
-        others: See ``AttentionLayer``.
+        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
 
     Attributes:
         q_proj: W~Q, a linear map from D to R.

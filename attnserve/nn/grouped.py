@@ -44,13 +44,16 @@ class GroupedHeadAttention(FixedHeadAttention):
     heads again by the batches since the last grouping; training has converged when no head moves.
 
     Args:
-        embed_dim, num_heads, head_size, others: See ``FixedHeadAttention``.
+        embed_dim: D.
+        num_heads: H.
+        head_size: K, and V by default.
         num_groups: C, from 1 to H.
         alpha: Weight of homogenization within groups.
         beta: Weight of diversification between groups.
         tau: Weights of the value, attention and output maps. The paper uses one map at a time.
         objective: "metric" (equation 4B) or "categorical" (4A).
         seed: Selects the starts of k-means.
+        options: Further arguments of ``FixedHeadAttention``.
     """
 
     def __init__(

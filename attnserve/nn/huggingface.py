@@ -265,7 +265,7 @@ def _check(model: nn.Module, name: str, layer: object) -> None:
         InvalidArgument: The layer cannot replace the module.
     """
     old, names = _named(model, name)
-    widths = tuple(getattr(old, each).in_features for each in names.projections[:3])
+    widths = tuple(getattr(old, part).in_features for part in names.projections[:3])
     if not isinstance(layer, AttentionLayer) or (layer.embed_dim, layer.kdim, layer.vdim) != widths:
         raise InvalidArgument(
             f"`convert` returned {type(layer).__name__} for {name}: expected a layer of "
@@ -307,7 +307,6 @@ def _check_windows(model: nn.Module, layers: Mapping[str, AttentionLayer]) -> No
 
 
 def _install(model: nn.Module, name: str, layer: AttentionLayer) -> None:
-    """Replace an attention module by a layer."""
     old, names = _named(model, name)
     is_cross = "Cross" in type(old).__name__ or name.endswith("encoder_attn")
     extra = {"dropout": old.output_dropout, "norm": old.LayerNorm} if names.normalizes else {}
@@ -331,7 +330,7 @@ def _freeze(
     """Freeze the weights of a layer that replaces frozen projections."""
 
     def is_trained(*linears: nn.Linear) -> bool:
-        return any(weight.requires_grad for each in linears for weight in each.parameters())
+        return any(weight.requires_grad for linear in linears for weight in linear.parameters())
 
     by_part = {
         "v_proj": is_trained(value),
@@ -347,7 +346,7 @@ def _freeze(
 def _linears(model: nn.Module, name: str) -> list[Any]:
     """The projections of queries, keys, values and outputs; None for one that is missing."""
     module, names = _named(model, name)
-    found: list[Any] = [getattr(module, each, None) for each in names.projections]
+    found: list[Any] = [getattr(module, part, None) for part in names.projections]
     return found if len(found) == 4 else [*found, _output_of(model, name).dense]
 
 

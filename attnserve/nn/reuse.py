@@ -25,13 +25,15 @@ class ReuseAttention(AttentionLayer):
     separate, and each part has a product with its values.
 
     Args:
-        embed_dim, num_heads, others: See ``AttentionLayer``.
+        embed_dim: D.
+        num_heads: H.
         head_size: K of queries and keys, and V unless ``value_head_size`` is given.
         reused_heads: The number of reused heads, 1 to H.
         source: The earlier layer. It must be called first, on the same tokens and masks, in the
             same thread: the probabilities of its latest call are reused, so no call may skip it (as
             the layer dropout of BART does). Gradient checkpointing must not be reentrant, and needs
             a backward pass after each call of the model.
+        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class SharedKeyAttention(AttentionLayer):
         planes: f(n), the index of the angle of each complex number, (R/2,).
         value_head_size: V; default: D/H.
         scale: Default: 1/sqrt(R).
-        others: See ``AttentionLayer``.
+        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
 
     Attributes:
         q_proj: The queries of all heads, a linear map from D to H*R.

@@ -350,9 +350,9 @@ def check_files(
 
 
 class Target(Options):
-    """The target of a model: its precision, and the shape at which it should be fast.
+    """The precision of a model, and its target workloads, at which it should be fast.
 
-    Costs are reported at this shape.
+    Costs are reported at this batch size and the middle length.
     """
 
     panel = RUN

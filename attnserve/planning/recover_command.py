@@ -84,7 +84,7 @@ def recover(
             smaller sum and no lower score, and the distance to the original may grow.
         run: Provider, threads and seed. "cuda" trains on a GPU; products are computed in bfloat16
             or float16 if the device has it.
-        openvino: See ``Write.openvino``.
+        openvino: Write openvino/openvino_model.xml too; models that OpenVINO runs always get it.
         force: Replace an existing output; never an input.
 
     Raises:
@@ -137,7 +137,7 @@ def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
     """Check that the record of a rewritten model, if it has one, names the teacher as its source.
 
     Raises:
-        InvalidModel: It names another original.
+        InvalidModel: The record names another original.
     """
     if last_rewrite_of(teacher, artifact.lineage) is None:
         raise InvalidModel(
@@ -279,7 +279,8 @@ def _verdict(
     """
     new = after.fidelity.quality
     assert new is not None
-    old = next(one for one in before.fidelity.qualities if one.subject == new.subject)
+    qualities = before.fidelity.qualities
+    old = next(quality for quality in qualities if quality.subject == new.subject)
     if not gain:
         return (
             f"no gain: {new.measure} {new.value:.4f} after {training.steps} steps; the "

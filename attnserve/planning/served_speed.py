@@ -112,8 +112,8 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If one runtime alone computes the precision, or others are verified, all are timed in the
-        others too: serving selects the faster one for each.
+        If only one runtime computes the precision, or others are verified, all models are timed in
+        several runtimes, because serving selects the faster one for each model.
 
         Args:
             rewritten: The rewritten model in float32.
@@ -211,12 +211,12 @@ class _Timed:
         Args:
             runtimes: Names of runtimes, and of pairs of them (``by_length``).
         """
-        choices = [
-            times for model in stage for name in runtimes for times in self._choices(model, name)
-        ]
-        return min(choices, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
+        every = (
+            times for model in stage for name in runtimes for times in self._times_in(model, name)
+        )
+        return min(every, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
 
-    def _choices(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
+    def _times_in(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
         """The times of a model in a runtime, or in a pair with each number of short workloads."""
         if name in self.runtimes:
             yield self.times[name, model]
@@ -232,7 +232,6 @@ class _Timed:
 
 
 def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
-    """The speed-ups of stages."""
     exported = timed.fastest(stages.exported, timed.runtimes)
     fused = timed.fastest(stages.fused, timed.runtimes)
     final = timed.fastest(stages.final, stages.runtimes) if stages.final else fused
@@ -283,7 +282,7 @@ def time_models(
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. The times then
             are (runtimes x models, rounds): all models in the first runtime come first.
-        least: See ``time_twice_if_slow``; by default, the models are timed once.
+        least: The models are timed twice if one has a lower speed-up over the first at a shape.
     """
     if not feeds:
         return {}
@@ -346,7 +345,7 @@ class _Sessions:
         return accepted
 
     def sample(self, index: int, repeats: int) -> list[float]:
-        """See ``shape_sampler``."""
+        """Seconds per run of a session at each accepted input, in turn."""
         return self.samplers[index](repeats).tolist()
 
     def _runs(self, feed: Batch) -> bool:

@@ -223,7 +223,7 @@ def _original(artifact: Artifact, source: Source, given: Path | None) -> Artifac
     """The given original, or the one with the recorded name and checksum near the model.
 
     Raises:
-        InvalidArgument: None is given, and none is found.
+        InvalidArgument: No original is given, and none is found.
     """
     if given is not None:
         return open_artifact(given)
@@ -365,7 +365,7 @@ def _require_same_counts(recorded: Calibration, now: Calibration) -> None:
     """Check that the rows of the calibration data are tokenized and split as recorded.
 
     Raises:
-        InvalidData: They are not.
+        InvalidData: A number of rows or tokens differs from the record.
     """
     for name in COUNTS:
         then = getattr(recorded, name)
@@ -399,7 +399,8 @@ def _checks(
         return subject._replace(file=file) if rows.is_recorded else subject.output
 
     # By output, the lowest one counts.
-    lowest = {key(one): one for one in sorted(recorded, key=lambda one: -one.guaranteed)}
+    descending = sorted(recorded, key=lambda quality: -quality.guaranteed)
+    lowest = {key(quality): quality for quality in descending}
     is_bounded = rows.part is not None and not rows.part.is_unused
     checks: list[GuaranteeCheck] = []
     for quality in found.qualities:

@@ -83,7 +83,6 @@ def _finite(product: Product) -> Float[np.ndarray, "D N"]:
 
 
 def _replace(product: Product, packed: ir.Value, scales: ir.Value) -> None:
-    """Replace a product by a product with packed weights."""
     node = product.node
     rows, columns = constant_shape(product.weight)
     assert isinstance(node.graph, ir.Graph)

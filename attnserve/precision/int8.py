@@ -328,7 +328,6 @@ def _source(products: Sequence[Product]) -> ir.Value:
 
 
 def _inserter(product: Product) -> Inserter:
-    """An inserter before the node of a product."""
     graph = product.node.graph
     assert isinstance(graph, ir.Graph)
     return Inserter(graph, product.node, f"{product.node.name}/int8")

@@ -184,12 +184,10 @@ def _dot_product_refusal() -> Refusal | None:
 
 
 def _unchanged(given: Conversion) -> ir.Model:
-    """Return the model unchanged."""
     return given.model
 
 
 def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
-    """Convert a model to int8 with weights of 7 or 8 bits."""
     quantize(
         given.model,
         bits,
@@ -212,7 +210,6 @@ def _bfloat16_refusal() -> Refusal | None:
 
 
 def _to_int4(given: Conversion) -> ir.Model:
-    """Convert the products of a model to int4."""
     quantize_to_int4(given.model, given.moments, float_nodes=given.float_nodes)
     return given.model
 

@@ -55,7 +55,10 @@ def check_trainable(job: Job, model: ir.Model) -> None:
     """Check that a float model can be trained with the data of a job.
 
     Raises:
-        InvalidModel, InvalidArgument, InvalidData, CheckFailed: See ``Distillation``.
+        InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
+        InvalidArgument: PyTorch has no CUDA device.
+        InvalidData: There are too few rows, or nothing can be learned.
+        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
     """
     check_input(job)
     _compare(job, model)
@@ -222,7 +225,7 @@ class Distillation:
             )
         labeled_loss = 0.0
         if self.labels is not None:
-            feeds = map(self.feed, (one.batch for one in self.labels.choose))
+            feeds = map(self.feed, (labeled.batch for labeled in self.labels.choose))
             outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
             labeled_loss = self.labels.held_out_loss(outputs)
         return largest_loss(meter.results(), bounded=True) + labeled_loss

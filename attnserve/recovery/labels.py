@@ -184,7 +184,7 @@ class Labels:
         """
         place = [value.name for value in model.graph.outputs].index(self.output)
         pairs = zip(rows, feeds, strict=True)
-        return [(one, session.run(None, feed)[place]) for one, feed in pairs]
+        return [(labeled, session.run(None, feed)[place]) for labeled, feed in pairs]
 
     def loss(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The weighted loss of a batch."""
@@ -293,7 +293,7 @@ def _level(
     held_out: Sequence[set[bytes]],
 ) -> int:
     """The part of a row: 0 to fit, 1 to choose, 2 to verify."""
-    contents = {content for one in encodings for content in row_contents(inputs([one]))}
+    contents = {content for text in encodings for content in row_contents(inputs([text]))}
     return max((n for n, part in enumerate(held_out, start=1) if contents & part), default=0)
 
 
@@ -317,4 +317,5 @@ def _batch(
     labels: np.ndarray,
     inputs: Callable[[Sequence[Encoding]], Batch],
 ) -> LabeledBatch:
-    return LabeledBatch(inputs([one for texts in zip(*rows, strict=True) for one in texts]), labels)
+    texts = [text for column in zip(*rows, strict=True) for text in column]
+    return LabeledBatch(inputs(texts), labels)

@@ -110,7 +110,7 @@ class DistillationLoss:
             parts.append((index, "vectors", HIDDEN_WEIGHT))
         units = self._units([(index, kind) for index, kind, _ in parts], examples, teacher)
         self.terms = [
-            _Term(*each, unit) for each, unit in zip(parts, units, strict=True) if unit > 0
+            _Term(*part, unit) for part, unit in zip(parts, units, strict=True) if unit > 0
         ]
         if not self.terms:
             raise InvalidData(

@@ -319,7 +319,7 @@ def rotary_constants(model: ir.Model) -> set[str]:
         if value.is_initializer():
             names.add(value.name or "")
         elif (node := value.producer()) is not None:
-            pending += [each for each in node.inputs if each is not None]
+            pending += [read for read in node.inputs if read is not None]
     return names
 
 

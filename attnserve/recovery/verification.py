@@ -66,5 +66,5 @@ def labeled_outputs(
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
     session = open_session(model, job.context.device)
-    feeds = (shaped_for(model, one.batch, empty) for one in labels.verify)
+    feeds = (shaped_for(model, labeled.batch, empty) for labeled in labels.verify)
     return labels.outputs(model, labels.verify, feeds, session)

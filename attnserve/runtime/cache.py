@@ -48,7 +48,6 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """The temporary folder of this process."""
     return tempfile.TemporaryDirectory(prefix="attnserve-")
 
 

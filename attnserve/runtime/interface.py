@@ -136,8 +136,8 @@ class SessionOptions:
             Spinning sessions that run alternately block each other's cores: they are up to three
             times slower, and ratios of their times are wrong by up to 60 %.
         cuda: CUDA settings; by default exact float32 products.
-        concurrency: Number of concurrent runs with ``Device.threads`` each. ONNX Runtime takes any
-            number, whose threads may wait for each other.
+        concurrency: Number of concurrent runs with ``Device.threads`` each. In ONNX
+            Runtime, more runs are possible, and their threads wait for each other.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
         profile: Path prefix of the file of the profile.

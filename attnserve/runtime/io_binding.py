@@ -70,7 +70,7 @@ def run_bound(session: OnnxSession, binding: Any, options: Any, feed: Feed) -> N
     """Run a session on bound values; ``feed`` describes them in errors.
 
     Raises:
-        RunFailed: See ``Session.run``.
+        RunFailed: The model refuses the inputs, or the run fails.
     """
     with run_errors(feed):
         session.native.run_with_iobinding(binding, options)

@@ -124,7 +124,7 @@ class Worker:
         arguments: Arguments of the factory.
         timeout_s: Time limit of creating the object; None for no limit.
         environment: Environment variables of the child, for example ``allowed_environment()``. None
-        passes the environment of this process, with ``search_path()`` as PYTHONPATH.
+            passes the environment of this process, with ``search_path()`` as PYTHONPATH.
         prepare: Called first in the child, for example ``limit_process``.
         on_start: Called with the process, before the object is created; another thread may kill it.
         silent: Whether to drop the stdout and stderr of the child, except for the end, which the
@@ -186,7 +186,8 @@ class Worker:
         """Call a method of the object in the child and return its result.
 
         Raises:
-            WorkerCrashed, AttnserveError: See the class.
+            WorkerCrashed: The child ended, exceeded ``timeout_s``, or raised an unexpected error.
+            AttnserveError: The method raised it.
         """
         return self._request(_MethodCall(method, arguments), timeout_s)
 
@@ -284,7 +285,8 @@ def run_isolated(
         options: ``environment``, ``prepare``, ``on_start`` and ``silent`` of ``Worker``.
 
     Raises:
-        WorkerCrashed, AttnserveError: See ``Worker``.
+        WorkerCrashed: The child ended, exceeded ``timeout_s``, or raised an unexpected error.
+        AttnserveError: The function raised it.
     """
     with Worker(_Call, function, arguments, timeout_s=timeout_s, **options) as worker:
         return worker.call("result")

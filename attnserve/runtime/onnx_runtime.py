@@ -88,15 +88,15 @@ class OnnxRuntime:
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS
     ) -> OnnxSession:
-        """See ``Runtime.open``. A model above the protobuf limit goes to a temporary folder."""
+        """Open a model; above the protobuf limit, it is written to a temporary folder."""
         return _open(source, device, options)
 
     def version(self) -> str:
-        """See ``Runtime.version``."""
+        """The version of ONNX Runtime."""
         return require_runtime().__version__
 
     def peak_bytes(self, source: Path, feed: Feed, device: Device) -> int | None:
-        """See ``Runtime.peak_bytes``: the peak of the arena, without weights outside of the arena.
+        """The peak of the arena during a run, without weights outside of the arena.
 
         The peak is read from the profile of a separate session, because profiling takes time.
         """
@@ -134,14 +134,14 @@ class OnnxSession:
         return self.native.get_outputs()
 
     def run(self, names: Sequence[str] | None, feed: Feed, options: Any = None) -> list[np.ndarray]:
-        """See ``Session.run``; ``options`` are ``onnxruntime.RunOptions``."""
+        """Run the model, with ``onnxruntime.RunOptions``; by default, ``STOP`` ends the run."""
         if options is None and STOP.get() is not None:
             options = stoppable(require_runtime().RunOptions())
         with run_errors(feed):
             return [np.asarray(array) for array in self.native.run(names, dict(feed), options)]
 
     def bind(self, feed: Feed) -> Callable[[], object]:
-        """See ``Session.bind``."""
+        """Return a function that runs the model on ``feed`` and waits for its outputs."""
         if self.is_on_cuda:
             inputs = {name: placed(array, "cuda") for name, array in feed.items()}
             binding = self.binding(inputs, "cuda")
@@ -215,7 +215,6 @@ def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
 
 
 def _open(source: Path | ir.Model, device: Device, session_options: SessionOptions) -> OnnxSession:
-    """See ``Runtime.open``."""
     ort = require_runtime()
     options = _session_options(ort, device, session_options)
     providers = _providers(ort, device.provider, session_options.cuda)
@@ -398,7 +397,8 @@ def _holds_bfloat16(source: str | bytes) -> bool:
         model = onnx.load_model_from_string(source)
     else:
         model = onnx.load_model(source, load_external_data=False)
-    return any(one.data_type == onnx.TensorProto.BFLOAT16 for one in model.graph.initializer)
+    weights = model.graph.initializer
+    return any(weight.data_type == onnx.TensorProto.BFLOAT16 for weight in weights)
 
 
 def _describe(error: BaseException) -> str:

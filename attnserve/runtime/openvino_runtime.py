@@ -93,7 +93,7 @@ class OpenVino:
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS
     ) -> OpenVinoSession:
-        """See ``Runtime.open``. ``options.optimize`` has no effect: OpenVINO always optimizes."""
+        """Open a model. ``options.optimize`` has no effect: OpenVINO always optimizes."""
         if device.provider != "cpu":
             raise InvalidArgument(
                 f"`provider` is {device.provider}: OpenVINO runs on CPUs here",
@@ -252,7 +252,7 @@ class OpenVinoSession:
         return self._outputs
 
     def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        """See ``Session.run``. The arrays are copies."""
+        """Run the model, and return copies of the named outputs; None for all."""
         self._check(feed)
         places = {info.name: index for index, info in enumerate(self._outputs)}
         chosen = places.values() if names is None else [places[name] for name in names]
@@ -315,8 +315,6 @@ class OpenVinoSession:
 
 @dataclass(frozen=True)
 class _Info:
-    """See ``ValueInfo``."""
-
     name: str
     type: str
     shape: Sequence[int | str | None]

@@ -82,7 +82,7 @@ def read_runs(path: Path) -> tuple[Profile, ...]:
     """Read each run of a profile file, in order; peaks include all previous runs.
 
     Raises:
-        InvalidData: See ``read_profile``.
+        InvalidData: The file is not an ONNX Runtime profile, or has no operators.
     """
     with _reading(path):
         events = _events(path)
@@ -103,7 +103,6 @@ def _reading(path: Path) -> Generator[None]:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    """The events of a profile file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

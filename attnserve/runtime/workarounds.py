@@ -26,7 +26,8 @@ def safe_graph(path: Path) -> ir.Model | None:
     try:
         proto = read_in_place(path)
         fused = any(imported.domain == MICROSOFT for imported in proto.opset_import)
-        half = any(one.data_type == onnx.TensorProto.FLOAT16 for one in proto.graph.initializer)
+        types = {weight.data_type for weight in proto.graph.initializer}
+        half = onnx.TensorProto.FLOAT16 in types
         if not (fused or half):
             return None
         model = ir.from_proto(proto)

@@ -41,11 +41,10 @@ __all__ = [
 log = logging.getLogger("attnserve")
 
 MOST_RUNS = 4
-"""Concurrent runs on a CPU with many cores, which are threads of the runs. With fewer than twice as
-many cores, there is a run for each."""
+"""Concurrent runs on a CPU with at least twice as many cores; with fewer, one run per core."""
 
 MOST_COPIED_BYTES = 500_000_000
-"""Size of the weights above which one run at a time is chosen: concurrent ones need a copy."""
+"""Size of the weights above which one run at a time is chosen: concurrent runs need a copy."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,8 @@ class RunnerOptions:
 
     Attributes:
         device: Device of the model.
-        cuda, spinning: See ``SessionOptions``; ``cuda.graphs`` follows ``cuda_graphs``.
+        cuda: CUDA settings of a session; ``cuda.graphs`` follows ``cuda_graphs``.
+        spinning: Busy-wait in idle threads.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
             time, so this many sessions are opened, each with its own weights and
@@ -69,7 +69,7 @@ class RunnerOptions:
     spinning: bool = True
 
     def with_concurrency(self, weight_bytes: int) -> RunnerOptions:
-        """These options with a number of concurrent runs: several on a CPU whose cores all serve.
+        """Choose ``concurrency`` if it is 0: several runs if the session uses all cores of a CPU.
 
         Args:
             weight_bytes: Size of the weights in memory for one run at a time.
@@ -99,13 +99,15 @@ def open_runner(
 
     Args:
         source: A model on disk or in memory.
-        copied: Files of external data to copy; see ``SessionOptions``.
-        compiled: File for the compiled model; see ``SessionOptions``.
+        copied: Locations of external data that is read into memory.
+        compiled: File for the compiled model, which is read, or written if it is missing.
         longest: Maximum sequence length of the model, if known.
         long_rows: The runtime of long rows, on the CPU; None for one runtime.
 
     Raises:
-        InvalidModel, InvalidArgument, MissingExtra: See ``open_session``.
+        InvalidModel: The runtime refuses the graph.
+        InvalidArgument: The provider is not available.
+        MissingExtra: The runtime is not installed.
     """
     open_one = partial(open_session, source)
     device = options.device

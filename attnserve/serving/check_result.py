@@ -97,8 +97,8 @@ def identify(artifact: Artifact) -> CheckResult:
     """
     content = content_of(artifact)
     facts = GraphFacts.read(artifact)
-    report = OperatorReport(why="the load check is off")
-    return CheckResult.of(artifact, content, facts, report)
+    operators = OperatorReport(why="the load check is off")
+    return CheckResult.of(artifact, content, facts, operators)
 
 
 def content_of(artifact: Artifact) -> str:

@@ -22,7 +22,8 @@ class CheckedModel:
 
     Attributes:
         identity: A checksum of all files of the model.
-        fusion: See ``CheckResult``; load the model again when the fusion has fused operators.
+        fusion: The result of the fusion in the background: load the model again if it has fused
+            operators. None if no fusion runs.
     """
 
     identity: str

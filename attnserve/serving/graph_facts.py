@@ -44,11 +44,12 @@ class GraphFacts:
             and all weights in memory.
         id_bounds: Number of valid ids of each input with token ids.
         examples: Inputs of the first run at several lengths; empty if none can be made.
-        int8_warning, batch_invariant: See ``attnserve.models.quantized``.
+        int8_warning: Why int8 products are inexact on this CPU; None if they are exact.
+        batch_invariant: Whether the quantization of a row does not depend on its batch.
         weight_bytes: Size of the weights.
         external: Locations of the external data in the model's folder.
-        precision: See ``precision_of``.
-        in_bfloat16: See ``computes_in_bfloat16``.
+        precision: The data types of the weights.
+        in_bfloat16: Whether float32 operators are computed in bfloat16.
     """
 
     cost: Cost
@@ -89,7 +90,7 @@ class GraphFacts:
         macs = self.cost.macs
         return {
             "macs": None if macs is None else _polynomial_to_json(macs),
-            "node_bytes": [_polynomial_to_json(one) for one in self.cost.node_bytes],
+            "node_bytes": [_polynomial_to_json(size) for size in self.cost.node_bytes],
             "parameters": self.cost.parameters,
             "bytes": self.cost.bytes,
             "uncounted": list(self.cost.uncounted),

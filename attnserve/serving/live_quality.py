@@ -98,13 +98,12 @@ def read_guarantee(artifact: Artifact, original: Artifact) -> Guarantee:
             code="quality.other_original",
         )
     entries = entries[start:]
-    qualities = [entry.quality for entry in entries]
-    quality = qualities[-1]
+    quality = entries[-1].quality
     # A row of a request does not have the order that tau measures.
     if quality is None or quality.measure not in {*get_args(Measure)} - {"tau"}:
         return Guarantee()
     losses = [1 - value for value in map(_guaranteed, entries) if value is not None]
-    measures = {item and item.measure for item in qualities}
+    measures = {entry.quality and entry.quality.measure for entry in entries}
     is_known = len(losses) == len(entries) and len(measures) == 1 and not quality.documents
     value = min(1 - sum(losses), 1 - ROUNDING) if is_known else None  # no guarantee is closer to 1
     rows = quality.rows if quality.measure == "index" and value is not None else WINDOW
@@ -149,7 +148,7 @@ class LiveQuality:
     """Measures the quality of the last rows, and tests a guarantee.
 
     Args:
-        measure: See ``checks.quality``; not "auto".
+        measure: The name of the measure; not "auto".
         pooling, dimensions: Pooling and size of embeddings.
         guaranteed: The guaranteed quality; None tests nothing.
         window: The number of last rows.

@@ -169,7 +169,8 @@ class LoadChecker:
             child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
-        self._children = {one for one in self._children if one.poll() is None} | {child}
+        running = {other for other in self._children if other.poll() is None}
+        self._children = running | {child}
         if self.is_closed:
             child.kill()
 
@@ -193,11 +194,7 @@ class LoadChecker:
         return replace(result, rewritten=fused, fused_facts=fused_facts)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
-        """Run a new check.
-
-        Raises:
-            InvalidModel, InvalidArgument: See ``check``.
-        """
+        """Run a new check, with the errors of ``check``."""
         name = artifact.model
         deadline = monotonic() + self._timeout_s
         try:
@@ -424,7 +421,7 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     example = facts.examples[0] if facts.examples else {}
     macs = facts.cost.macs_of({name: array.shape for name, array in example.items()})
     texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
-    tokens = max((one.size for one in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
+    tokens = max((text.size for text in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
     # Without a count, assume that each weight is multiplied once per token.
     per_token = macs / tokens if example and macs else facts.cost.parameters
     return per_token * FUSION_TOKENS / MACS_PER_S

@@ -182,7 +182,7 @@ class PaddingRunner(SessionWrapper[Session]):
         self._layout: Layout | None = None
 
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
-        """See ``PaddingSession``. Rows are not added: tokens suffice."""
+        """Pad runs from now on if ``tokens`` may be padded; rows are never added."""
         layout = Layout.of(self.session)
         self._layout = layout if tokens and layout and layout.tokens and layout.can_slice else None
 

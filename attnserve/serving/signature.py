@@ -162,7 +162,7 @@ class Signature:
     @property
     def input_types(self) -> list[list[Any]]:
         """Name, type and shape of each input, as JSON."""
-        return [[one.name, str(one.dtype), one.shape] for one in self.inputs]
+        return [[tensor.name, str(tensor.dtype), tensor.shape] for tensor in self.inputs]
 
     @property
     def takes_mask(self) -> bool:

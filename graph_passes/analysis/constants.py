@@ -196,7 +196,6 @@ def _computed(value: ir.Value, limit: int, arrays: dict[ir.Value, np.ndarray]) -
 
 
 def _apply(node: ir.Node, inputs: Sequence[np.ndarray | None], limit: int) -> Sequence[np.ndarray]:
-    """The outputs of a node on constants."""
     if node.op_type == "CastLike" and inputs[0] is not None:
         return [inputs[0]]
     if node.op_type == "DequantizeLinear":

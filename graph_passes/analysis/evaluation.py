@@ -133,7 +133,6 @@ def _renamed(node: ir.Node, present: Sequence[bool]) -> onnx.NodeProto:
 
 
 def _imports(opsets: Mapping[str, int]) -> list[onnx.OperatorSetIdProto]:
-    """Opset imports as protos."""
     return [onnx.helper.make_opsetid(domain, version) for domain, version in opsets.items()]
 
 

@@ -104,7 +104,6 @@ SCALING_OPERATORS = frozenset(
 
 
 def _initializers(graph: ir.Graph | ir.Function) -> Iterator[ir.TensorProtocol]:
-    """The tensors of a graph's initializers."""
     values = graph.initializers.values() if isinstance(graph, ir.Graph) else ()
     return (value.const_value for value in values if value.const_value is not None)
 

@@ -114,7 +114,6 @@ class _Rows:
 
 
 def _apply_step(make: Inserter, step: LogitStep, logits: ir.Value, rows: _Rows) -> ir.Value:
-    """Emit one step."""
 
     def number(value: float, name: str) -> ir.Value:
         return make.constant(value, name, rows.dtype)
@@ -210,7 +209,6 @@ def _positions(make: Inserter, logits: ir.Value, axis: int, name: str) -> ir.Val
 
 
 def _length(make: Inserter, logits: ir.Value, axis: int) -> ir.Value:
-    """Emit the length of an axis of the logits."""
     index = make.integers(axis, "axis")
     return make.op("Gather", [make.op("Shape", [logits], "shape"), index], "length")
 

@@ -89,7 +89,8 @@ def sparse_factors(
 
     Raises:
         InvalidArgument: The rank or head size is out of range, or shapes disagree.
-        InvalidData, InvalidModel: See ``cp.collaborative_factors``.
+        InvalidData: The moments have another size, or a covariance has negative eigenvalues.
+        InvalidModel: Weights are not finite.
     """
     queries, keys, bias, moments = validate_heads(queries, keys, query_bias, moments)
     H, _, K = queries.shape

@@ -399,5 +399,4 @@ def _name(block: FeedForwardBlock) -> str:
 
 
 def _outputs_of(nodes: Sequence[ir.Node]) -> list[ir.Value]:
-    """All outputs of the nodes."""
     return [value for node in nodes for value in node.outputs]

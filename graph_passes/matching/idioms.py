@@ -7,9 +7,8 @@ Each list is tried in order; the first function that returns a result matches th
     PROBABILITY_IDIOMS   nodes between softmax and context (downwards)
 
 Operators that contain a whole attention are in ``operators``, norms of queries and keys in
-``norms``, output shapes of operators outside the standard in
-``analysis.contrib_shapes``.
-A new idiom is one function in this module and one line in its list.
+``norms``, output shapes of operators outside the standard in ``analysis.contrib_shapes``. A new
+idiom is one function in this module and one line in its list.
 """
 
 from __future__ import annotations

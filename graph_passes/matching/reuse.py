@@ -169,7 +169,6 @@ def reused_heads(
 
 
 def _heads_from(sources: HeadSources, value: ir.Value) -> Reused:
-    """The heads whose source is this value."""
     heads = np.array([h for h, other in enumerate(sources.values) if other is value])
     return Reused(value, heads, sources.heads[heads])
 

@@ -323,7 +323,11 @@ def factor(
 ) -> HeadFactors:
     """Decompose the heads of a block without a ``collaborate_refusal``.
 
-    Without moments, only the weights are approximated.
+    Args:
+        rank: R, from 1 to H*K (exact there).
+        head_size: For sparse mixing, the dimensions that a head reads on average, from 1 to K. No
+            head reads more than K, or than the padded size of the average allows.
+        moments: Token moments of the block's input; without them only the weights are approximated.
 
     Raises:
         InvalidArgument: A size is out of range.

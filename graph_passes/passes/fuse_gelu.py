@@ -198,6 +198,6 @@ def _exact(z: np.ndarray) -> np.ndarray:
 
 
 def _approximate(z: np.ndarray) -> np.ndarray:
-    """Hendrycks and Gimpel, arXiv 1606.08415."""
+    """GELU with tanh (Hendrycks and Gimpel, arXiv 1606.08415)."""
     wide = z.astype(np.float64)
     return 0.5 * wide * (1 + np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)))

@@ -72,7 +72,7 @@ class Interface:
 
 
 def interface(model: ir.Model) -> Interface:
-    """The interface of a model."""
+    """Read the inputs, outputs, opsets and initializers of a model."""
 
     def describe(value: ir.Value) -> ValueSignature:
         axes = None if value.shape is None else tuple(map(str, value.shape))

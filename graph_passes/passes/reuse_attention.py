@@ -203,7 +203,7 @@ def check_edges(edges: Edges, blocks: Sequence[AttentionBlock]) -> None:
     """Check that every edge leads from a head to a head of an earlier layer that is not reused.
 
     Raises:
-        InvalidArgument: An edge does not; the error names the first such edge.
+        InvalidArgument: An edge leads elsewhere; the error names the first such edge.
     """
     place = {block.name: index for index, block in enumerate(blocks)}
     for name, heads in edges.items():

@@ -98,10 +98,7 @@ def _declare_version(version: str) -> None:
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """Get the engine of a model to read its description; use ``acquire_engine`` to run it.
-
-    See ``acquire_engine`` for the arguments and errors.
-    """
+    """Get the engine of a model to read its description; ``acquire_engine`` gets it for a run."""
     repository: Repository = request.app.state.repository
     return repository.engine(name, version or request.path_params.get("version"))
 
@@ -137,7 +134,7 @@ async def hold_answer(request: Request, size: int, deadline: float | None) -> No
     Small answers do not wait, because the limit of waiting rows bounds their total.
 
     Raises:
-        DeadlineExceeded: See ``Budget.wait``.
+        DeadlineExceeded: The deadline passed before the bytes were free.
     """
     if size <= SMALL_BYTES:
         return
@@ -275,7 +272,7 @@ async def run_task(
     """Run ``Engine.run_task`` within the time limit, until the client disconnects.
 
     Raises:
-        InvalidData: See ``deadline_of``.
+        InvalidData: x-timeout-ms is invalid, or ``Engine.run_task`` refuses the texts.
         ClientGone: The client disconnected.
     """
     work = engine.run_task(task, texts, truncate=truncate, side=side, deadline=deadline_of(request))

@@ -92,10 +92,10 @@ async def _in_parts(content: Any) -> Any:
         await asyncio.sleep(0)
         return orjson.Fragment(orjson.dumps(np.ascontiguousarray(content), option=JSON))
     if isinstance(content, dict):
-        return {name: await _in_parts(one) for name, one in content.items()}
+        return {name: await _in_parts(value) for name, value in content.items()}
     # A list of lists holds no arrays.
     if isinstance(content, np.ndarray | list) and not isinstance(content[0], list):
-        return [await _in_parts(one) for one in content]
+        return [await _in_parts(item) for item in content]
     return content
 
 

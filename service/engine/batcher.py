@@ -112,10 +112,12 @@ class Batcher:
 
     Args:
         run: Computes the payloads of rows of one key, in a thread; one result per payload.
-        budget, overhead, max_rows: See ``Queue``.
+        budget: Maximum number of padded tokens of a batch: rows x longest row.
+        overhead: Maximum padding that a row may add, in tokens: a part of the cost of a run.
+        max_rows: Maximum number of rows of a batch; None for no limit.
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
-        concurrency: Maximum number of concurrent runs ("slots").
+        concurrency: Number of slots: the maximum number of concurrent runs.
         parts: Number of runs that share the waiting rows, if as many slots are free.
         on_batch: Called on the event loop after every run.
         on_failure: Called on the event loop with errors that are not caused by a request.
@@ -191,7 +193,7 @@ class Batcher:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            Overloaded: See ``check_room``.
+            Overloaded: The queue has no room for all rows.
             DeadlineExceeded: The deadline passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
             asyncio.CancelledError: The task was cancelled; waiting rows are not computed.

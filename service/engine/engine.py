@@ -235,8 +235,9 @@ class Engine:
 
         Args:
             task: A row holds the embedding of a text ("embed"), the logits of its classes
-                ("classify"), or the logit of a query and a text ("rerank"). See ``task_vectors``.
-                "tokens" has one row per token of all texts (``TextAnswer.lengths``).
+                ("classify"), the logit of a query and a text ("rerank"), or the weights of the
+                vocabulary ("sparse"). "tokens" has one row per token of all texts
+                (``TextAnswer.lengths``).
             texts: One or more texts.
             truncate: Truncate texts that are too long; False refuses them.
             side: The side at which texts lose tokens; None for the tokenizer's own.
@@ -247,7 +248,7 @@ class Engine:
             InvalidData: A text is too long, or the model takes no texts.
             InvalidArgument: The outputs of the model are not embeddings.
             TooLarge: Too many texts, characters or tokens in one request.
-            Overloaded, DeadlineExceeded, NotReady: See ``infer``.
+            Overloaded, DeadlineExceeded, NotReady: In the cases of ``infer``.
         """
         model = self.model
         if (refusal := model.tasks[task]) is not None:
@@ -298,7 +299,7 @@ class Engine:
             NotFound: The model has no tokenizer.
             InvalidData: The tokenizer fails on a text.
             TooLarge: Too many texts or characters in one request.
-            Overloaded, DeadlineExceeded, NotReady: See ``infer``.
+            Overloaded, DeadlineExceeded, NotReady: In the cases of ``infer``.
         """
         with self._counted():
             is_short = check_texts(self.model, self.settings, texts)

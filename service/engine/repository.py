@@ -53,7 +53,7 @@ class Repository:
         metrics: Receives the measurements of the engines.
         folder: The folder that several workers share; None for a single process.
         worker: The number of this worker.
-        alone: See ``ModelLoader``.
+        alone: Waits until no other process replaces fused models.
     """
 
     delay_s = 0
@@ -111,7 +111,8 @@ class Repository:
         """The loaded versions of ``name``, lowest first.
 
         Raises:
-            NotFound, NotReady: See ``engine``.
+            NotFound: Unknown model.
+            NotReady: The model is not loaded.
         """
         self.engine(name)
         return sorted(self.loader.by_name[name], key=int)

@@ -46,10 +46,10 @@ class Row(Generic[P, R]):
 AnyRow = Row[Any, Any]
 
 OVERHEADS = 2
-"""The cost of starting a run, in padding that a row may add."""
+"""The cost of starting a run, as a multiple of ``Queue.overhead``."""
 
 MOST_TURNS = 4
-"""Most batches that a run takes in turn when rows are divided."""
+"""Maximum number of batches that one run takes in turn, when rows are divided."""
 
 
 class Division(NamedTuple):
@@ -65,7 +65,7 @@ class Division(NamedTuple):
 
     @classmethod
     def even(cls, lengths: Sequence[int], batches: int) -> Division:
-        """The division into at most so many batches whose largest batch is the smallest.
+        """Divide rows into at most ``batches`` batches; the largest is as small as possible.
 
         Args:
             lengths: Tokens of the rows, in rising order; not empty.
@@ -78,7 +78,7 @@ class Division(NamedTuple):
 
     @staticmethod
     def _within(lengths: Sequence[int], most: int) -> Sequence[int]:
-        """The fewest batches of at most so many padded tokens."""
+        """The numbers of rows of the fewest batches with at most ``most`` padded tokens each."""
         sizes: list[int] = []
         left = len(lengths)
         while left:

@@ -125,9 +125,9 @@ class Shadow:
         reports: dict[Version, dict[str, Any]] = {}
         for engine in self._engines():
             key = (engine.name, engine.version)
-            content, report = written.get("\0".join(key), ("", {}))
-            if report and content == engine.content:
-                reports[key] = report
+            content, quality = written.get("\0".join(key), ("", {}))
+            if quality and content == engine.content:
+                reports[key] = quality
         return reports
 
     # -- on the event loop ------------------------------------------------------------------------
@@ -240,22 +240,22 @@ class Shadow:
     def _compare(self, sample: ServedRow) -> Literal["compared", "skipped", "failed"]:
         assert self._original is not None
         try:
-            report = self._original.compare(sample)
+            quality = self._original.compare(sample)
         except Exception as error:
             if self._can_compare:
                 log.warning("a comparison with the original failed: %s", str(error).split("\n")[0])
             self._can_compare = False
             return "failed"
-        if report is None:
+        if quality is None:
             return "skipped"
         self._can_compare = True
-        self._publish(sample, report)
+        self._publish(sample, quality)
         return "compared"
 
-    def _publish(self, sample: ServedRow, report: dict[str, Any]) -> None:
-        if report.pop("changed"):
-            _log_change(sample.key, report)
-        self._reports = {**self._reports, "\0".join(sample.key): (sample.content, report)}
+    def _publish(self, sample: ServedRow, quality: dict[str, Any]) -> None:
+        if quality.pop("changed"):
+            _log_change(sample.key, quality)
+        self._reports = {**self._reports, "\0".join(sample.key): (sample.content, quality)}
         if self._folder is not None:
             with suppress(OSError):
                 write_atomically(self._folder / "reports.json", orjson.dumps(self._reports))
@@ -265,17 +265,17 @@ def _warn(error: AttnserveError) -> None:
     log.warning("not compared with the original: %s", str(error).replace("\n", "; "))
 
 
-def _log_change(key: Version, report: Mapping[str, Any]) -> None:
-    if report["broken"]:
+def _log_change(key: Version, quality: Mapping[str, Any]) -> None:
+    if quality["broken"]:
         log.warning(
             "%s version %s violates its quality guarantee: %s %.4f on the last %d compared rows,"
             " guaranteed %.4f; calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the"
             " original",
             *key,
-            report["measure"],
-            report["value"],
-            report["rows"],
-            report["promise"],
+            quality["measure"],
+            quality["value"],
+            quality["rows"],
+            quality["promise"],
         )
     else:
         log.info("%s version %s meets its quality guarantee again", *key)

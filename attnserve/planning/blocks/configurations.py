@@ -298,7 +298,7 @@ class LossCurve:
 
 @dataclass(frozen=True, eq=False)
 class ReusePair:
-    """Two attention blocks, of which the second may reuse the probabilities of the first.
+    """A source and a reader: attention blocks, of which the reader may reuse probabilities.
 
     Attributes:
         times: Latencies of both together, by the number of kept heads.

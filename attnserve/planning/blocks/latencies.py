@@ -49,6 +49,6 @@ class Latencies:
         return all(MIN_SPEEDUP * a <= b for a, b in zip(self, other, strict=True))
 
     def __iter__(self) -> Iterator[float]:
-        """The milliseconds at all workloads, those of the targets first."""
+        """The milliseconds at all workloads, the target workloads first."""
         yield from self.requested
         yield from self.extremes

@@ -97,7 +97,7 @@ def loss_curves(
     Args:
         changes: The other changes to measure, by the key of a group.
         pairs: The pairs to measure; pairs that are not faster are skipped.
-        new_meter: See ``LossEstimator``.
+        new_meter: Makes the meter of a comparison.
 
     Raises:
         InvalidData: The model refuses a batch, or its activations are not finite.
@@ -160,7 +160,7 @@ def conversion_losses(
 
     Args:
         precision: One that allows ``float_blocks``; see ``Scheme``.
-        new_meter: See ``LossEstimator``.
+        new_meter: Makes the meter of a comparison.
 
     Raises:
         InvalidArgument, CannotRewrite, InvalidData: In the cases of ``convert``.

@@ -87,7 +87,7 @@ class LossEstimator:
         self.original_outputs = [self._segments.finish(0, state) for state in self._states]
 
     def loss(self, maps: Maps) -> float:
-        """The additive loss with other last maps (``QualityMeter.additive_loss``)."""
+        """The additive loss with other last weights (``QualityMeter.additive_loss``)."""
         changed = {
             value: array.astype(current.dtype, copy=False)
             for name, arrays in maps.items()

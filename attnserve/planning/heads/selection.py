@@ -115,7 +115,7 @@ def edges_of(
     Args:
         blocks: All attention blocks of the model, in order of execution.
         chosen: The names of the reusing layers.
-        masks: Pruned heads are neither sources nor targets.
+        masks: Pruned heads neither reuse probabilities nor are reused.
         similarity: Similarity of all heads; None aligns heads by index, as in the paper.
 
     Raises:

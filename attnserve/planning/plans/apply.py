@@ -37,7 +37,7 @@ def start(
 
     Args:
         model: The model to change, in float32.
-        fit, key, labels: See ``State``.
+        fit, key, labels: Attributes of the ``State``.
         applied: Earlier rewrites of the model, if there are any.
 
     Raises:
@@ -70,7 +70,7 @@ def apply_plan(plan: Plan, job: Job, model: ir.Model, *, fit: bool = True, key: 
     """Apply all steps of a plan to a float32 model, which is changed.
 
     Args:
-        fit, key: See ``State``.
+        fit, key: Attributes of the ``State``.
 
     Returns:
         The state after the last step.

@@ -133,7 +133,7 @@ class SavedPlan:
         search.
 
         Raises:
-            CheckFailed: It certainly keeps less.
+            CheckFailed: The upper end of its interval is below the guarantee.
         """
         quality = fidelity.quality
         guaranteed = self.record.guaranteed

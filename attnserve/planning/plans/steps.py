@@ -124,7 +124,7 @@ class Train(PlanStep):
         """Check that the model can be trained with the data.
 
         Raises:
-            AttnserveError: It cannot.
+            AttnserveError: The model cannot be trained with the data.
         """
 
     @abstractmethod

@@ -1,6 +1,6 @@
 """Choose the attention to skip, the heads to prune and those to reuse, as a request describes them.
 
-Each choice depends on those before it: skipped layers have no heads to prune, and pruned heads
+Each selection depends on those before it: skipped layers have no heads to prune, and pruned heads
 cannot be reused.
 """
 
@@ -199,8 +199,8 @@ def _configured_edges(
     similarity = measure_similarity(decomposed, observable, batches, context=request.job.context)
     if reuse.kind != "auto":
         return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
-    targets = [block for block in blocks if block.name in names]
-    effect = leave_one_out(request.model, targets, batches, context=request.job.context)
+    reusing = [block for block in blocks if block.name in names]
+    effect = leave_one_out(request.model, reusing, batches, context=request.job.context)
     return edges_by_damage(
         blocks, names, masks=masks, similarity=similarity, effect=effect, budget=AUTO_BUDGET
     )

@@ -16,8 +16,8 @@ from attnserve.planning.heads.files import Masks
 __all__ = ["choose_neurons"]
 
 TIE = 1e-12
-"""The loss that is added per removed neuron. Without it, of numbers of removals with equal losses,
-only the largest would be on the front, which may be more than requested."""
+"""The loss that is added per removed neuron. Otherwise, only the largest of several numbers of
+removals with equal losses would be on the front, and it may exceed the request."""
 
 
 def choose_neurons(

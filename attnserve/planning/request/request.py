@@ -71,7 +71,7 @@ class Request:
         """The blocks that a rewrite applies to.
 
         Raises:
-            CannotRewrite: It refuses a layer that the request names.
+            CannotRewrite: The rewrite refuses a layer that the request names.
         """
         blocks: list[AttentionBlock] = []
         for block in self.blocks:

@@ -1,4 +1,4 @@
-"""Turn a request for rewrites into a plan; open choices are made by measurements on data."""
+"""Turn a request for rewrites into a plan; measurements on data select what it leaves open."""
 
 from __future__ import annotations
 

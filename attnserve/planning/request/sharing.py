@@ -51,20 +51,20 @@ def allowed_mixings(
         for block in request.blocks
         if block.name in ranks
     ]
-    choices: list[tuple[MixingKind, dict[str, Mixing]]] = []
+    allowed: list[tuple[MixingKind, dict[str, Mixing]]] = []
     for kind, step in _kinds(request.rewrites):
         outcomes = [(layer.block, layer.mixing(kind, step)) for layer in layers]
         mixings = {block.name: each for block, each in outcomes if isinstance(each, Mixing)}
-        if not choices:
+        if not allowed:
             for block, outcome in outcomes:
                 if isinstance(outcome, Refusal):
                     request.leave(block, outcome)
                 elif outcome is not None:
                     _warn(request, block, outcome)
-        elif mixings.keys() != choices[0][1].keys() or mixings in [known for _, known in choices]:
+        elif mixings.keys() != allowed[0][1].keys() or mixings in [known for _, known in allowed]:
             continue
-        choices.append((kind, mixings))
-    return choices
+        allowed.append((kind, mixings))
+    return allowed
 
 
 def _kinds(rewrites: Rewrites) -> list[tuple[MixingKind, int]]:

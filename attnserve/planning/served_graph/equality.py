@@ -101,7 +101,7 @@ class Reference:
         """Open a model on a device, and run it on padded inputs.
 
         Raises:
-            CannotRewrite: It runs on no example inputs.
+            CannotRewrite: The model runs on no example inputs.
         """
         session = open_session(path, device)
         runs = list(runnable(model, COMPARED, session, padded=True))
@@ -119,7 +119,7 @@ class Reference:
         """(least cosine, largest error) of a session to the original.
 
         Raises:
-            CannotRewrite: They differ.
+            CannotRewrite: The outputs differ by more than ``accepted``, or by name, type or shape.
         """
         for side in ("get_inputs", "get_outputs"):
             expected, actual = (
@@ -203,7 +203,7 @@ def runnable(
     """Example inputs and the session's outputs, at the workloads that the model accepts.
 
     Raises:
-        CannotRewrite: It accepts none.
+        CannotRewrite: The model accepts no workload.
     """
     taken, why = 0, ""
     for seed, workload in enumerate(workloads):

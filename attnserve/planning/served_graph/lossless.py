@@ -193,7 +193,7 @@ def _time(
 
 
 class _Served(NamedTuple):
-    """A candidate for serving: a variant, and the runtime for long rows if it differs."""
+    """A way to serve a model: a variant, and the runtime for long rows if it differs."""
 
     equal: _EqualVariant
     times: Times

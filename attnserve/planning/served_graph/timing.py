@@ -84,7 +84,7 @@ def by_shape(before: Times, after: Times) -> dict[str, Speedup]:
 def splits(short: Times, long: Times, inputs: Sequence[Batch]) -> dict[int, Times]:
     """The times of a model that runs rows above a length as ``long``, by that length.
 
-    The length is a mean of two that are timed; there is none without tokens.
+    Each length is the geometric mean of two timed lengths. Inputs without tokens give none.
     """
     lengths = {shape_name(feed): row_length(feed) or 0 for feed in inputs}
     pairs = itertools.pairwise(sorted(set(lengths.values())))
