@@ -87,10 +87,7 @@ class Front:
     def of(cls, latency: ModelLatency, losses: BlockLosses, precision: Precision) -> Front:
         """Compute the front from latencies and losses."""
         estimates = Estimates(
-            latency.latencies,
-            losses.curves,
-            latency.float_latencies,
-            losses.conversion,
+            latency.latencies, losses.curves, latency.float_latencies, losses.conversion
         )
         units = [estimates.unit(part) for part in paired_groups(latency.groups, losses.pairs)]
         every = [range(len(unit.configs)) for unit in units]

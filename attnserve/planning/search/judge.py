@@ -199,13 +199,7 @@ class Judge:
         """
         job = self.untimed.labeled(label)
         plan = replace(candidate.plan, trainings=(*candidate.plan.trainings, training))
-        state = start(
-            plan,
-            job,
-            candidate.state.model,
-            key=key,
-            applied=candidate.state.applied,
-        )
+        state = start(plan, job, candidate.state.model, key=key, applied=candidate.state.applied)
         apply_steps((training, *plan.conversion), state)
         return self._measure(candidate.choice, plan, state, job)
 

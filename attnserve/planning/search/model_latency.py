@@ -50,11 +50,7 @@ class ModelLatency:
 
     @classmethod
     def measure(
-        cls,
-        job: Job,
-        checked: Sequence[Workload],
-        model: ir.Model,
-        groups: Sequence[BlockGroup],
+        cls, job: Job, checked: Sequence[Workload], model: ir.Model, groups: Sequence[BlockGroup]
     ) -> Self:
         """Time all configurations of all blocks at the requested and at two extreme workloads.
 
