@@ -487,7 +487,7 @@ def test_refit_equals_refits_of_one_weight_at_a_time(shared: bool):
     if shared:
         first, third = (block.output for block in find_attention(original).blocks[::2])
         assert first is not None and third is not None
-        ir.convenience.replace_all_uses_with(third.weight, first.weight)
+        ir.convenience.replace_all_uses_with(third.weight.value, first.weight.value)
         ir.convenience.replace_all_uses_with(
             original.graph.initializers["bo_2"], original.graph.initializers["bo_0"]
         )
