@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder of benchmarks.reranker")
     parser.add_argument("--cache", type=Path, required=True, help="models and environments")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each timed query")
-    parser.add_argument("--recover", type=float, help="minutes to recover int8-full")
+    parser.add_argument("--recover", type=float, help="minutes to recover int8")
     parser.add_argument("--untimed", action="store_true", help="compare orders, not speeds")
     options = parser.parse_args(arguments)
     models = build(options.model, options.cache, options.recover)
@@ -108,10 +108,10 @@ def build(model: Path, cache: Path, minutes: float | None = None) -> dict[str, P
         if not path.exists():
             attnserve.optimize(original, path, precision=precision, calib=data, sequence=32)
     if minutes is not None:
-        models["attnserve, int8-full, recovered"] = path = cache / "recovered"
+        models["attnserve, int8, recovered"] = path = cache / "recovered"
         if not path.exists():
             attnserve.recover(
-                models["attnserve, int8-full"], path, teacher=original, data=data, minutes=minutes
+                original, path, teacher=original, data=data, minutes=minutes, precision="int8"
             )
     return models
 
