@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -218,7 +218,7 @@ def rotary_logits(make: Inserter, block: AttentionBlock, factors: RotaryFactors)
 
 
 def _reduced(
-    make: Inserter, part: Projection, heads: np.ndarray, groups: np.ndarray, planes: np.ndarray
+    make: Inserter, part: Projection, heads: Any, groups: np.ndarray, planes: np.ndarray
 ) -> Projection:
     """A projection with other weights, whose elements are rotated in other planes.
 
