@@ -14,12 +14,6 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 
-COUNTED = """
-from tests.attnserve.costs import counted
-counted().__enter__()
-"""
-"""Commands with the plugin measure no time."""
-
 Run = Callable[..., dict[str, Any]]
 
 
@@ -39,7 +33,7 @@ def run(environment: dict[str, str], tmp_path: Path) -> Run:
     """Run a command with the code of the plugin, and return its JSON."""
 
     def command(code: str, *arguments: object) -> dict[str, Any]:
-        (tmp_path / "site" / "fake_plugin.py").write_text(code + COUNTED, encoding="utf-8")
+        (tmp_path / "site" / "fake_plugin.py").write_text(code, encoding="utf-8")
         done = subprocess.run(
             [sys.executable, "-m", "attnserve", *map(str, arguments), "--json"],
             cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
