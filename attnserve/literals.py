@@ -1,4 +1,4 @@
-"""Values of options with a fixed set, as ``Literal``. Imports no large library, for ``--help``."""
+"""Types of the values of options. Imports no large library, for ``--help``."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ BATCH_TOKENS = {"auto": 512, "cpu": 512, "cuda": 16_384}
 """Least default of ``max_batch_tokens`` by provider. On a CPU, larger batches raise the latency but
 not the throughput, unless starting a run takes long."""
 
-OVERHEADS = 20
+BATCH_OVERHEADS = 20
 """Default of ``max_batch_tokens`` in units of ``run_overhead_tokens``. That is half of the cost of
 starting a run, which then takes at most a tenth of the time of a full batch."""
 
@@ -344,7 +344,7 @@ class Settings(EnvironmentOptions):
 
     def batch_tokens(self, overhead: int) -> int:
         """``max_batch_tokens``, or its default for a model with this ``overhead_tokens``."""
-        default = max(BATCH_TOKENS[self.provider], min(OVERHEADS * overhead, MOST_CPU_TOKENS))
+        default = max(BATCH_TOKENS[self.provider], min(BATCH_OVERHEADS * overhead, MOST_CPU_TOKENS))
         return self.max_batch_tokens or default
 
     def overhead_tokens(self, measured: int | None) -> int:

@@ -58,11 +58,10 @@ TASK_PARTS = (HeldOut.CHOOSE, HeldOut.VERIFY, HeldOut.CHOOSE, HeldOut.VERIFY_AGA
 VERIFIED_PARTS = (
     HeldOut.VERIFY,  # no choice depends on these rows
     HeldOut.VERIFY_AGAIN,  # no choice depends on these rows
-    # The search measured only choices with more loss on these rows; losses are bounds.
+    # All rows were used to choose or to verify other candidates, so a confidence bound of the loss
+    # must meet the goal, not its value.
     HeldOut.ALL,
-    # The search measured other choices on these rows, on which the choice with the least loss does
-    # not depend.
-    HeldOut.VERIFY_AGAIN,
+    HeldOut.VERIFY_AGAIN,  # for the choice with the least loss, which depends on no rows
 )
 """The parts of the verifications of a search, in order; each one follows if the one before fails.
 The first one is of the result, the last one of the choice with the least loss, and the others are

@@ -115,8 +115,8 @@ class Quality(Recorded, frozen=True):
 
     @property
     def also(self) -> Mapping[str, float]:
-        """Other measures of the same output, by name."""
-        return self.model_extra or {}
+        """Other measures of the same output, by name, without unknown fields of other types."""
+        return {name: x for name, x in (self.model_extra or {}).items() if isinstance(x, float)}
 
     @property
     def guaranteed(self) -> float:

@@ -191,9 +191,7 @@ def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
     interval = "none" if quality.ci95 is None else "{:.4f} to {:.4f}".format(*quality.ci95)
     file = quality.file or (entry.calibration.file if entry.calibration else "")
     data = ", ".join(part for part in (file, quality.split, quality.lengths) if part)
-    # The record of a model from elsewhere may have any values.
-    numbers = {name: x for name, x in quality.also.items() if isinstance(x, float)}
-    others = ", ".join(f"{name} {x:.4f}" for name, x in numbers.items())
+    others = ", ".join(f"{name} {x:.4f}" for name, x in quality.also.items())
     return (
         _escaped(quality.measure),
         _escaped(quality.outputs),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NoReturn, Self, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeInt, model_validator
 
@@ -230,20 +230,20 @@ class Goal(Options):
             InvalidArgument: No goal is given.
         """
         if not self.is_given:
-            self._fail_without_goal()
-
-    @staticmethod
-    def _fail_without_goal() -> NoReturn:
-        fail(
-            "a search needs one goal: `keep` or `target_speedup`",
-            "give exactly one of them",
-            "goal.conflict",
-        )
+            fail(
+                "a search needs a goal: `keep` or `target_speedup`",
+                "give one of them",
+                "goal.conflict",
+            )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.keep is not None and self.target_speedup is not None:
-            self._fail_without_goal()
+            fail(
+                "both `keep` and `target_speedup` are given: a search has one goal",
+                "give one of them",
+                "goal.conflict",
+            )
         searches = self.eval_data or self.task or self.allow or self.measure == "score"
         if not self.is_given and searches:
             fail(

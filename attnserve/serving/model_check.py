@@ -122,6 +122,7 @@ class LoadChecker:
     ) -> None:
         self._device, self._timeout_s = device, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
+        self._lock = threading.Lock()  # a check and a fusion start children in different threads
         self._children: set[subprocess.Popen[bytes]] = set()
         self._fusions: dict[str, Future[CheckResult]] = {}  # running fusions, by identity
         self.is_closed = False
@@ -164,15 +165,17 @@ class LoadChecker:
 
     def close(self) -> None:
         """Cancel running checks and fusions; running and later ones fail."""
-        self.is_closed = True
-        for child in tuple(self._children):
-            child.kill()
+        with self._lock:
+            self.is_closed = True
+            for child in self._children:
+                child.kill()
 
     def _on_start(self, child: subprocess.Popen[bytes]) -> None:
-        running = {other for other in self._children if other.poll() is None}
-        self._children = running | {child}
-        if self.is_closed:
-            child.kill()
+        with self._lock:
+            running = {other for other in self._children if other.poll() is None}
+            self._children = running | {child}
+            if self.is_closed:
+                child.kill()
 
     def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
         """Read the result of an earlier check; None if no result fits the model."""

@@ -45,7 +45,7 @@ class Row(Generic[P, R]):
 
 AnyRow = Row[Any, Any]
 
-OVERHEADS = 2
+RUN_START_OVERHEADS = 2
 """The cost of starting a run, as a multiple of ``Queue.overhead``."""
 
 MOST_TURNS = 4
@@ -157,7 +157,7 @@ class Queue:
         Args:
             lengths: Tokens of the rows, in rising order.
         """
-        run_cost = OVERHEADS * self.overhead
+        run_cost = RUN_START_OVERHEADS * self.overhead
         if runs == 1 or sum(lengths) < runs * run_cost:
             return ()
         best: Sequence[int] = ()

@@ -260,13 +260,14 @@ class LossCurve:
     Attributes:
         order: Heads or neurons in the order of their removal.
         own_loss: The lost share of the block's own output after n removals, n = 0 .. count.
-        gone, loss: Measured numbers of removals, and the loss at the model's output for each.
+        removed_counts, loss: Measured numbers of removals, and the loss at the model's output for
+            each.
         changed: Losses of other changes (``BlockConfig.change``) of all heads.
     """
 
     order: tuple[int, ...]
     own_loss: tuple[float, ...]
-    gone: tuple[int, ...]
+    removed_counts: tuple[int, ...]
     loss: tuple[float, ...]
     changed: Mapping[str, float] = field(default_factory=dict[str, float])
 
@@ -279,15 +280,15 @@ class LossCurve:
         """The loss after a number of removals, interpolated as a power of the block's own loss."""
         if num_removed == 0:
             return 0.0
-        x = np.log(np.maximum([self.own_loss[n] for n in self.gone], 1e-12))
+        x = np.log(np.maximum([self.own_loss[n] for n in self.removed_counts], 1e-12))
         y = np.log(np.maximum(self.loss, 1e-12))
-        here = float(np.log(max(self.own_loss[num_removed], 1e-12)))
-        if len(x) == 1 or here <= x[0]:
-            return float(np.exp(y[0] + min(here - x[0], 0.0)))  # proportionally
-        place = min(int(np.searchsorted(x, here)), len(x) - 1)
+        position = float(np.log(max(self.own_loss[num_removed], 1e-12)))
+        if len(x) == 1 or position <= x[0]:
+            return float(np.exp(y[0] + min(position - x[0], 0.0)))  # proportionally
+        place = min(int(np.searchsorted(x, position)), len(x) - 1)
         run = max(float(x[place] - x[place - 1]), 1e-9)
         slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
-        return float(np.exp(y[place - 1] + slope * (here - x[place - 1])))
+        return float(np.exp(y[place - 1] + slope * (position - x[place - 1])))
 
     def mask(self, kept: int) -> list[int]:
         """1 for each head or neuron that is kept."""

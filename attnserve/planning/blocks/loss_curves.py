@@ -131,7 +131,7 @@ def loss_curves(
             curves[group.key] = LossCurve(
                 order=tuple(elimination.order.tolist()),
                 own_loss=tuple(own.tolist()),
-                gone=tuple(removals),
+                removed_counts=tuple(removals),
                 loss=tuple(rising.tolist()),
             )
         context.progress("measure block losses", done, len(reducible))

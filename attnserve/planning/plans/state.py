@@ -30,7 +30,7 @@ __all__ = ["State"]
 class State:
     """A model while the steps of a plan are applied to it; ``apply.start`` makes one.
 
-    The first attributes are the same for all steps; the steps change those from ``model`` on.
+    The steps change ``model`` and the attributes from ``applied`` on; the others stay.
 
     Attributes:
         job: The original, the data and the context of all steps.

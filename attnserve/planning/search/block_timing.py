@@ -241,26 +241,30 @@ class BlockTimer:
         fused_ms: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
         count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
         whole = BlockConfig(count)
-        wanted = [whole] if is_frozen else configs_of(block)
+        all_configs = [whole] if is_frozen else configs_of(block)
         # Those that must outrun others are timed with fewer heads only if they do so with all.
-        later = [each for each in wanted if each.less_lossy is not None and each.kept < count]
-        first = [each for each in wanted if each not in (whole, *later)]
-        configs = {whole: times[fastest]} | self._time_configs(part, first, fastest, original)
-        if all(each.outruns(configs) for each in configs):
-            configs |= self._time_configs(part, later, fastest, original)
-        in_order = {each: configs[each] for each in wanted if each in configs}
+        conditional = [
+            config
+            for config in all_configs
+            if config.less_lossy is not None and config.kept < count
+        ]
+        others = [config for config in all_configs if config not in (whole, *conditional)]
+        configs = {whole: times[fastest]} | self._time_configs(part, others, fastest, original)
+        if all(config.outruns(configs) for config in configs):
+            configs |= self._time_configs(part, conditional, fastest, original)
+        in_order = {config: configs[config] for config in all_configs if config in configs}
         return BlockLatency(times[None], fastest, in_order, fused_ms)
 
     def _time_configs(
         self,
         part: Part,
-        wanted: Sequence[BlockConfig],
+        possible: Sequence[BlockConfig],
         operator: BlockOperator | None,
         original: Part,
     ) -> dict[BlockConfig, Latencies]:
         """The times of the possible configurations, with an operator if it has them."""
         parts: dict[BlockConfig, Part] = {}
-        for config in wanted:
+        for config in possible:
             smaller = _smaller(part, config)
             if smaller is not None and operator is not None and config.plain_operators is None:
                 smaller = _fused(smaller, operator)

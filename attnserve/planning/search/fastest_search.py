@@ -161,15 +161,15 @@ class FastestSearch(FrontSearch):
         return self.build(choices[low])
 
     def find_less_lossy(self, candidate: Candidate) -> Candidate:
-        """Find a choice that loses less and is as fast within the interval of paired times."""
+        """Find a choice that loses less and whose time does not differ significantly."""
         front = self.front
         ms = SAME_MS * front.predicted_ms(candidate.choice)
-        other = front.choices[front.first_within(ms)]
-        if other.loss >= candidate.choice.loss:
+        less_lossy = front.choices[front.first_within(ms)]
+        if less_lossy.loss >= candidate.choice.loss:
             return candidate
-        lean = self.build(other)
-        as_fast = self.judge.measure_speedup_over(lean, candidate).low <= 1
-        return lean if as_fast and lean.loss <= candidate.loss else candidate
+        built = self.build(less_lossy)
+        as_fast = self.judge.measure_speedup_over(built, candidate).low <= 1
+        return built if as_fast and built.loss <= candidate.loss else candidate
 
     def verify(self, candidate: Candidate | None) -> Verified:
         if candidate is None:

@@ -34,17 +34,29 @@ class LeastLossySearch(FrontSearch):
         return self.goal.target_speedup
 
     def run(self) -> Candidate:
-        choices, speedup = self.front.choices, self.speedup
         first = self._measure_speedup(0)
-        if first >= speedup:
+        if first >= self.speedup:
             return self.build_first()
-        last = self._measure_speedup(len(choices) - 1)
-        if last < speedup:
+        last = self._measure_speedup(-1)
+        if last < self.speedup:
             raise CheckFailed(
-                f"`target_speedup` is {speedup}: the fastest model found runs {last:.2f}x as fast",
+                f"`target_speedup` is {self.speedup}: the fastest model found runs {last:.2f}x as "
+                "fast",
                 "lower it" + ("" if "ffn" in self.goal.allow else ", or let `allow` name ffn"),
                 code="search.target_speedup",
             )
+        return self._run_between(first, last)
+
+    def run_from_fastest(self) -> Candidate | None:
+        last = self._measure_speedup(-1)
+        if last < self.speedup:
+            return None
+        first = self._measure_speedup(0)
+        return self.build_first() if first >= self.speedup else self._run_between(first, last)
+
+    def _run_between(self, first: float, last: float) -> Candidate:
+        """Search between the first choice, which is too slow, and the last, by their speed-ups."""
+        choices, speedup = self.front.choices, self.speedup
         reached = {0: first, len(choices) - 1: last}
 
         def aim(low: int, high: int) -> int | None:
@@ -57,9 +69,6 @@ class LeastLossySearch(FrontSearch):
 
         _, high = bisect(0, len(choices) - 1, MAX_CANDIDATES, aim=aim, probe=is_slow)
         return self.build(choices[high])
-
-    def run_from_fastest(self) -> Candidate | None:
-        return self.run() if self._measure_speedup(-1) >= self.speedup else None
 
     def verify(self, candidate: Candidate | None) -> Verified:
         """Verify a candidate once: the goal limits no loss."""

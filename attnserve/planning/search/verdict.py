@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed
@@ -18,11 +15,12 @@ from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import SpeedCheck, Verified
 from attnserve.planning.search.report import PlanReport
+from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed
 
-__all__ = ["prefer_unreduced", "result_of"]
+__all__ = ["result_of"]
 
 ITSELF = Verification(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -40,14 +38,7 @@ def result_of(
     """
     if not verified.meets_goal:
         return _no_gain(search, verified, verified.problem, recovered)
-    verified = prefer_unreduced(search, verified)
-    timed = search.judge.time(verified.candidate)
-    if timed.refusal and not verified.candidate.is_unreduced:  # for example, slower at a length
-        unreduced = _verify_unreduced(search)
-        if unreduced is not None:
-            note = f"nothing is removed: with a removal {timed.refusal}"
-            verified = replace(unreduced, note=note)
-            timed = search.judge.time(verified.candidate)
+    verified, timed = time_or_replace(search, prefer_unreduced(search, verified))
     if timed.refusal is None:
         return _gain(search, verified, timed, recovered)
     target_speedup = search.goal.target_speedup or 1
@@ -58,44 +49,6 @@ def result_of(
             code="search.target_speedup",
         )
     return _no_gain(search, verified, timed.refusal.reason, recovered, timed)
-
-
-def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
-    """Replace a verified candidate by an unreduced one if that is about as fast."""
-    judge = search.judge
-    best = verified.candidate
-    if best.is_unreduced:
-        return verified
-    unreduced_search = search.unreduced
-    unreduced = unreduced_search.run_from_fastest()
-    if unreduced is None:  # it misses the speed-up of the goal
-        return verified
-    gain = judge.measure_speedup_over(unreduced, best)
-    if gain.low >= MIN_REMOVAL_GAIN:
-        return verified
-    other = unreduced_search.verify(unreduced)
-    if not other.meets_goal:
-        return verified
-    if other.candidate is not unreduced:  # more blocks stay float32
-        gain = judge.measure_speedup_over(other.candidate, best)
-        if gain.low >= MIN_REMOVAL_GAIN:
-            return verified
-    note = (
-        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {search.front.precision}, expected "
-        f"at least {MIN_REMOVAL_GAIN}x"
-    )
-    return replace(other, note=note)
-
-
-def _verify_unreduced(search: FrontSearch) -> Verified | None:
-    """Find and verify an unreduced candidate; None if none meets the goal."""
-    unreduced_search = search.unreduced
-    unreduced = unreduced_search.run_from_fastest()
-    if unreduced is None:
-        return None
-    verified = unreduced_search.verify(unreduced)
-    return verified if verified.meets_goal else None
 
 
 def _gain(

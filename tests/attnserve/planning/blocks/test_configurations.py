@@ -1,4 +1,4 @@
-"""Candidates of each block: groups, latencies, losses and configs."""
+"""Configurations of each block: groups, latencies, losses."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def test_time_blocks_skips_operator_without_kernel(
 class SlowAtSecondShape(LatencyTable):
     """Everything but the original takes 1.2 times as long as it at the second shape."""
 
-    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
         found = super().measure(parts)
-        slow = 1.2 * found["None"][1]
-        return {name: ms if name == "None" else (ms[0], slow) for name, ms in found.items()}
+        slow = 1.2 * found[None][1]
+        return {name: ms if name is None else (ms[0], slow) for name, ms in found.items()}
 
 
 def test_time_blocks_skips_implementation_slower_at_any_length(
@@ -213,7 +213,7 @@ def test_loss_curve_rises_with_removals(curves: dict[str, LossCurve], groups: li
 
 def test_loss_curve_equals_measurements_at_measured_shares(curves: dict[str, LossCurve]):
     for curve in curves.values():
-        for gone, loss in zip(curve.gone, curve.loss, strict=True):
+        for gone, loss in zip(curve.removed_counts, curve.loss, strict=True):
             assert curve.at(gone) == pytest.approx(loss, rel=1e-6)
 
 
@@ -376,9 +376,11 @@ def test_time_blocks_times_truncated_heads(
 class FastSharing(LatencyTable):
     """Shared dimensions take a tenth of their time, at the only shape."""
 
-    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+    def measure(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
         found = super().measure(parts)
-        return {name: (0.1 * ms if "shared" in name else ms,) for name, (ms,) in found.items()}
+        return {
+            name: (0.1 * ms if isinstance(name, Shared) else ms,) for name, (ms,) in found.items()
+        }
 
 
 def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(

@@ -70,7 +70,7 @@ def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
     return LossCurve(
         order=tuple(reversed(range(count))),
         own_loss=tuple(own),
-        gone=gone,
+        removed_counts=gone,
         loss=tuple(scale * own[n] for n in gone),
     )
 
@@ -142,7 +142,10 @@ def test_choose_neurons_equal_losses_remove_no_more_than_requested(
 ):
     groups = groups_of(blocks, F, F)
     free = LossCurve(
-        order=tuple(range(F)), own_loss=(0.0,) * (F + 1), gone=(16, 32, 48), loss=(1e-9,) * 3
+        order=tuple(range(F)),
+        own_loss=(0.0,) * (F + 1),
+        removed_counts=(16, 32, 48),
+        loss=(1e-9,) * 3,
     )
     curves = {groups[0].key: free, groups[1].key: curve_of(F, 1)}
     assert kept_by(choose_neurons(groups, curves, 0.25), groups) == [F // 2, F]

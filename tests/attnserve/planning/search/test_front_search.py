@@ -25,7 +25,7 @@ from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck, Verifi
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
-from attnserve.planning.search.verdict import prefer_unreduced
+from attnserve.planning.search.unreduced import prefer_unreduced
 from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import LatencyTable
 from graph_passes.passes.prune_heads import PruneHeads
@@ -168,6 +168,18 @@ def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
 def test_unreduced_reaches_the_speedup_or_is_none(speedup: float, choice: Choice | None) -> None:
     found = search_to(speedup, FakeJudge()).unreduced.run_from_fastest()
     assert (found and found.choice) == choice
+
+
+class SlowingJudge(FakeJudge):
+    """A judge whose machine gets slower with each measurement."""
+
+    def measure_speedup(self, candidate: Candidate) -> float:
+        return super().measure_speedup(candidate) * 0.99 ** len(self.built)
+
+
+def test_unreduced_at_the_border_of_the_speedup_is_no_error() -> None:
+    found = search_to(1.64, SlowingJudge()).unreduced.run_from_fastest()
+    assert found is not None and found.choice == INT8
 
 
 def verified_of(candidate: Candidate) -> Verified:

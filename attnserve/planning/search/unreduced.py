@@ -1,0 +1,54 @@
+"""Replace a verified candidate by an unreduced one if its removals bring too little speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from attnserve.limits import MIN_REMOVAL_GAIN
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.judge import SpeedCheck, Verified
+
+__all__ = ["prefer_unreduced", "time_or_replace"]
+
+
+def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
+    """Replace a verified candidate by an unreduced one if that is about as fast."""
+    judge = search.judge
+    best = verified.candidate
+    if best.is_unreduced:
+        return verified
+    unreduced_search = search.unreduced
+    unreduced = unreduced_search.run_from_fastest()
+    if unreduced is None:  # it misses the speed-up of the goal
+        return verified
+    gain = judge.measure_speedup_over(unreduced, best)
+    if gain.low >= MIN_REMOVAL_GAIN:
+        return verified
+    other = unreduced_search.verify(unreduced)
+    if not other.meets_goal:
+        return verified
+    if other.candidate is not unreduced:  # more blocks stay float32
+        gain = judge.measure_speedup_over(other.candidate, best)
+        if gain.low >= MIN_REMOVAL_GAIN:
+            return verified
+    note = (
+        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
+        f"{gain.high:.2f}) the speed of the fused original in {search.front.precision}, expected "
+        f"at least {MIN_REMOVAL_GAIN}x"
+    )
+    return replace(other, note=note)
+
+
+def time_or_replace(search: FrontSearch, verified: Verified) -> tuple[Verified, SpeedCheck]:
+    """A verified candidate and its speed; an unreduced one if only that is fast at all lengths."""
+    timed = search.judge.time(verified.candidate)
+    if timed.refusal is None or verified.candidate.is_unreduced:
+        return verified, timed
+    unreduced = search.unreduced.run_from_fastest()
+    if unreduced is None:
+        return verified, timed
+    other = search.unreduced.verify(unreduced)
+    if not other.meets_goal:
+        return verified, timed
+    note = f"nothing is removed: with a removal {timed.refusal}"
+    return replace(other, note=note), search.judge.time(other.candidate)
