@@ -153,7 +153,7 @@ class Job:
         return read_attention(self.original, seed=self.context.seed)
 
     @cached_property
-    def requested(self) -> tuple[Workload, ...]:
+    def requested_workloads(self) -> tuple[Workload, ...]:
         """The target workloads, for example (1, 16), (1, 128), (1, 512).
 
         A model with fixed axes may refuse them.
@@ -163,21 +163,21 @@ class Job:
     @cached_property
     def workloads(self) -> tuple[Workload, ...]:
         """The requested workloads that the model runs: fixed axes have the sizes of the model."""
-        fixed = (with_fixed_sizes(self.original, workload) for workload in self.requested)
+        fixed = (with_fixed_sizes(self.original, workload) for workload in self.requested_workloads)
         return tuple(dict.fromkeys(fixed))
 
     @cached_property
-    def counted(self) -> Workload:
+    def counted_workload(self) -> Workload:
         """The workload at which MACs are counted: the middle one of the requested lengths."""
         middle = middle_length(self.lengths)
-        workload = Workload.of(self.target.batch, middle, self.requested[0].phase)
+        workload = Workload.of(self.target.batch, middle, self.requested_workloads[0].phase)
         return with_fixed_sizes(self.original, workload)
 
     @property
-    def longest(self) -> int:
+    def longest_length(self) -> int:
         """The longest length of the target workloads."""
         middle = middle_length(self.lengths)
-        counted_length = self.counted.length
+        counted_length = self.counted_workload.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
     def labeled(self, label: str) -> Self:

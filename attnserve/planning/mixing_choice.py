@@ -99,7 +99,7 @@ class MixingComparison:
         precision = self.job.target.precision
         try:
             served = [self.timer.served(model, precision) for model in (original, *models)]
-            times = self.timer.time(served, workloads, least=1.0)
+            times = self.timer.time(served, workloads, min_speedup=1.0)
         except AttnserveError as error:  # for example, no memory
             log.warning("the speed was not measured: %s", error)
             return None

@@ -298,8 +298,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
             meter=job.meter(data=other), context=job.context,
         ) for name, other in job.others
     )  # fmt: skip
-    before = _cost(job.original, job.original, job.counted)
-    after = _cost(rewritten.model, converted, job.counted)
+    before = _cost(job.original, job.original, job.counted_workload)
+    after = _cost(rewritten.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, rewritten.model)
     fidelities = (fidelity, *other_fidelities)
     warnings = warnings_of(
@@ -316,8 +316,8 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         fidelity=fidelity.cosines,
         qualities=fidelity.qualities,
         break_even_sequence=break_even_length,
-        batch=job.counted.batch,
-        sequence=job.counted.length,
+        batch=job.counted_workload.batch,
+        sequence=job.counted_workload.length,
         warnings=(*rewritten.warnings, *warnings),
         plan=plan.to_json(),
         served_speedup=speed and speed.served.value,

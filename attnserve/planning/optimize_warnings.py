@@ -52,7 +52,7 @@ def warnings_of(
         *_training_warnings(search),
         *_shared_warnings(applied),
         *_size_warnings(*costs),
-        *_cost_warnings(break_even, job.counted.length, job.artifact.max_length),
+        *_cost_warnings(break_even, job.counted_workload.length, job.artifact.max_length),
         *_data_warnings(job, plan, applied),
         *_cache_warnings(job.matches.blocks, applied.changes),
         *_fidelity_warnings(fidelities[0], plan),
@@ -110,7 +110,7 @@ def _cost_warnings(break_even: int | None, sequence: int, longest: int | None) -
 def _data_warnings(job: Job, plan: Plan, applied: ApplyReport) -> list[str]:
     """Warnings about calibration data that is missing, short or scarce."""
     data = job.data
-    longest = job.longest
+    longest = job.longest_length
     if applied.is_exact:
         return []
     if data is None:

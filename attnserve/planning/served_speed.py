@@ -96,12 +96,14 @@ class ServedTimer:
         models: Sequence[ir.Model],
         workloads: Sequence[Workload],
         runtimes: Sequence[str] = (),
-        least: float = 0.0,
+        min_speedup: float = 0.0,
     ) -> dict[Workload, np.ndarray]:
         """``time_models`` on example inputs."""
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        return time_models(models, feeds, context=job.context, runtimes=runtimes, least=least)
+        return time_models(
+            models, feeds, context=job.context, runtimes=runtimes, min_speedup=min_speedup
+        )
 
     def measure(
         self,
@@ -274,7 +276,7 @@ def time_models(
     context: RunContext,
     seconds: float | None = None,
     runtimes: Sequence[str] = (),
-    least: float = 0.0,
+    min_speedup: float = 0.0,
 ) -> dict[Workload, np.ndarray]:
     """Milliseconds at each workload that all models run: (models, rounds).
 
@@ -282,7 +284,8 @@ def time_models(
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. The times then
             are (runtimes x models, rounds): all models in the first runtime come first.
-        least: The models are timed twice if one has a lower speed-up over the first at a shape.
+        min_speedup: The models are timed twice if one has a lower speed-up over the first at a
+            shape.
     """
     if not feeds:
         return {}
@@ -293,7 +296,7 @@ def time_models(
     if context.timer is not None:
         timed = [TimedModel(model, inputs, device) for device in devices for model in models]
         time_given = partial(context.timer, timed, total)
-        times = time_twice_if_slow(lambda: np.array(time_given()), least)
+        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
         return dict(zip(workloads, times, strict=True))
     progress = context.stage("time served models")
     with ExitStack() as stack:
@@ -310,7 +313,7 @@ def time_models(
         def time_once() -> np.ndarray:
             return TIMER.measure(samplers, total, progress=progress).transpose(2, 0, 1)
 
-        times = time_twice_if_slow(time_once, least)
+        times = time_twice_if_slow(time_once, min_speedup)
     return {workloads[index]: rows for index, rows in zip(accepted, times, strict=True)}
 
 

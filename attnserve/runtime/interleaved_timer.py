@@ -163,7 +163,7 @@ def time_shapes(
     return times.transpose(2, 0, 1)
 
 
-def time_twice_if_slow(time_models: Callable[[], np.ndarray], least: float) -> np.ndarray:
+def time_twice_if_slow(time_models: Callable[[], np.ndarray], min_speedup: float) -> np.ndarray:
     """Milliseconds per run of models; those of two runs if a model seems slow in the first one.
 
     The times of a few rounds may be wrong by some percent. All shapes are timed again, because some
@@ -171,11 +171,12 @@ def time_twice_if_slow(time_models: Callable[[], np.ndarray], least: float) -> n
 
     Args:
         time_models: Times all models once, the reference first: (shapes, models, rounds).
-        least: A model seems slow if its median speed-up over the reference is lower at a shape.
+        min_speedup: A model seems slow if its median speed-up over the reference is lower at
+            a shape.
     """
     times = time_models()
     speedups = np.median(times[:, :1] / times[:, 1:], axis=2)
-    return np.concatenate([times, time_models()], 2) if (speedups < least).any() else times
+    return np.concatenate([times, time_models()], 2) if (speedups < min_speedup).any() else times
 
 
 RESAMPLES = 2000

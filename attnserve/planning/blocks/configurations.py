@@ -77,6 +77,10 @@ class BlockConfig:
     is_fitted: ClassVar[bool] = False
     kept: int
 
+    def is_whole(self, count: int) -> bool:
+        """Whether it leaves a block of so many heads or neurons as it is."""
+        return self == BlockConfig(count)
+
     @property
     def recorded(self) -> dict[str, Any]:
         """The compared attributes of the configuration by name, as in plan.json."""

@@ -236,11 +236,11 @@ class PassRunner:
         return blocks | {block.name: block for block in self.analyses.get(find_attention).blocks}
 
     def _macs_by_block(self) -> dict[str, int]:
-        shapes = self.analyses.get(infer_at, self.job.counted)
+        shapes = self.analyses.get(infer_at, self.job.counted_workload)
         macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
                 for b in self.analyses.get(find_feed_forward)}  # fmt: skip
         attention = [*self.analyses.get(find_attention).blocks, *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 
     def _macs(self) -> int | None:
-        return self.analyses.get(count_macs, self.job.counted)
+        return self.analyses.get(count_macs, self.job.counted_workload)

@@ -82,7 +82,7 @@ class State:
         """Fuse operators as far as a precision allows, and return the passes; see ``fuse_for``."""
         provider = self.job.context.device.provider
         self.model, passes = fuse_for(self.model, precision, provider)
-        changes = exact_changes(passes, count_macs(self.model, self.job.counted))
+        changes = exact_changes(passes, count_macs(self.model, self.job.counted_workload))
         self.applied = self.applied.then(ApplyReport(changes))
         return passes
 

@@ -87,7 +87,7 @@ def choose_masks(request: Request, skipped: Replacements) -> Masks:
     if rewrites.prune is None:
         return {}
     batches = request.batches("`prune` measures the importance of heads", "give `prune_heads`")
-    names = [name for name in request.requested if name not in skipped]
+    names = [name for name in request.requested_layers if name not in skipped]
     blocks: list[AttentionBlock] = []
     for block in request.applicable_blocks(names, PruneHeads):
         if refusal := request.body_refusal(block):
@@ -157,7 +157,7 @@ def choose_edges(request: Request, skipped: Replacements, masks: Masks) -> Mutab
         return _explicit_edges(request, skipped, masks, Path(form))
     reuse = parse_reuse(form)
     within = reused_layers(reuse, len(request.blocks))
-    names = [request.names[i] for i in within if request.names[i] in request.requested]
+    names = [request.names[i] for i in within if request.names[i] in request.requested_layers]
     if not names:
         raise InvalidArgument(
             f"`reuse` {form} applies to layers {within.start} to {within[-1]}, "

@@ -58,7 +58,7 @@ class Request:
         return {block.name: block for block in self.blocks}
 
     @property
-    def requested(self) -> list[str]:
+    def requested_layers(self) -> list[str]:
         """The layers that the request names; all if it names none."""
         layers = self.rewrites.layers
         if layers is None:

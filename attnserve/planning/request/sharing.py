@@ -80,21 +80,21 @@ def _ranks(request: Request, own_heads: Mapping[str, int]) -> dict[str, int]:
     """R by layer; for ``head_dk`` alone, the number of dimensions of all heads of the layer."""
     collab_dk, head_dk = request.rewrites.collab_dk, request.rewrites.head_dk
     if collab_dk is None:
-        requested = [] if head_dk is None else request.requested
+        requested = [] if head_dk is None else request.requested_layers
         return {name: own_heads.get(name, 0) * (head_dk or 0) for name in requested}
     if isinstance(collab_dk, int):
-        return dict.fromkeys(request.requested, collab_dk)
+        return dict.fromkeys(request.requested_layers, collab_dk)
     if isinstance(collab_dk, Mapping):
         return {
             layer_name(name, request.names, "collab_dk"): rank for name, rank in collab_dk.items()
         }
-    if len(collab_dk) != len(request.requested):
+    if len(collab_dk) != len(request.requested_layers):
         raise InvalidArgument(
-            f"`collab_dk` has {len(collab_dk)} sizes for {len(request.requested)} layers",
+            f"`collab_dk` has {len(collab_dk)} sizes for {len(request.requested_layers)} layers",
             "give one R, or one for each layer",
             code="request.range",
         )
-    return dict(zip(request.requested, collab_dk, strict=True))
+    return dict(zip(request.requested_layers, collab_dk, strict=True))
 
 
 def _warn(request: Request, block: AttentionBlock, mixing: Mixing) -> None:

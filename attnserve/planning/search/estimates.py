@@ -38,7 +38,10 @@ class UnitConfig:
 
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
-        return self.group_configs == tuple(BlockConfig(group.count) for group in groups)
+        return all(
+            config.is_whole(group.count)
+            for config, group in zip(self.group_configs, groups, strict=True)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +169,7 @@ class Estimates:
             if not all(config in latency.configs for latency in times):
                 continue
             ms = Latencies.total([latency.configs[config] for latency in times])
-            if config == BlockConfig(group.count):
+            if config.is_whole(group.count):
                 loss = 0.0
             elif curve is None or not ms.keeps_up_with(original):
                 continue

@@ -95,12 +95,12 @@ class SpeedCheck(NamedTuple):
 
     Attributes:
         speeds: Latencies of both models at all checked lengths.
-        gain: The geometric mean of the speed-ups at the requested lengths.
+        speedup: The geometric mean of the speed-ups at the requested lengths.
         refusal: Why the model is not returned; None if it is worth it.
     """
 
     speeds: Sequence[ShapeLatency]
-    gain: float
+    speedup: float
     refusal: Refusal | None
 
 
@@ -215,16 +215,18 @@ class Judge:
     def time(self, candidate: Candidate) -> SpeedCheck:
         """Time a candidate and the original at all checked workloads."""
         speeds = self.compare_speed(candidate.model, self.checked)
-        gain = self.requested_speedup(speeds)
-        return SpeedCheck(speeds, gain, _refusal(candidate.plan, gain, speeds))
+        speedup = self.requested_speedup(speeds)
+        return SpeedCheck(speeds, speedup, _refusal(candidate.plan, speedup, speeds))
 
     def measure_speedup(self, candidate: Candidate) -> float:
         """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
-        return self.requested_speedup(self.compare_speed(candidate.model, self.job.requested))
+        return self.requested_speedup(
+            self.compare_speed(candidate.model, self.job.requested_workloads)
+        )
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         """The geometric mean of the speed-ups at the requested lengths."""
-        lengths = [workload.length for workload in self.job.requested]
+        lengths = [workload.length for workload in self.job.requested_workloads]
         requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
         return float(np.exp(np.mean(np.log(requested))))
 
@@ -236,7 +238,7 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        times = self._time([self.job.original, model], workloads, least=MIN_SPEEDUP)
+        times = self._time([self.job.original, model], workloads, min_speedup=MIN_SPEEDUP)
         return [
             ShapeLatency(
                 batch=workload.batch,
@@ -255,7 +257,7 @@ class Judge:
             CannotRewrite: See ``_time``.
         """
         models = [slow.model, fast.model]
-        times = self._time(models, self.job.requested, seconds=PAIR_SECONDS).values()
+        times = self._time(models, self.job.requested_workloads, seconds=PAIR_SECONDS).values()
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
     def _time(
@@ -264,7 +266,7 @@ class Judge:
         workloads: Sequence[Workload],
         *,
         seconds: float | None = None,
-        least: float = 0.0,
+        min_speedup: float = 0.0,
     ) -> dict[Workload, np.ndarray]:
         """Time models in interleaved runs; see ``time_models``.
 
@@ -273,7 +275,9 @@ class Judge:
         """
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        times = time_models(models, feeds, context=job.context, seconds=seconds, least=least)
+        times = time_models(
+            models, feeds, context=job.context, seconds=seconds, min_speedup=min_speedup
+        )
         if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
@@ -306,15 +310,15 @@ class Judge:
         )
 
 
-def _refusal(plan: Plan, gain: float, speeds: Sequence[ShapeLatency]) -> Refusal | None:
+def _refusal(plan: Plan, speedup: float, speeds: Sequence[ShapeLatency]) -> Refusal | None:
     """Why a plan is not returned; None if it is worth it."""
     is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
     if not (is_lossy or plan.passes):
         return Refusal(
             "unchanged", "no configuration of any block is faster within the allowed loss"
         )
-    if gain < (MIN_GAIN if is_lossy else 1.0):
-        return Refusal("slow", f"the best model runs at {gain:.2f}x the speed of the original")
+    if speedup < (MIN_GAIN if is_lossy else 1.0):
+        return Refusal("slow", f"the best model runs at {speedup:.2f}x the speed of the original")
     slowest = min(speeds, key=lambda speed: speed.speedup)
     if slowest.speedup < MIN_SPEEDUP:
         return Refusal(

@@ -58,7 +58,7 @@ class ModelLatency:
             checked: The workloads of which the first and the last are timed as well.
             model: The model in the newest opset that an operator of a block needs.
         """
-        requested, context, precision = job.requested, job.context, job.target.precision
+        requested, context, precision = job.requested_workloads, job.context, job.target.precision
         others = [workload for workload in checked if workload not in requested]
         extremes = list(dict.fromkeys((*others[:1], *others[-1:])))
         feeds, extreme_feeds = (

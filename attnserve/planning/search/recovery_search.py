@@ -125,13 +125,13 @@ class RecoverySearch:
         """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
         search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        gain_without = judge.time(untrained).gain
+        gain_without = judge.time(untrained).speedup
         reason = ""
         for candidate in self.found:
             timed = judge.time(candidate)
             refusal = timed.refusal
-            if search.trains_faster and timed.gain < MIN_GAIN * gain_without:
-                without = f"{timed.gain:.2f}x with it, {gain_without:.2f}x without"
+            if search.trains_faster and timed.speedup < MIN_GAIN * gain_without:
+                without = f"{timed.speedup:.2f}x with it, {gain_without:.2f}x without"
                 refusal = Refusal("slow", without)
             if refusal is not None:
                 reason = reason or refusal.reason
@@ -143,7 +143,7 @@ class RecoverySearch:
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
-                self._record(gain=True, verdict=self._verdict(timed.gain, gain_without))
+                self._record(gain=True, verdict=self._verdict(timed.speedup, gain_without))
                 return candidate
             reason = "a trained model missed the goal on held-out data"
         self._record_no_gain(reason)

@@ -43,10 +43,12 @@ def checked_workloads(job: Job) -> list[Workload]:
             code="search.bfloat16",
         )
     batch = job.target.batch
-    phase = job.requested[0].phase
+    phase = job.requested_workloads[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
-    accepted, reason = _accepted(job.original, sorted({*job.requested, *others}), job.context.seed)
-    refused = [workload for workload in job.requested if workload not in accepted]
+    accepted, reason = _accepted(
+        job.original, sorted({*job.requested_workloads, *others}), job.context.seed
+    )
+    refused = [workload for workload in job.requested_workloads if workload not in accepted]
     if refused:
         raise InvalidArgument(
             f"the model does not run at batch {batch}, {refused[0].length} tokens: {reason[:300]}",
@@ -75,8 +77,8 @@ def goal_record(goal: Goal, job: Job) -> GoalRecord:
         allow=goal.allow,
         precision=job.target.precision,
         batch=job.target.batch,
-        sequences=tuple(workload.length for workload in job.requested),
-        phase=job.requested[0].phase,
+        sequences=tuple(workload.length for workload in job.requested_workloads),
+        phase=job.requested_workloads[0].phase,
         provider=device.provider,
         runtime=device.runtime_name,
         threads=device.threads,

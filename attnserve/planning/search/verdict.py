@@ -61,9 +61,9 @@ def _gain(
         recovered = _without_gain(recovered, note)
     speed = ServedTimer(search.judge.job).measure(state.model, candidate.model, plan)
     # One measurement in one sentence: those of the search are others.
-    gain = timed.gain if speed is None else speed.over_exported
+    speedup = timed.speedup if speed is None else speed.over_exported
     kept = _kept(verified.verifications[-1], search.goal.task)
-    verdict = f"{gain:.2f}x as fast, keeping {kept}"
+    verdict = f"{speedup:.2f}x as fast, keeping {kept}"
     if speed is not None:
         verdict += f": {speed.describe(plan.precision)}"
     if recovered is not None and recovered.gain:
@@ -138,7 +138,7 @@ def _report(
         qualities=fidelity.qualities,
         quality_to_choose=candidate.fidelity.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
-        speedup=1.0 if timed is None else timed.gain,
+        speedup=1.0 if timed is None else timed.speedup,
         speeds=() if timed is None else tuple(timed.speeds),
         speedups=served_speed,
         decisions=tuple(explain(front, candidate.choice)),
