@@ -36,7 +36,7 @@ from benchmarks._common import (
     write_lines,
     write_result,
 )
-from benchmarks.planner import fused
+from benchmarks.planner import fused_file
 from graph_passes.errors import CheckFailed
 
 LENGTHS = (8, 16, 32)
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append({"name": name, **row})
         write_result("index", options, rows=rows, speeds=[])
         print(f"{name}: {row['seconds']:.0f} s, {row['verdict']}", flush=True)
-    models = {FUSED: fused(original, folder)}
+    models = {FUSED: fused_file(original, folder)}
     models |= {row["name"]: folder / row["name"] for row in rows if row["proved"]}
     speeds = query_speeds(models, options.rounds)
     write_result("index", options, rows=rows, speeds=speeds)

@@ -34,7 +34,7 @@ from benchmarks._common import (
     write_lines,
     write_result,
 )
-from benchmarks.planner import FUSED, fused, other_tools
+from benchmarks.planner import FUSED, fused_file, other_tools
 
 GOALS: dict[str, dict[str, Any]] = {
     "attention": {},
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
         attnserve.export(minilm(), folder / "original")
         tools = other_tools(folder / "original", folder)
         tools.pop("as exported")
-        tools[FUSED] = fused(folder / "original", folder)
+        tools[FUSED] = fused_file(folder / "original", folder)
         for tool, path in tools.items():
             if (tool, None) in done:
                 continue

@@ -51,7 +51,7 @@ from attnserve.runtime.session import open_session
 from attnserve.serving.backends import RunnerOptions, open_runner
 from benchmarks._common import description, minilm, number_table, shortened, write_result
 from benchmarks.mixture import texts
-from benchmarks.planner import fused, other_tools
+from benchmarks.planner import fused_file, other_tools
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, CannotRewrite
 
@@ -147,8 +147,8 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     add("sentence-transformers", sentence_transformers)
     for rest in ("bfloat16", "float32"):
         add(f"NNCF int8, rest {rest}", partial(nncf_int8, artifact, calibration, rest))
-    add("fused, ONNX Runtime float32", lambda: _opened(fused(original, folder), ONE_THREAD))
-    add("fused, OpenVINO float32", lambda: _opened(fused(original, folder), OPENVINO))
+    add("fused, ONNX Runtime float32", lambda: _opened(fused_file(original, folder), ONE_THREAD))
+    add("fused, OpenVINO float32", lambda: _opened(fused_file(original, folder), OPENVINO))
     add("fused, OpenVINO bfloat16", lambda: converted("bfloat16-cpu", OPENVINO))
     add("fused int8-full, ONNX Runtime", lambda: converted("int8-full", ONE_THREAD))
     add("fused int8-full, OpenVINO, rest float32", lambda: converted("int8-full", OPENVINO))

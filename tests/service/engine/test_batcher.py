@@ -519,7 +519,7 @@ async def test_run_that_nobody_waits_for_is_ended() -> None:
     async with batching(run, on_failure=failed.append) as batcher:
         with suppress(DeadlineExceeded):
             batcher.pause()
-            one = start(batcher.submit(rows("a"), perf_counter() + 0.2))
+            one = start(batcher.submit(rows("a"), perf_counter() + 0.5))
             two = start(batcher.submit(rows("b")))
             await asyncio.sleep(0)
             batcher.resume()
