@@ -127,19 +127,19 @@ class Study:
         mixed = [self.files[f"calibration {kind}"] for kind in ("sentences", "paragraphs")]
         arguments = dict(CASES[case])
         calib = mixed if arguments.pop("mixture", False) else self.calibration
-        int8 = arguments.pop("int8", False)
+        precision = "int8" if arguments.pop("int8", False) else "float32"
         if arguments:
             attnserve.optimize(self.original, smaller, calib=calib, **arguments)
         else:
             shutil.copytree(self.original, smaller)
         models = {"as exported": self.original, **self.tools, "smaller": trained}
-        if int8:
+        if precision == "int8":
             attnserve.optimize(smaller, rounded, calib=self.training, precision="int8")
-        before = self.quality(rounded if int8 else smaller)
+        before = self.quality(rounded if precision == "int8" else smaller)
         started = time.perf_counter()
         report = attnserve.recover(
             smaller, trained, teacher=self.original, data=self.training,
-            minutes=options.minutes, threads=options.threads, int8=int8,
+            minutes=options.minutes, threads=options.threads, precision=precision,
         )  # fmt: skip
         seconds = time.perf_counter() - started
         after = self.quality(trained)

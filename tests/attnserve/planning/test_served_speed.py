@@ -169,7 +169,8 @@ def test_time_models_are_timed_twice_if_one_seems_slow(least: float, runs: int, 
     model = load_model(tiny / "model.onnx")
     feeds = served_speed.example_feeds(model, SHAPES[:1], 0)
     models = [model, model.clone()]
-    found = served_speed.time_models(models, feeds, context=RunContext(timer=timer), least=least)
+    context = RunContext(timer=timer)
+    found = served_speed.time_models(models, feeds, context=context, min_speedup=least)
     assert len(second_ms) == 2 - runs
     assert list(found) == SHAPES[:1]
     assert found[SHAPES[0]].tolist() == [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]

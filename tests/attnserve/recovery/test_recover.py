@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
+from attnserve.literals import TrainedPrecision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.training_result import TrainingResult  # noqa: E402
@@ -245,15 +246,20 @@ def test_half_precision_without_types_inside_the_graph_is_recovered(
 
 
 @pytest.mark.usefixtures("clock")
-@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
 @pytest.mark.parametrize("rate", [10.0, 1e30])
 def test_failed_training_never_returns_worse_weights(
-    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, rate: float, int8: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, rate: float,
+    precision: TrainedPrecision, monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     monkeypatch.setattr(training, "LEARNING_RATE", rate)
     call: Callable[[], Any] = lambda: attnserve.recover(  # noqa: E731
-        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=MINUTES / 4, int8=int8
+        pruned,
+        tmp_path / "out",
+        teacher=tiny,
+        data=texts,
+        minutes=MINUTES / 4,
+        precision=precision,
     )
     if rate > 1e20:
         with pytest.raises(CheckFailed) as caught:
@@ -264,7 +270,7 @@ def test_failed_training_never_returns_worse_weights(
     report = call()
     assert not report.record.gain and report.after == report.before
     cosine = attnserve.verify(pruned, tmp_path / "out", data=texts).mean_cosine
-    assert cosine > 0.99 if int8 else cosine == 1.0
+    assert cosine > 0.99 if precision == "int8" else cosine == 1.0
 
 
 @pytest.mark.usefixtures("clock")
@@ -349,7 +355,7 @@ def write(path: Path, text: str) -> Path:
         ({"output": "pruned"}, "output.is_input"),
         ({"output": "teacher"}, "output.is_input"),
         ({"model": "int8"}, "recovery.operator"),
-        ({"model": "int8", "int8": True}, "precision.already"),
+        ({"model": "int8", "precision": "int8"}, "precision.already"),
     ],
     ids=str,
 )
