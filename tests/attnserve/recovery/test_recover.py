@@ -354,8 +354,8 @@ def write(path: Path, text: str) -> Path:
         ({"teacher": "vit"}, None),
         ({"output": "pruned"}, "output.is_input"),
         ({"output": "teacher"}, "output.is_input"),
-        ({"model": "int8"}, "recovery.operator"),
-        ({"model": "int8", "precision": "int8"}, "precision.already"),
+        ({"model": "quantized"}, "recovery.operator"),
+        ({"model": "quantized", "precision": "int8"}, "precision.already"),
     ],
     ids=str,
 )
@@ -373,7 +373,7 @@ def test_bad_input_is_refused_and_nothing_is_written(
         "pruned": lambda: pruned,
         "teacher": lambda: tiny / "model.onnx",
         "vit": lambda: Path(__file__).parents[2] / "fixtures/onnx/vit-dynamo23-sdpa.onnx",
-        "int8": lambda: _int8(tiny, texts, tmp_path),
+        "quantized": lambda: _int8(tiny, texts, tmp_path),
     }
     words = ["a", "the", "man", "woman", "dog", "cat", "is", "playing", "with"]
     change = {
