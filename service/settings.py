@@ -40,7 +40,7 @@ not the throughput, unless starting a run takes long."""
 
 BATCH_OVERHEADS = 20
 """Default of ``max_batch_tokens`` in units of ``run_overhead_tokens``. That is half of the cost of
-starting a run, which then takes at most a tenth of the time of a full batch."""
+starting a run, so that a full batch costs ten times its start."""
 
 MOST_CPU_TOKENS = 2048
 """Largest default of ``max_batch_tokens`` on a CPU."""

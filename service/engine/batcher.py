@@ -193,7 +193,7 @@ class Batcher:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            Overloaded: The queue has no room for all rows.
+            Overloaded: More than ``max_queue`` rows would wait.
             DeadlineExceeded: The deadline passed, or would pass before the end of the run.
             NotReady: The batcher is closed.
             asyncio.CancelledError: The task was cancelled; waiting rows are not computed.
