@@ -112,9 +112,7 @@ class Batcher:
 
     Args:
         run: Computes the payloads of rows of one key, in a thread; one result per payload.
-        budget: Maximum number of padded tokens of a batch: rows x longest row.
-        overhead: Maximum padding that a row may add, in tokens: a part of the cost of a run.
-        max_rows: Maximum number of rows of a batch; None for no limit.
+        queue: Holds the waiting rows and chooses the rows of a batch.
         max_wait_ms: How long a free slot waits for the budget to fill; 0 starts at once.
         max_queue: Maximum number of waiting rows.
         concurrency: Number of slots: the maximum number of concurrent runs.
@@ -126,10 +124,8 @@ class Batcher:
     def __init__(
         self,
         run: Callable[[Any, list[Any]], BatchResult],
+        queue: Queue,
         *,
-        budget: int,
-        overhead: int = 0,
-        max_rows: int | None = None,
         max_wait_ms: float = 0,
         max_queue: int = 512,
         concurrency: int = 1,
@@ -138,7 +134,7 @@ class Batcher:
         on_batch: Callable[[BatchRun], None] = lambda batch: None,
         on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
-        self.queue = Queue(budget, overhead, max_rows)
+        self.queue = queue
         self.max_queue = max_queue
         self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
         self._max_wait, self._stuck_s = max_wait_ms / 1e3, stuck_s

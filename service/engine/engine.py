@@ -30,7 +30,7 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import RowOutputs, TensorAnswer, TextAnswer
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
 from service.engine.request_limits import check_limit, check_size, check_texts
-from service.engine.row_queue import Row
+from service.engine.row_queue import Queue, Row
 from service.engine.shadow import Shadow
 from service.errors import (
     DeadlineExceeded,
@@ -122,9 +122,7 @@ class Engine:
         overhead = settings.overhead_tokens(model.run_overhead)
         self.batcher = Batcher(
             self._run,
-            budget=settings.batch_tokens(overhead),
-            overhead=overhead,
-            max_rows=model.max_rows,
+            Queue(settings.batch_tokens(overhead), overhead, model.max_rows),
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=model.concurrency,
@@ -135,7 +133,7 @@ class Engine:
         # Long texts take seconds to tokenize: /tokenize has a thread of its own.
         self._tokenizer = Batcher(
             lambda _, encodings: BatchResult(encodings),
-            budget=settings.max_inputs,
+            Queue(settings.max_inputs),
             max_queue=settings.max_queue,
         )
         self._reload = reload

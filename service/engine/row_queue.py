@@ -100,7 +100,7 @@ class Queue:
         max_rows: Maximum rows of a batch; None for no limit.
     """
 
-    def __init__(self, budget: int, overhead: int, max_rows: int | None = None) -> None:
+    def __init__(self, budget: int, overhead: int = 0, max_rows: int | None = None) -> None:
         self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
         self._waiting: OrderedDict[Any, OrderedDict[int, AnyRow]] = OrderedDict()
         """The rows of each request by number; the first request has the next turn."""

@@ -219,9 +219,11 @@ class Preparation:
 
 
 @asynccontextmanager
-async def batching(run: Any = echo, **options: Any) -> AsyncIterator[Batcher]:
+async def batching(
+    run: Any = echo, *, budget: int = 100, overhead: int = 10, **options: Any
+) -> AsyncIterator[Batcher]:
     """A batcher, which has no rows left at the end."""
-    batcher = Batcher(run, **{"budget": 100, "overhead": 10, **options})
+    batcher = Batcher(run, Queue(budget, overhead), **options)
     try:
         async with asyncio.timeout(20):
             yield batcher
