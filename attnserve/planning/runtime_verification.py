@@ -80,7 +80,7 @@ def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.
             open_session(model, replace(device, runtime=runtime))
             for runtime in dict.fromkeys(runtimes_by_length(name))
         ]
-        return LengthRunner(sessions[0], sessions[-1], median_low(_lengths(rows) or [0]))
+        return LengthRunner(sessions[0], lambda: sessions[-1], median_low(_lengths(rows) or [0]))
 
     return open_new
 

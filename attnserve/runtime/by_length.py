@@ -1,8 +1,9 @@
-"""Run short rows of a model in one runtime, and long rows in another."""
+"""Run short rows of a model in one session, and long rows in another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import numpy as np
 
@@ -23,15 +24,27 @@ def runtimes_by_length(name: str) -> tuple[str, str]:
 
 
 class LengthRunner:
-    """A session that runs rows up to a length in one runtime, and longer rows in another.
+    """A session that runs rows up to a length in one session, and longer rows in another.
 
     Args:
-        short, long: Sessions of the same file.
+        short: A session.
+        open_long: Returns a session of the same file; called before its first run.
         above: Maximum number of tokens of rows that run in ``short``.
     """
 
-    def __init__(self, short: Session, long: Session, above: int) -> None:
-        self.short, self.long, self.above = short, long, above
+    def __init__(self, short: Session, open_long: Callable[[], Session], above: int) -> None:
+        self.short, self.above = short, above
+        self._open_long = open_long
+        self._long: Session | None = None
+        self._lock = Lock()
+
+    @property
+    def long(self) -> Session:
+        """The session of long rows."""
+        with self._lock:
+            if self._long is None:
+                self._long = self._open_long()
+            return self._long
 
     def get_inputs(self) -> Sequence[ValueInfo]:
         return self.short.get_inputs()

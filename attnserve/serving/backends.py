@@ -123,7 +123,7 @@ def open_runner(
             return session
         other = replace(options, device=replace(options.device, runtime=long_rows.runtime))
         long = open_runner(source, other, longest=longest, copied=copied, compiled=compiled)
-        return LengthRunner(session, long, long_rows.above)
+        return LengthRunner(session, lambda: long, long_rows.above)
     if options.cuda_graphs:
         capturing = replace(plain, cuda=replace(options.cuda, graphs=True))
         try:
