@@ -84,6 +84,7 @@ class OnnxRuntime:
     name = "onnxruntime"
     computes_bfloat16 = False
     size_multiple = 1
+    short_rows: int | None = None
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

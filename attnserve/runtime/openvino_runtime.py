@@ -109,6 +109,7 @@ class OpenVino:
     name = "openvino"
     computes_bfloat16 = True
     size_multiple = 8
+    short_rows: int | None = ONE_KERNEL_ABOVE
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS

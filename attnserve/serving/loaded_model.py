@@ -205,6 +205,15 @@ class Model:
             return self.long_rows.runtime
         return next(iter(self.precisions))
 
+    def kernels_of(self, tokens: int | None) -> tuple[str, bool]:
+        """The runtime that runs rows of this length, and whether it has other kernels for them.
+
+        A row has the same result in a batch of rows with equal kernels.
+        """
+        runtime = self.runtime_of(tokens)
+        short_rows = RUNTIMES[runtime].short_rows
+        return runtime, short_rows is not None and (tokens or 0) > short_rows
+
     def run_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
         """Bytes that the largest operator of a run reads and writes; None if unknown.
 

@@ -78,7 +78,7 @@ class RowKey(NamedTuple):
     Attributes:
         task: The task of texts; None for tensors.
         outputs: The names of the outputs that the rows need.
-        group: Further properties. For texts the runtime and, without a mask, the length; for
+        group: Further properties. For texts the kernels and, without a mask, the length; for
             tensors the shapes, or a unique object if the row runs alone.
     """
 
@@ -390,7 +390,7 @@ class Engine:
     ) -> Row[Encoding, RowOutputs]:
         model, length = self.model, len(encoding)
         tokens = model.fixed_tokens or length
-        group = (model.runtime_of(tokens), None if model.signature.takes_mask else length)
+        group = (model.kernels_of(tokens), None if model.signature.takes_mask else length)
         return Row(RowKey(task, names, group), tokens, encoding, real_tokens=length)
 
     def _tensor_rows(self, inputs: Feed, names: tuple[str, ...]) -> list[Row[Feed, RowOutputs]]:

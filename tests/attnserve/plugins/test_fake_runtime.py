@@ -18,6 +18,7 @@ class Fake(OnnxRuntime):
     name = "fake"
     computes_bfloat16 = False
     size_multiple = 1
+    short_rows: int | None = None
 
     def open(self, source, device, options):
         with open({log!r}, "a") as log:
