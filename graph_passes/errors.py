@@ -113,6 +113,9 @@ class CheckFailed(AttnserveError):
 class Refusal:
     """The reason why something does not apply, such as a rewrite to a block.
 
+    A function that tells whether something applies returns a refusal, or None if it applies.
+    Reports have its text.
+
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
         reason: One clause for users; the subject of a refused rewrite is the block.
@@ -126,6 +129,24 @@ class Refusal:
     def __str__(self) -> str:
         return self.reason
 
-    def error(self, name: str, fix: str) -> CannotRewrite:
-        """Return the error for a requested rewrite of the block; its code is ``rewrite.CODE``."""
-        return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")
+    @classmethod
+    def of(cls, error: AttnserveError) -> Refusal:
+        """The problem of an error as a reason."""
+        return cls(error.code.rpartition(".")[2], error.what, error.fix)
+
+    def error(
+        self,
+        subject: str,
+        fix: str = "",
+        *,
+        kind: type[AttnserveError] = CannotRewrite,
+        area: str = "rewrite",
+    ) -> AttnserveError:
+        """Return the error if what was refused is required; its code is ``AREA.CODE``.
+
+        Args:
+            subject: The block or other object, for the text; empty if the reason names it.
+            fix: The alternative, instead of that of the refusal.
+        """
+        what = f"{subject}: {self}" if subject else self.reason
+        return kind(what, fix or self.fix, code=f"{area}.{self.code}")

@@ -79,8 +79,8 @@ def pytest_configure(config: pytest.Config) -> None:
     from attnserve.runtime import onnx_runtime, session
     from attnserve.runtime.cuda import Cuda
 
-    if why := session.why_no_cuda():
-        raise pytest.UsageError(f"--on-gpu: {why}")
+    if refusal := session.cuda_refusal():
+        raise pytest.UsageError(f"--on-gpu: {refusal}")
 
     def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:
         return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]

@@ -218,10 +218,10 @@ class PassRunner:
         if lost := sorted(self.to_certify - removed - certified):
             found = {block.name: block for block in self.analyses.get(find_attention).blocks}
             block = found.get(lost[0])
-            reason = None if block is None else report.failure(block)
+            unmatched = None if block is None else report.failure(block)
             raise InvalidModel(
                 f"{lost[0]} is not certified after its rewrite: "
-                f"{reason or 'it is no longer found'}",
+                f"{'it is no longer found' if unmatched is None else unmatched.reason}",
                 DEFECT,
                 code="internal.certificate",
             )

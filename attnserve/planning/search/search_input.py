@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,10 +15,11 @@ from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
+from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import InvalidArgument, InvalidData, Refusal
 
 __all__ = ["CHECKED_LENGTHS", "checked_workloads", "goal_record", "search_key"]
 
@@ -45,13 +45,18 @@ def checked_workloads(job: Job) -> list[Workload]:
     batch = job.target.batch
     phase = job.requested_workloads[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
-    accepted, reason = _accepted(
-        job.original, sorted({*job.requested_workloads, *others}), job.context.seed
-    )
-    refused = [workload for workload in job.requested_workloads if workload not in accepted]
-    if refused:
+    session, seed = open_session(job.original), job.context.seed
+    refusals = {
+        workload: _run_refusal(job.original, session, workload, seed)
+        for workload in sorted({*job.requested_workloads, *others})
+    }
+    accepted = [workload for workload, refusal in refusals.items() if refusal is None]
+    for workload in job.requested_workloads:
+        if (refusal := refusals[workload]) is None:
+            continue
         raise InvalidArgument(
-            f"the model does not run at batch {batch}, {refused[0].length} tokens: {reason[:300]}",
+            f"the model does not run at batch {batch}, {workload.length} tokens: "
+            f"{refusal.reason[:300]}",
             f"choose `sequence` up to {accepted[-1].length}"
             if accepted
             else "choose another `batch`",
@@ -96,21 +101,15 @@ def search_key(goal: GoalRecord, job: Job) -> str:
     )
 
 
-def _accepted(
-    model: ir.Model, workloads: Sequence[Workload], seed: int
-) -> tuple[list[Workload], str]:
-    """The workloads that the model runs, and the first error of the others."""
-    session = open_session(model)
-    accepted: list[Workload] = []
-    reason = ""
-    for workload in workloads:
-        try:
-            session.run(None, example_inputs(model, workload, seed))
-        except (InvalidArgument, InvalidData) as error:
-            reason = reason or error.what
-            continue
-        accepted.append(workload)
-    return accepted, reason
+def _run_refusal(
+    model: ir.Model, session: Session, workload: Workload, seed: int
+) -> Refusal | None:
+    """Why the model does not run at a workload; None if it does."""
+    try:
+        session.run(None, example_inputs(model, workload, seed))
+    except (InvalidArgument, InvalidData) as error:
+        return Refusal.of(error)
+    return None
 
 
 def _checksum(path: Path) -> str:

@@ -18,7 +18,7 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
-from graph_passes.errors import CheckFailed
+from graph_passes.errors import CheckFailed, Refusal
 
 __all__ = ["result_of"]
 
@@ -36,8 +36,8 @@ def result_of(
     Raises:
         CheckFailed: It misses the requested speed-up.
     """
-    if not verified.meets_goal:
-        return _no_gain(search, verified, verified.problem, recovered)
+    if verified.refusal is not None:
+        return _no_gain(search, verified, verified.refusal, recovered)
     verified, timed = time_or_replace(search, prefer_unreduced(search, verified))
     if timed.refusal is None:
         return _gain(search, verified, timed, recovered)
@@ -48,7 +48,7 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, verified, timed.refusal.reason, recovered, timed)
+    return _no_gain(search, verified, timed.refusal, recovered, timed)
 
 
 def _gain(
@@ -95,14 +95,14 @@ def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
 def _no_gain(
     search: FrontSearch,
     verified: Verified,
-    reason: str,
+    refusal: Refusal,
     recovered: TrainingRounds | None,
     timed: SpeedCheck | None = None,
 ) -> tuple[PlanReport, State]:
     """The empty plan, which leaves the model unchanged."""
-    verdict = f"no gain: {reason}; the original is returned"
+    verdict = f"no gain: {refusal}; the original is returned"
     if recovered is not None:
-        recovered = _without_gain(recovered, reason)
+        recovered = _without_gain(recovered, refusal.reason)
     job = search.judge.job
     return _report(search, verified, verdict, recovered, timed), start(Plan(), job, job.original)
 
