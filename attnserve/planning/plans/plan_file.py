@@ -20,7 +20,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import RecordedWithNulls
+from attnserve.models.recorded import Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
@@ -41,7 +41,7 @@ FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
 
 
-class Decision(RecordedWithNulls, frozen=True):
+class Decision(Recorded, frozen=True):
     """The decision for one block, and the reason.
 
     Attributes:
@@ -60,9 +60,9 @@ class Decision(RecordedWithNulls, frozen=True):
     kind: str
     kept: int
     count: int
-    head_size: int | None = None
-    rank: int | None = None
-    source: str | None = None
+    head_size: int | None
+    rank: int | None
+    source: str | None
     operator: Annotated[str, Field(alias="written")]
     ms_before: float
     ms_after: float
@@ -71,7 +71,7 @@ class Decision(RecordedWithNulls, frozen=True):
     in_float: bool = False
 
 
-class Point(RecordedWithNulls, frozen=True):
+class Point(Recorded, frozen=True):
     """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:
@@ -82,8 +82,8 @@ class Point(RecordedWithNulls, frozen=True):
 
     speedup: float
     predicted_loss: float
-    measured_loss: float | None = None
-    cosine: float | None = None
+    measured_loss: float | None
+    cosine: float | None
 
 
 class PlanRecord(SearchRecord, frozen=True):

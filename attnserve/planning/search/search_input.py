@@ -10,7 +10,6 @@ from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.recorded import without_empty
 from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
@@ -88,7 +87,7 @@ def goal_record(goal: Goal, job: Job) -> GoalRecord:
         runtime=device.runtime_name,
         threads=device.threads,
         seed=job.context.seed,
-        **without_empty(recover=goal.recover),
+        recover=goal.recover,
     )
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import without_empty
-from attnserve.models.search_record import TrainingRounds, Verification
+from attnserve.models.search_record import SearchFidelity, TrainingRounds, Verification
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
@@ -134,7 +133,7 @@ def _report(
         goal=search.goal,
         verdict=verdict,
         gain=gain,
-        fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
+        fidelity=SearchFidelity(**fidelity.cosines.stated, share=verification.share),
         qualities=fidelity.qualities,
         quality_to_choose=candidate.fidelity.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
@@ -147,6 +146,6 @@ def _report(
         latency_ms=tuple(front.latency.to_json()),
         machine=front.latency.table.setting,
         versions=versions(),
-        **without_empty(recovered=recovered),
+        recovered=recovered,
     )
     return PlanReport(record, plan, fidelity)
