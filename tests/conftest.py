@@ -180,9 +180,9 @@ def in_context(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def served_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuse what is served before it is compared."""
-    from tests.attnserve.costs import MEASURE
+    from tests.attnserve.costs import SPEED_OF
 
-    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.measure", MEASURE)
+    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.speed_of", SPEED_OF)
 
 
 @pytest.fixture

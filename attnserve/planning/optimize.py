@@ -290,7 +290,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:
-        speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
+        speed = rewritten.timer.speed_of(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,

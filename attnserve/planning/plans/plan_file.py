@@ -153,7 +153,7 @@ class SavedPlan:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
         return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
 
-    def measure(self, given: SearchMeasure) -> SearchMeasure:
+    def required_measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
         Raises:
@@ -194,7 +194,7 @@ class SavedPlan:
         device = replace(context.device, provider=provider, runtime=goal.runtime)
         return Job.read(
             artifact, original, data, target.model_copy(update={"phase": phase}),
-            measure=self.measure(measure), joined=self.record.calibration.joined_to,
+            measure=self.required_measure(measure), joined=self.record.calibration.joined_to,
             context=replace(context, device=device, seed=goal.seed),
         )  # fmt: skip
 

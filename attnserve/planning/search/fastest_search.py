@@ -261,8 +261,8 @@ class FastestSearch(FrontSearch):
         lossless = measured[0]
         below, loss_below = choices[low].loss, measured[low]
         if high == len(choices):
-            gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
-            return below * float(np.clip(EXTRAPOLATE * gain, MIN_GROWTH, MAX_GROWTH))
+            growth = (allowed - lossless) / max(loss_below - lossless, 1e-9)
+            return below * float(np.clip(EXTRAPOLATE * growth, MIN_GROWTH, MAX_GROWTH))
         above, loss_above = choices[high].loss, measured[high]
         share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
         most = MAX_STEP if low else MAX_FIRST_STEP

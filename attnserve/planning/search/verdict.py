@@ -58,7 +58,7 @@ def _gain(
     plan, state = candidate.plan, candidate.state
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    speed = ServedTimer(search.judge.job).measure(state.model, candidate.model, plan)
+    speed = ServedTimer(search.judge.job).speed_of(state.model, candidate.model, plan)
     # One measurement in one sentence: those of the search are others.
     speedup = timed.speedup if speed is None else speed.over_exported
     kept = _kept(verified.verifications[-1], search.goal.task)
