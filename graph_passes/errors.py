@@ -6,6 +6,7 @@ is not an error: ``find_attention`` returns ``Unmatched`` values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -111,10 +112,7 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why something does not apply, such as a rewrite to a block.
-
-    A function that tells whether something applies returns a refusal, or None if it applies.
-    Reports have its text.
+    """The reason why something does not apply, such as a rewrite to a block; None if it applies.
 
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
@@ -130,22 +128,25 @@ class Refusal:
         return self.reason
 
     @classmethod
-    def of(cls, error: AttnserveError) -> Refusal:
-        """The problem of an error as a reason."""
-        return cls(error.code.rpartition(".")[2], error.what, error.fix)
+    def of(
+        cls,
+        check: Callable[[], object],
+        errors: tuple[type[AttnserveError], ...] = (AttnserveError,),
+    ) -> Refusal | None:
+        """The reason of the error that a check raises, one of ``errors``; None if it passes."""
+        try:
+            check()
+        except errors as error:
+            return cls(error.code.rpartition(".")[2], error.what, error.fix)
+        return None
 
     def error(
-        self,
-        subject: str,
-        fix: str = "",
-        *,
+        self, subject: str, fix: str = "", *, area: str = "rewrite",
         kind: type[AttnserveError] = CannotRewrite,
-        area: str = "rewrite",
-    ) -> AttnserveError:
-        """Return the error if what was refused is required; its code is ``AREA.CODE``.
+    ) -> AttnserveError:  # fmt: skip
+        """Return the error for a required ``subject``, which may be empty; its code is AREA.CODE.
 
         Args:
-            subject: The block or other object, for the text; empty if the reason names it.
             fix: The alternative, instead of that of the refusal.
         """
         what = f"{subject}: {self}" if subject else self.reason

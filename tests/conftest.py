@@ -78,8 +78,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from attnserve.runtime import onnx_runtime, session
     from attnserve.runtime.cuda import Cuda
+    from graph_passes.errors import Refusal
 
-    if refusal := session.cuda_refusal():
+    if refusal := Refusal.of(session.require_cuda):
         raise pytest.UsageError(f"--on-gpu: {refusal}")
 
     def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:

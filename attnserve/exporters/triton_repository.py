@@ -252,16 +252,12 @@ def _batch_refusal(
         if not value.shape:
             return Refusal("no_axes", f"its input {value.name!r} has no axes")
         if isinstance(value.shape[0], int):
-            return Refusal(
-                "fixed_axis",
-                f"the first axis of its input {value.name!r} is fixed to {value.shape[0]}",
-            )
+            fixed = f"the first axis of its input {value.name!r} is fixed to {value.shape[0]}"
+            return Refusal("fixed_axis", fixed)
     for place, value in enumerate(outputs):
         if any(arrays[place].shape[:1] != (rows,) for rows, arrays in runs):
-            return Refusal(
-                "other_axis",
-                f"the first axis of its output {value.name!r} is not the batch axis of its inputs",
-            )
+            other = f"the first axis of its output {value.name!r} is not the batch axis of"
+            return Refusal("other_axis", f"{other} its inputs")
     if not batch_invariant(graph):
         return Refusal("batch_dependent", "its dynamic quantization depends on the batch")
     return None

@@ -324,14 +324,11 @@ def _observation_refusal(
         fused: Why its fused operator cannot be decomposed, if it has one.
     """
     if block.graph is not model.graph:
-        return Refusal(
-            "in_body", "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
-        )
+        reason = "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
+        return Refusal("in_body", reason)
     if not block.probability_values:
-        return fused or Refusal(
-            "probability_layout",
-            "the graph has no probabilities of shape (batch, heads, queries, keys)",
-        )
+        reason = "the graph has no probabilities of shape (batch, heads, queries, keys)"
+        return fused or Refusal("probability_layout", reason)
     if block.v.output is None:
         return Refusal("no_values", "the graph has no value tensor")
     return quantized_refusal(block)
@@ -369,9 +366,8 @@ def _spectrum_refusal(block: AttentionBlock) -> Refusal | None:
     if block.is_collaborative or block.is_sparse:
         return Refusal("collaborative", "its heads are already collaborative")
     if not (block.q.has_weight and block.k.has_weight):
-        return Refusal(
-            "no_projection", "its queries or keys are inputs of the graph, without a projection"
-        )
+        reason = "its queries or keys are inputs of the graph, without a projection"
+        return Refusal("no_projection", reason)
     if block.q.norm is not None or block.k.norm is not None:
         return Refusal("qk_norm", "q/k normalization is between the projections and the scores")
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attnserve.runtime.isolation import allowed_environment, run_isolated
 from attnserve.runtime.onnx_runtime import require_runtime
 from attnserve.runtime.session import require_cuda
-from graph_passes.errors import AttnserveError, Refusal
+from graph_passes.errors import Refusal
 
 __all__ = ["gpu_refusal", "is_built_for_gpus"]
 
@@ -27,10 +27,9 @@ def gpu_refusal() -> Refusal | None:
 
     The session is opened in a child process, because a broken driver may end the process.
     """
-    try:
-        run_isolated(
-            require_cuda, timeout_s=TIMEOUT_S, environment=allowed_environment(), silent=True
+    environment = allowed_environment()
+    return Refusal.of(
+        lambda: run_isolated(
+            require_cuda, timeout_s=TIMEOUT_S, environment=environment, silent=True
         )
-    except AttnserveError as error:
-        return Refusal.of(error)
-    return None
+    )

@@ -13,10 +13,10 @@ from attnserve.runtime.interface import DEFAULT_OPTIONS, Batch, Runtime, Session
 from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.openvino_runtime import OpenVino
-from graph_passes.errors import AttnserveError, InvalidArgument, MissingExtra, Refusal
+from graph_passes.errors import InvalidArgument, MissingExtra
 from graph_passes.registry import Registry
 
-__all__ = ["RUNTIMES", "Batch", "cuda_refusal", "open_session", "require_cuda", "runtime_of"]
+__all__ = ["RUNTIMES", "Batch", "open_session", "require_cuda", "runtime_of"]
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
 """Runtimes by name (``Device.runtime``)."""
@@ -68,12 +68,3 @@ def require_cuda() -> None:
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )
     open_session(graph, Device("cuda"))
-
-
-def cuda_refusal() -> Refusal | None:
-    """Return why CUDA cannot be used on this machine; None if it can; see ``require_cuda``."""
-    try:
-        require_cuda()
-    except AttnserveError as error:
-        return Refusal.of(error)
-    return None

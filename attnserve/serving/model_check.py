@@ -441,14 +441,10 @@ def _resource_refusal(weights: int, folder: Path, runtimes: int) -> Refusal | No
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()
     if memory > has:
-        return Refusal(
-            "memory",
-            f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available",
-        )
+        needed = f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+        return Refusal("memory", needed)
     free = shutil.disk_usage(folder).free
     if weights > free:
-        return Refusal(
-            "disk",
-            f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB",
-        )
+        needed = f"it needs {weights / 1e9:.1f} GB in the cache folder, which has"
+        return Refusal("disk", f"{needed} {free / 1e9:.1f} GB")
     return None

@@ -226,9 +226,7 @@ class Collaborate(AttentionPass[Mixing]):
             elif params.is_dense:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
             else:
-                logits = sparse_logits(
-                    make, block, factors, shares_weights=uses[id(factors.key)] > 1
-                )
+                logits = sparse_logits(make, block, factors, gather=uses[id(factors.key)] > 1)
             replace_logits(make, block, logits, info)
 
 

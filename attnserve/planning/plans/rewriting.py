@@ -36,20 +36,19 @@ class ApplyReport:
 
     Attributes:
         is_exact: Whether all changes are exact.
-        not_refitted: Rewritten blocks that were not refitted, because other blocks share their
-            weights.
+        unfitted: Rewritten blocks that were not refitted, because other blocks share their weights.
     """
 
     changes: tuple[RecordedChange, ...] = ()
     is_exact: bool = True
-    not_refitted: tuple[str, ...] = ()
+    unfitted: tuple[str, ...] = ()
 
     def then(self, later: ApplyReport) -> ApplyReport:
         """The report of these changes and later ones."""
         return ApplyReport(
             (*self.changes, *later.changes),
             is_exact=self.is_exact and later.is_exact,
-            not_refitted=(*self.not_refitted, *later.not_refitted),
+            unfitted=(*self.unfitted, *later.unfitted),
         )
 
 
@@ -77,7 +76,7 @@ class PassRunner:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
         changes: The changes so far.
         lossy: The blocks that changed by more than rounding, in order.
-        not_refitted: Those that were not refitted, because other blocks share their weights.
+        unfitted: Those that were not refitted, because other blocks share their weights.
         to_certify: The blocks that were rewritten since the last certification.
         needs_refit: Whether a block was changed since the last refit.
     """
@@ -87,7 +86,7 @@ class PassRunner:
     fit: bool
     changes: list[RecordedChange] = field(default_factory=list[RecordedChange])
     lossy: dict[str, None] = field(default_factory=dict[str, None])
-    not_refitted: tuple[str, ...] = ()
+    unfitted: tuple[str, ...] = ()
     to_certify: set[str] = field(default_factory=set[str])
     needs_refit: bool = False
 
@@ -115,9 +114,7 @@ class PassRunner:
         """Refit and certify the changed blocks, and return the changes."""
         self._refit()
         self._certify()
-        return ApplyReport(
-            tuple(self.changes), is_exact=not self.lossy, not_refitted=self.not_refitted
-        )
+        return ApplyReport(tuple(self.changes), is_exact=not self.lossy, unfitted=self.unfitted)
 
     # ---- passes ----------------------------------------------------------------------------------
 
@@ -193,9 +190,7 @@ class PassRunner:
         self.analyses.invalidate()
         self.needs_refit = False
         if self.fit:
-            self.not_refitted = tuple(
-                sorted(name for name, result in refits.items() if result.is_shared)
-            )
+            self.unfitted = tuple(sorted(name for name, fit in refits.items() if fit.is_shared))
         latest = {change.block: change for change in self.changes}
         for place, change in enumerate(self.changes):
             if (result := refits.get(change.block)) is None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-
-import onnx_ir as ir
 
 from attnserve.data.datasets import content_digest
 from attnserve.job import Job
@@ -14,7 +13,6 @@ from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.cache import digest
-from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
@@ -44,9 +42,13 @@ def checked_workloads(job: Job) -> list[Workload]:
     batch = job.target.batch
     phase = job.requested_workloads[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
-    session, seed = open_session(job.original), job.context.seed
+    session = open_session(job.original)
+
+    def run(workload: Workload) -> None:
+        session.run(None, example_inputs(job.original, workload, job.context.seed))
+
     refusals = {
-        workload: _run_refusal(job.original, session, workload, seed)
+        workload: Refusal.of(partial(run, workload), (InvalidArgument, InvalidData))
         for workload in sorted({*job.requested_workloads, *others})
     }
     accepted = [workload for workload, refusal in refusals.items() if refusal is None]
@@ -98,17 +100,6 @@ def search_key(goal: GoalRecord, job: Job) -> str:
     return digest(
         (fingerprint(artifact), data.source.to_json(), goal.to_json(), served, versions())
     )
-
-
-def _run_refusal(
-    model: ir.Model, session: Session, workload: Workload, seed: int
-) -> Refusal | None:
-    """Why the model does not run at a workload; None if it does."""
-    try:
-        session.run(None, example_inputs(model, workload, seed))
-    except (InvalidArgument, InvalidData) as error:
-        return Refusal.of(error)
-    return None
 
 
 def _checksum(path: Path) -> str:

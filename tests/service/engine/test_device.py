@@ -18,7 +18,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.onnx_runtime import OnnxRuntime, require_runtime
-from attnserve.runtime.session import cuda_refusal
+from attnserve.runtime.session import require_cuda
 from attnserve.serving import loaded_model
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.buckets import Buckets
@@ -142,7 +142,7 @@ def test_warm_up_tests_whether_padding_is_allowed(tmp_path: Path, graphs: list[A
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(cuda_refusal() is not None, reason="this machine has no usable GPU")
+@pytest.mark.skipif(Refusal.of(require_cuda) is not None, reason="this machine has no usable GPU")
 def test_embed_on_a_gpu_gives_vectors_of_the_cpu(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
