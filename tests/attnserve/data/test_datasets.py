@@ -135,7 +135,7 @@ def test_length_edge_separates_short_and_long_texts(
 def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
     """Joined rows are made within each part, so that parts stay disjoint."""
     plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, 60))
-    assert plain.source.joined_rows == 0 and joined.source.joined_to == 60
+    assert plain.source.joined_rows is None and joined.source.joined_to == 60
     for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
         added = texts(after) - texts(before)
         assert texts(before) < texts(after)
