@@ -99,7 +99,7 @@ def counted() -> Iterator[None]:
     """Count in all commands, and do not fuse what is served."""
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, timer=Count())
-        patch.setattr(ServedTimer, "measure", measure_unfused)
+        patch.setattr(ServedTimer, "speed_of", measure_unfused)
         yield
 
 
