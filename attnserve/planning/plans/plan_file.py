@@ -20,7 +20,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import Recorded
+from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
@@ -60,15 +60,15 @@ class Decision(Recorded, frozen=True):
     kind: str
     kept: int
     count: int
-    head_size: int | None
-    rank: int | None
-    source: str | None
+    head_size: Always[int | None] = None
+    rank: Always[int | None] = None
+    source: Always[str | None] = None
     operator: Annotated[str, Field(alias="written")]
     ms_before: float
     ms_after: float
     predicted_loss: float
     why: str
-    in_float: bool = False
+    in_float: Always[bool] = False
 
 
 class Point(Recorded, frozen=True):

@@ -67,7 +67,8 @@ def test_open_artifact_record_can_be_written_as_json(plain: Path):
         "rewrite": "x",
         "later": 1e30,
         **dict.fromkeys(("break_even_sequence", "served_speedup", "speedups")),
-        **dict.fromkeys(("steps", "warnings"), []),
+        "steps": [],
+        "warnings": [],
     }
     assert artifact.max_length is None
 
