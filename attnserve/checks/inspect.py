@@ -132,10 +132,9 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     with Analyses.of(model) as analyses:
         matches = analyses.get(read_attention, seed=seed)
         gaps = skipped(model)
+        kinds = _rewrites().items()
         rewrites = {
-            block.name: {
-                name: kind.refusal(block, None, analyses) for name, kind in _rewrites().items()
-            }
+            block.name: {name: kind.refusal(block, None, analyses) for name, kind in kinds}
             for block in matches.blocks
         }
     info = infer_at(model, workload)

@@ -193,8 +193,7 @@ class Measured(Recorded, frozen=True):
             case {"qualities": [first, *others]}:
                 several = (first, *others) if others else ()
                 return {"quality": first, **content, "qualities": several}
-            case _:
-                return content
+        return content
 
     @property
     def qualities(self) -> tuple[Quality, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attnserve.runtime.isolation import allowed_environment, run_isolated
 from attnserve.runtime.onnx_runtime import require_runtime
 from attnserve.runtime.session import require_cuda
@@ -27,9 +29,5 @@ def gpu_refusal() -> Refusal | None:
 
     The session is opened in a child process, because a broken driver may end the process.
     """
-    environment = allowed_environment()
-    return Refusal.of(
-        lambda: run_isolated(
-            require_cuda, timeout_s=TIMEOUT_S, environment=environment, silent=True
-        )
-    )
+    check = partial(run_isolated, require_cuda, timeout_s=TIMEOUT_S, silent=True)
+    return Refusal.of(partial(check, environment=allowed_environment()))
