@@ -190,10 +190,10 @@ class Measured(Recorded, frozen=True):
     def _complete(cls, content: Any) -> Any:
         """Derive a missing ``quality`` from ``qualities``."""
         match content:
-            case {"qualities": [first, *others]}:
-                several = (first, *others) if others else ()
-                return {"quality": first, **content, "qualities": several}
-        return content
+            case {"qualities": [first, *rest]}:
+                return {"quality": first, **content, "qualities": (first, *rest) if rest else ()}
+            case _:
+                return content
 
     @property
     def qualities(self) -> tuple[Quality, ...]:
