@@ -35,7 +35,7 @@ from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime.machine import product_flags
-from attnserve.runtime.session import why_no_cuda
+from attnserve.runtime.session import require_cuda
 from benchmarks._common import RESULTS, description, write_json
 from benchmarks.gpu import collab_dk
 from benchmarks.gpu.collaborative_operators import expressions
@@ -52,7 +52,7 @@ from benchmarks.gpu.measure import (
     measure,
 )
 from benchmarks.gpu.short_text import captured, served
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import AttnserveError, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_attention import FuseAttention
 
@@ -338,7 +338,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(options.models) not in (0, 2):
         parser.error("give two models, ORIGINAL and OPTIMIZED, or none")
     provider: Provider = "cpu" if options.tiny_on_cpu else "cuda"
-    if provider == "cuda" and (why := why_no_cuda()):
+    if provider == "cuda" and (refusal := Refusal.of(require_cuda)):
+        why = refusal.reason
         print(f"benchmarks/cuda.py: nothing measured: {why}")
         if not options.models and not options.collab_dk:
             nothing = {"sizes": {}, "cuda_graphs": why, "service": why}

@@ -135,7 +135,7 @@ def _measure(artifact: Artifact, threads: int) -> dict[str, Any]:
             for runtime, worker in zip(RUNTIMES, workers, strict=True)
         }
         samplers = [partial(worker.call, "sample") for worker in workers]
-        times = TIMER.measure(samplers, SECONDS)  # runtimes rounds shapes
+        times = TIMER.time(samplers, SECONDS)  # runtimes rounds shapes
     names = [" x ".join(map(str, next(iter(feed.values())).shape[:2])) for feed in _feeds(artifact)]
     by_shape = times.transpose(0, 2, 1)
     auto = by_shape[RUNTIMES.index("auto")]

@@ -6,6 +6,7 @@ is not an error: ``find_attention`` returns ``Unmatched`` values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -111,7 +112,7 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why something does not apply, such as a rewrite to a block.
+    """The reason why something does not apply, such as a rewrite to a block; None if it applies.
 
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.
@@ -126,6 +127,27 @@ class Refusal:
     def __str__(self) -> str:
         return self.reason
 
-    def error(self, name: str, fix: str) -> CannotRewrite:
-        """Return the error for a requested rewrite of the block; its code is ``rewrite.CODE``."""
-        return CannotRewrite(f"{name}: {self.reason}", fix, code=f"rewrite.{self.code}")
+    @classmethod
+    def of(
+        cls,
+        check: Callable[[], object],
+        errors: tuple[type[AttnserveError], ...] = (AttnserveError,),
+    ) -> Refusal | None:
+        """The reason of the error that a check raises, one of ``errors``; None if it passes."""
+        try:
+            check()
+        except errors as error:
+            return cls(error.code.rpartition(".")[2], error.what, error.fix)
+        return None
+
+    def error(
+        self, subject: str, fix: str = "", *, area: str = "rewrite",
+        kind: type[AttnserveError] = CannotRewrite,
+    ) -> AttnserveError:  # fmt: skip
+        """Return the error for a required ``subject``, which may be empty; its code is AREA.CODE.
+
+        Args:
+            fix: The alternative, instead of that of the refusal.
+        """
+        what = f"{subject}: {self}" if subject else self.reason
+        return kind(what, fix or self.fix, code=f"{area}.{self.code}")

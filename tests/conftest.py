@@ -78,9 +78,10 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     from attnserve.runtime import onnx_runtime, session
     from attnserve.runtime.cuda import Cuda
+    from graph_passes.errors import Refusal
 
-    if why := session.why_no_cuda():
-        raise pytest.UsageError(f"--on-gpu: {why}")
+    if refusal := Refusal.of(session.require_cuda):
+        raise pytest.UsageError(f"--on-gpu: {refusal}")
 
     def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:
         return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
@@ -180,9 +181,9 @@ def in_context(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def served_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fuse what is served before it is compared."""
-    from tests.attnserve.costs import MEASURE
+    from tests.attnserve.costs import SPEED_OF
 
-    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.measure", MEASURE)
+    monkeypatch.setattr("attnserve.planning.served_speed.ServedTimer.speed_of", SPEED_OF)
 
 
 @pytest.fixture

@@ -18,18 +18,21 @@ from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.profile import read_runs
-from attnserve.runtime.session import open_session, why_no_cuda
+from attnserve.runtime.session import open_session, require_cuda
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import Refusal
 from tests.attnserve.costs import fused_is_faster
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(why_no_cuda() is not None, reason="this machine has no usable GPU"),
+    pytest.mark.skipif(
+        Refusal.of(require_cuda) is not None, reason="this machine has no usable GPU"
+    ),
 ]
 
 SIZE = Size(2, 64, 4)

@@ -243,7 +243,7 @@ def bench(
                 (progress or ignore_progress)("bench", step, 100 * phases * len(workloads))
 
             samplers = [child.feed(workload) for child in children]
-            times_ms = BENCHMARK.measure(
+            times_ms = BENCHMARK.time(
                 samplers, SHAPE_SECONDS, rounds=timing.rounds, progress=partial(advance, 0)
             )
             samples = [tuple(row) for row in times_ms.tolist()]
@@ -320,7 +320,7 @@ def _measure_decoding(
                     sample(1)
                     samplers[index] = sample
         if samplers:
-            times = BENCHMARK.measure(
+            times = BENCHMARK.time(
                 list(samplers.values()),
                 SHAPE_SECONDS / 2,
                 rounds=rounds,

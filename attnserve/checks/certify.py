@@ -97,9 +97,9 @@ class MatchReport:
     def blocks(self) -> tuple[AttentionBlock, ...]:
         return tuple(certified.block for certified in self.certified)
 
-    def failure(self, block: AttentionBlock) -> str | None:
-        """Return why a matched block is not certified; None if it is."""
-        return next((each.reason for each in self.unmatched if each.node is block.product), None)
+    def failure(self, block: AttentionBlock) -> Unmatched | None:
+        """The failed certification of a matched block; None if it is certified."""
+        return next((each for each in self.unmatched if each.node is block.product), None)
 
 
 def require_attention(matches: MatchReport) -> None:

@@ -27,7 +27,6 @@ from attnserve.models.masks import flat_mask, token_mask
 from attnserve.models.measured import Fidelity, OutputFidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.output_kinds import counts_tokens, is_cache_name, same_outputs
-from attnserve.models.recorded import without_empty
 from attnserve.models.rows import fixed_axes, row_count
 from attnserve.options import Comparison, Run
 from attnserve.paths import StrPath
@@ -360,9 +359,7 @@ class Tally:
             relative_error=relative,
             mean_cosine=self.cosines / tokens if self.tokens else 1.0,
             min_cosine=self.least,
-            **without_empty(
-                not_finite_rows=self.not_finite,
-                excluded_rows=self.excluded,
-                same_outputs=same_outputs,
-            ),
+            not_finite_rows=tuple(self.not_finite),
+            excluded_rows=tuple(self.excluded),
+            same_outputs=tuple(same_outputs),
         )

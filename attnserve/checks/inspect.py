@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import onnx_ir as ir
 
@@ -18,7 +18,7 @@ from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import infer_at, macs_at
 from graph_passes.analysis.parameters import parameters
 from graph_passes.analysis.workload import Workload
-from graph_passes.blocks import AttentionBlock
+from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass
 from graph_passes.passes.skip_attention import Skipped, skipped
 from graph_passes.public import PASSES
@@ -37,8 +37,8 @@ class Inspection:
     batch: int
     sequence: int
     uncounted: tuple[str, ...]
-    rewrites: Mapping[str, Mapping[str, str | Literal[True]]]
-    """Applicability by block and pass name: True, or the reason why the pass does not apply."""
+    rewrites: Mapping[str, Mapping[str, Refusal | None]]
+    """Why a pass does not apply, by block and name of the pass; None if it does."""
     skipped: tuple[Skipped, ...] = ()
 
     @property
@@ -80,7 +80,10 @@ class Inspection:
                 "certified": True,
                 "max_abs_error": certified.max_abs_error,
                 "macs": self.block_macs[block.name],
-                "rewrites": dict(self.rewrites[block.name]),
+                "rewrites": {
+                    name: True if refusal is None else refusal.reason
+                    for name, refusal in self.rewrites[block.name].items()
+                },
             }
             for certified in self.matches.certified
             for block in (certified.block,)
@@ -129,7 +132,11 @@ def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) 
     with Analyses.of(model) as analyses:
         matches = analyses.get(read_attention, seed=seed)
         gaps = skipped(model)
-        rewrites = {block.name: _applicable(block, analyses) for block in matches.blocks}
+        kinds = _rewrites().items()
+        rewrites = {
+            block.name: {name: kind.refusal(block, None, analyses) for name, kind in kinds}
+            for block in matches.blocks
+        }
     info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)
     return Inspection(
@@ -154,8 +161,3 @@ def _rewrites() -> dict[str, type[AttentionPass[Any]]]:
         for kind in sorted(PASSES, key=lambda kind: kind.name)
         if issubclass(kind, AttentionPass) and kind.lossy
     }
-
-
-def _applicable(block: AttentionBlock, analyses: Analyses) -> dict[str, str | Literal[True]]:
-    refusals = {name: kind.refusal(block, None, analyses) for name, kind in _rewrites().items()}
-    return {name: str(refusal) if refusal else True for name, refusal in refusals.items()}

@@ -50,7 +50,6 @@ from attnserve.models.output_kinds import (
     same_outputs,
     vocabulary_size,
 )
-from attnserve.models.recorded import without_empty
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidArgument, InvalidData
@@ -279,14 +278,18 @@ class QualityMeter:
                     code="quality.not_finite",
                 )
             index = self.outputs.index(subject.output)
-            details = without_empty(
+            same = [self.outputs[i] for i, first in self._same.items() if first == index]
+            quality = _quality(
+                meter,
+                split=self.split,
+                output=subject.output,
                 file=subject.file,
                 lengths=subject.lengths,
-                same_outputs=[self.outputs[i] for i, first in self._same.items() if first == index],
+                same_outputs=same,
                 not_finite_rows=wrong,
                 excluded_rows=excluded,
             )
-            qualities.append(_quality(meter, self.split, subject.output, details))
+            qualities.append(quality)
         return sorted(qualities, key=lambda quality: -quality.losses.bounded)
 
     def _kinds(self, batch: Batch, rows: int) -> list[_Texts]:
@@ -334,18 +337,10 @@ class QualityMeter:
         return "features"
 
 
-def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -> Quality:
-    """Make the quality from the result of a meter.
-
-    Args:
-        details: Fields that are recorded only with a value.
-    """
+def _quality(meter: Meter, **described: Any) -> Quality:
+    """Make the quality from the result of a meter, and fields that describe what was measured."""
     scores = meter.scores()
-    further: dict[str, Any] = {
-        **details,
-        **without_empty(documents=scores.documents),
-        **scores.also,
-    }
+    further: dict[str, Any] = {**described, **scores.also}
     return Quality(
         measure=scores.measure,
         value=scores.value,
@@ -354,8 +349,7 @@ def _quality(meter: Meter, split: Split, output: str, details: dict[str, Any]) -
         p5=scores.p5,
         constant=scores.constant,
         rows=len(scores.influence),
-        split=split,
-        output=output,
+        documents=scores.documents or None,
         losses=limited_losses(scores) if meter.is_finite else Losses(1.0, 1.0),
         is_finite=meter.is_finite,
         **further,

@@ -26,7 +26,6 @@ from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import path_sha256
 from attnserve.models.lineage import Calibration
-from attnserve.models.recorded import without_empty
 from attnserve.options import Lengths, check_files
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
@@ -214,11 +213,9 @@ def _file_data(split: FileParts, name: str) -> Dataset:
         held_out_rows=tuple(counts[1:]),
         lengths=_percentiles(lengths),
         sha256=path_sha256(file.path, "*.npz"),
-        **without_empty(
-            joined_rows=len(all_joined),
-            joined_to=file.joiner.sequence if file.joiner and all_joined else None,
-            documents=len(file.of_role(split.distinct, "document")),
-        ),
+        joined_rows=len(all_joined) or None,
+        joined_to=file.joiner.sequence if file.joiner and all_joined else None,
+        documents=len(file.of_role(split.distinct, "document")) or None,
     )
     return Dataset(
         fit=fit,
@@ -246,17 +243,15 @@ def _combined(datasets: Sequence[Dataset], weights: Sequence[float], *, length: 
     fields: dict[str, Any] = {
         name: sum(getattr(source, name) for source in sources) for name in counts
     }
-    if joined_sources := [source for source in sources if source.joined_rows]:
-        fields["joined_rows"] = sum(source.joined_rows for source in joined_sources)
-        fields["joined_to"] = joined_sources[0].joined_to
-    if weights:
-        fields["weights"] = tuple(weights)
     source = Calibration(
         file=", ".join(source.file for source in sources),
         held_out_rows=tuple(np.sum([source.held_out_rows for source in sources], 0).tolist()),
         lengths=_percentiles(lengths),
         sha256=hashlib.sha256(f"{checksums} {list(map(float, weights))}".encode()).hexdigest(),
         files=tuple(sources),
+        joined_rows=sum(source.joined_rows or 0 for source in sources) or None,
+        joined_to=next((source.joined_to for source in sources if source.joined_to), None),
+        weights=tuple(weights),
         **fields,
     )
     return Dataset(
@@ -287,7 +282,7 @@ def require_rows(data: Dataset, least: int, *, fix: str, code: str) -> None:
     """
     sources = [file.source for file in data.files or [data]]
     for source in sources:
-        queries = source.distinct_rows - source.documents
+        queries = source.distinct_rows - (source.documents or 0)
         if source.documents and min(queries, source.documents) < least:
             raise InvalidData(
                 f"{source.file} has {queries} distinct queries and {source.documents} documents: "

@@ -99,7 +99,7 @@ def write_genai_folder(
         InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
     """
     artifact = open_artifact(model)
-    sources = [path for path in (artifact.folder, artifact.shared) if path is not None]
+    sources = [path for path in (artifact.folder, artifact.companion_folder) if path is not None]
     for source in sources:
         check_output(folder, source=source, force=force)
     graph = load_model(artifact)

@@ -35,7 +35,13 @@ from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
 from attnserve.serving.tensor_codec import NAMES, ONNX_TYPES
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel, InvalidOutput
+from graph_passes.errors import (
+    AttnserveError,
+    InvalidArgument,
+    InvalidModel,
+    InvalidOutput,
+    Refusal,
+)
 
 __all__ = ["TritonModel", "Value", "write_repository"]
 
@@ -186,7 +192,7 @@ class _Examined:
 
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    not_batched: str | None
+    not_batched: Refusal | None
     warm_up: Mapping[str, np.ndarray]
 
 
@@ -226,17 +232,17 @@ def _examine(artifact: Artifact, graph: ir.Model, provider: Provider) -> _Examin
         outputs=tuple(
             _value(value, array.ndim) for value, array in zip(outputs, runs[-1][1], strict=True)
         ),
-        not_batched=_why_not_batched(graph, inputs, outputs, runs),
+        not_batched=_batch_refusal(graph, inputs, outputs, runs),
         warm_up=warm_up,
     )
 
 
-def _why_not_batched(
+def _batch_refusal(
     graph: ir.Model,
     inputs: Sequence[Any],
     outputs: Sequence[Any],
     runs: Sequence[tuple[int, Sequence[np.ndarray]]],
-) -> str | None:
+) -> Refusal | None:
     """Return why requests cannot be rows of one run; None if they can.
 
     Args:
@@ -244,15 +250,17 @@ def _why_not_batched(
     """
     for value in inputs:
         if not value.shape:
-            return f"its input {value.name!r} has no axes"
+            return Refusal("no_axes", f"its input {value.name!r} has no axes")
         if isinstance(value.shape[0], int):
-            return f"the first axis of its input {value.name!r} is fixed to {value.shape[0]}"
+            fixed = f"the first axis of its input {value.name!r} is fixed to {value.shape[0]}"
+            return Refusal("fixed_axis", fixed)
     for place, value in enumerate(outputs):
         if any(arrays[place].shape[:1] != (rows,) for rows, arrays in runs):
-            return (
-                f"the first axis of its output {value.name!r} is not the batch axis of its inputs"
-            )
-    return None if batch_invariant(graph) else "its dynamic quantization depends on the batch"
+            other = f"the first axis of its output {value.name!r} is not the batch axis of"
+            return Refusal("other_axis", f"{other} its inputs")
+    if not batch_invariant(graph):
+        return Refusal("batch_dependent", "its dynamic quantization depends on the batch")
+    return None
 
 
 def _value(value: Any, rank: int) -> Value:

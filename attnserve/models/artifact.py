@@ -61,13 +61,13 @@ class Artifact:
     Attributes:
         model: The .onnx file.
         record: The content of attnserve.json; empty if there is none.
-        shared: A folder with companion files for all versions or files of a model, used for files
-            that are not in the model's folder.
+        companion_folder: A folder with companion files for all versions or files of a model, used
+            for files that are not in the model's folder.
     """
 
     model: Path
     record: Record = EMPTY
-    shared: Path | None = None
+    companion_folder: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -94,7 +94,7 @@ class Artifact:
 
     def companion(self, name: str) -> Path | None:
         """The path of a companion file; None if it does not exist."""
-        folders = [self.folder] if self.shared is None else [self.folder, self.shared]
+        folders = [self.folder, *filter(None, [self.companion_folder])]
         return next((path for folder in folders if (path := folder / name).is_file()), None)
 
     @property
@@ -241,28 +241,29 @@ class Artifact:
             ) from error
 
 
-def open_artifact(path: StrPath, shared: Path | None = None) -> Artifact:
+def open_artifact(path: StrPath, companion_folder: Path | None = None) -> Artifact:
     """Open the artifact at ``path``, an .onnx file or a folder with one.
 
     Args:
-        shared: A folder with a tokenizer and a record, used if the model's folder has none.
+        companion_folder: A folder with a tokenizer and a record, if the model's folder has none.
 
     Raises:
         InvalidModel: ``path`` does not exist, or is a folder without exactly one model.
     """
     model = model_file(path)
+    folder = companion_folder
     hub_root = model.parent.parent
-    if shared is None and model.parent.name == HUB_FOLDER and _has_configuration(hub_root):
-        shared = hub_root
+    if folder is None and model.parent.name == HUB_FOLDER and _has_configuration(hub_root):
+        folder = hub_root
     record = read_record(model)
-    if not record.stated and shared is not None and (shared / RECORD).is_file():
-        shared_record = parse_record(shared / RECORD)
+    if not record.stated and folder is not None and (folder / RECORD).is_file():
+        found = parse_record(folder / RECORD)
         # Otherwise it describes another model in the folder.
-        if shared_record.describes(shared) is None:
-            record = shared_record.without("files", "others")
+        if found.describes(folder) is None:
+            record = found.without("files", "others")
     if "pooling" not in record.stated:
-        record = record.over(read_settings(model.parent, *filter(None, [shared])).record())
-    return Artifact(model, record, shared)
+        record = record.over(read_settings(model.parent, *filter(None, [folder])).record())
+    return Artifact(model, record, folder)
 
 
 def model_file(path: StrPath) -> Path:
@@ -322,9 +323,9 @@ def companions_to_copy(artifact: Artifact) -> dict[str, Path]:
         path = artifact.companion(name)
         if path is None:
             continue
-        shared_folder = None if artifact.shared is None else artifact.shared.resolve()
-        is_shared = shared_folder is not None and path.resolve().is_relative_to(shared_folder)
-        if not is_shared and not belongs_to(path, artifact.model):
+        above = artifact.companion_folder
+        is_above = above is not None and path.resolve().is_relative_to(above.resolve())
+        if not is_above and not belongs_to(path, artifact.model):
             raise InvalidModel(
                 f"{path} is a link to {path.resolve()}, outside of the model's folder",
                 "replace it by a copy of that file, or remove it",

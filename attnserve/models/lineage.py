@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
 from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
-from attnserve.models.recorded import Recorded, RecordedWithNulls
+from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup
@@ -44,7 +44,7 @@ class Source(Recorded, frozen=True):
     weights: str | None = None
 
 
-class ModelCost(RecordedWithNulls, frozen=True):
+class ModelCost(Recorded, frozen=True):
     """Counts at the recorded batch and sequence, and bytes of the weights.
 
     ``macs`` is None where they cannot be counted.
@@ -84,7 +84,7 @@ class Calibration(Recorded, frozen=True):
     file: str = ""
     rows: int = 0
     distinct_rows: int = 0
-    joined_rows: int = 0
+    joined_rows: int | None = None
     joined_to: int | tuple[int, int] | None = None
     tokens: int = 0
     fit_rows: int = 0
@@ -94,7 +94,7 @@ class Calibration(Recorded, frozen=True):
     sha256: str = ""
     files: tuple[Calibration, ...] = ()
     weights: tuple[FiniteFloat, ...] = ()
-    documents: int = 0
+    documents: int | None = None
     token_ids: TokenIds | None = None
 
 
@@ -102,7 +102,7 @@ SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 """The fields of a change that are sizes, in the order of tables."""
 
 
-class RecordedChange(RecordedWithNulls, frozen=True):
+class RecordedChange(Recorded, frozen=True):
     """One rewrite of one block.
 
     Attributes:
@@ -122,14 +122,14 @@ class RecordedChange(RecordedWithNulls, frozen=True):
 
     rewrite: str
     block: str
-    relative_error: FiniteFloat | None = None
-    macs_after: int | None = None
-    fitted_error: FiniteFloat | None = None
-    rank: int | None = None
-    heads: int | None = None
-    neurons: int | None = None
-    head_size: int | None = None
-    cache_width: int | None = None
+    relative_error: Always[FiniteFloat | None] = None
+    macs_after: Always[int | None] = None
+    fitted_error: Always[FiniteFloat | None] = None
+    rank: Always[int | None] = None
+    heads: Always[int | None] = None
+    neurons: Always[int | None] = None
+    head_size: Always[int | None] = None
+    cache_width: Always[int | None] = None
 
     @property
     def changed_sizes(self) -> list[str]:
@@ -137,7 +137,7 @@ class RecordedChange(RecordedWithNulls, frozen=True):
         return [name for name in SIZES if getattr(self, name) is not None]
 
 
-class MixingReport(RecordedWithNulls, frozen=True):
+class MixingReport(Recorded, frozen=True):
     """A mixing that was built and timed; see ``planning.mixing_choice``.
 
     Attributes:
@@ -153,7 +153,7 @@ class MixingReport(RecordedWithNulls, frozen=True):
     slowest: Speedup
 
 
-class MixingChoice(RecordedWithNulls, frozen=True):
+class MixingChoice(Recorded, frozen=True):
     """The chosen mixing, the reason, and all mixings that were timed."""
 
     chosen: MixingKind
@@ -206,10 +206,10 @@ class LineageEntry(Measured, frozen=True):
     after: ModelCost | None = None
     changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
     fidelity: Fidelity | None = None
-    break_even_sequence: int | None = None
+    break_even_sequence: Always[int | None] = None
     batch: int | None = None
     sequence: int | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: Always[tuple[str, ...]] = ()
     plan: dict[str, Any] | None = None
 
     @property
@@ -222,13 +222,15 @@ class OptimizeEntry(LineageEntry, frozen=True):
     """An entry of ``optimize``.
 
     Attributes:
+        changes: As in ``LineageEntry``, also if there are none.
         quality_to_choose: As in ``SearchRecord``.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_verification``).
     """
 
-    served_speedup: FiniteFloat | None = None
-    speedups: ServedSpeed | None = None
+    changes: Annotated[Always[tuple[RecordedChange, ...]], Field(alias="steps")] = ()
+    served_speedup: Always[FiniteFloat | None] = None
+    speedups: Always[ServedSpeed | None] = None
     mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None

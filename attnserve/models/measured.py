@@ -7,14 +7,14 @@ lacks is NaN, and is not written again.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, cast
 
 from pydantic import BeforeValidator, Field, FiniteFloat, PlainSerializer, model_validator
 
 from attnserve.context import Device
 from attnserve.literals import Precision
-from attnserve.models.recorded import Recorded, RecordedWithNulls
+from attnserve.models.recorded import Always, Recorded
 from attnserve.runtime.interleaved_timer import Speedup
 from graph_passes.analysis.workload import Phase, Workload
 
@@ -94,7 +94,7 @@ class Quality(Recorded, frozen=True):
     measure: str
     value: float
     lower: float = math.nan
-    ci95: tuple[float, float] | None = None
+    ci95: Always[tuple[float, float] | None] = None
     p5: float = math.nan
     constant: float = math.nan
     rows: int = 0
@@ -109,7 +109,7 @@ class Quality(Recorded, frozen=True):
     same_outputs: tuple[str, ...] = ()
     not_finite_rows: tuple[int, ...] = ()
     excluded_rows: tuple[int, ...] = ()
-    documents: int = 0
+    documents: int | None = None
     losses: Losses = Field(default=UNKNOWN, exclude=True)
     is_finite: bool = Field(default=True, exclude=True)
 
@@ -179,30 +179,26 @@ class Measured(Recorded, frozen=True):
 
     Attributes:
         quality: The lowest of them; None if none was measured.
-        qualities: All of them, by output, file and lengths of texts, the lowest first. They are
-            written only if there are several.
+        several: All of them, if there are several.
     """
 
     quality: Quality | None = None
-    qualities: tuple[Quality, ...] = ()
+    several: tuple[Quality, ...] = Field(default=(), alias="qualities")
 
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Derive the missing one of ``quality`` and ``qualities`` from the other."""
-        if not isinstance(content, dict):
-            return content
-        fields = cast("dict[str, Any]", content)
-        quality = fields.get("quality")
-        qualities = fields.get("qualities")
-        if qualities and quality is None and isinstance(qualities, list | tuple):
-            return {**fields, "quality": cast("Sequence[Any]", qualities)[0]}
-        return {**fields, "qualities": (quality,)} if quality and not qualities else fields
+        """Derive a missing ``quality`` from ``qualities``."""
+        match content:
+            case {"qualities": [first, *rest]}:
+                return {"quality": first, **content, "qualities": (first, *rest) if rest else ()}
+            case _:
+                return content
 
     @property
-    def json_fields(self) -> Collection[str]:
-        names = super().json_fields
-        return names if len(self.qualities) > 1 else {*names} - {"qualities"}
+    def qualities(self) -> tuple[Quality, ...]:
+        """All qualities, by output, file and lengths of texts, the lowest first."""
+        return self.several or (() if self.quality is None else (self.quality,))
 
 
 class Share(Recorded, frozen=True):
@@ -288,7 +284,6 @@ class Fidelity(Measured, frozen=True):
         outputs: The errors of each output.
         mean_cosine, min_cosine: Over all outputs except caches.
         data: The source of the inputs.
-        share: The kept share of a task's score, in plans.
         is_held_out: Whether the inputs are held-out rows of the calibration data; not recorded.
     """
 
@@ -296,7 +291,6 @@ class Fidelity(Measured, frozen=True):
     mean_cosine: FiniteFloat = math.nan
     min_cosine: FiniteFloat = math.nan
     data: str = ""
-    share: Share | None = None
     is_held_out: bool = Field(default=False, exclude=True)
 
     @property
@@ -309,7 +303,7 @@ class Fidelity(Measured, frozen=True):
         return [warning for output in self.outputs for warning in output.warnings()]
 
 
-class ShapeLatency(RecordedWithNulls, frozen=True):
+class ShapeLatency(Recorded, frozen=True):
     """Latencies in milliseconds of the new model and the original at one shape, and their ratio.
 
     They are medians of interleaved runs.
@@ -343,8 +337,8 @@ class ServedSpeed(Recorded, frozen=True):
     shapes: tuple[tuple[int, int], ...] = ()
     phase: str = "sequence"
     fusion: Speedup
-    precision: Speedup | None = None
-    removal: Speedup | None = None
+    precision: Always[Speedup | None] = None
+    removal: Always[Speedup | None] = None
     served: Speedup
     served_by_shape: tuple[FiniteFloat, ...] = ()
     runtimes: tuple[str, ...] = ()

@@ -21,10 +21,10 @@ VERSION = re.compile(r"[1-9]\d{0,17}|0")
 
 @dataclass(frozen=True)
 class ModelLocation:
-    """Location of a version; ``shared`` is the folder above the versions of a model."""
+    """Location of a version; ``companion_folder`` is the folder above the versions of a model."""
 
     path: Path
-    shared: Path | None = None
+    companion_folder: Path | None = None
 
 
 def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, ModelLocation]]:

@@ -80,10 +80,8 @@ def output_file(output: Path, artifact: Artifact, model: ir.Model, *, force: boo
     is_file = output.suffix.lower() == ".onnx" and not output.is_dir()
     file = output if is_file else output / "model.onnx"
     # A model above the folder onnx would hide the one in it.
-    hub_folders = (
-        [artifact.shared] if artifact.shared and artifact.folder.name == HUB_FOLDER else []
-    )
-    if any(_same(file.parent, folder) for folder in hub_folders):
+    above = artifact.companion_folder if artifact.folder.name == HUB_FOLDER else None
+    if above is not None and _same(file.parent, above):
         raise _is_the_input(file.parent)
     if not is_file and _same(output, artifact.folder):
         raise _is_the_input(output)
@@ -402,7 +400,7 @@ def _gets_library_files(file: Path, source: Artifact) -> bool:
 
     They describe the one model of a folder. In the folder of the source, they are the user's.
     """
-    folders = [source.folder, *([source.shared] if source.shared else [])]
+    folders = [source.folder, *filter(None, [source.companion_folder])]
     is_own = any(_same(file.parent, folder) for folder in folders)
     return file.name == "model.onnx" and not is_own
 

@@ -7,11 +7,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, FiniteFloat
 
 from attnserve.models.measured import Fidelity, Measured, Quality, ShapeLatency, Share
-from attnserve.models.recorded import Recorded, RecordedWithNulls
+from attnserve.models.recorded import Always, Recorded
 
 __all__ = [
     "GoalRecord",
     "Round",
+    "SearchFidelity",
     "SearchRecord",
     "TrainingRounds",
     "Verification",
@@ -28,12 +29,12 @@ def _present_name(measure: object) -> object:
 class GoalRecord(Recorded, frozen=True):
     """The request of a search; see ``options.Goal``."""
 
-    keep: float | None = None
-    target_speedup: float | None = None
+    keep: Always[float | None] = None
+    target_speedup: Always[float | None] = None
     measure: Annotated[str, BeforeValidator(_present_name)] = "auto"
-    task: str | None = None
-    eval_data: str | None = None
-    eval_data_sha256: str | None = None
+    task: Always[str | None] = None
+    eval_data: Always[str | None] = None
+    eval_data_sha256: Always[str | None] = None
     allow: tuple[str, ...] = ()
     precision: str = "float32"
     batch: int = 1
@@ -58,11 +59,11 @@ class Verification(Measured, frozen=True):
 
     fidelity: Fidelity = Field(default=Fidelity(), exclude=True)
     loss: FiniteFloat
-    share: Share | None = None
+    share: Always[Share | None] = None
     part: str = ""
 
 
-class Round(RecordedWithNulls, frozen=True):
+class Round(Recorded, frozen=True):
     """One choice that was built and trained.
 
     Attributes:
@@ -81,7 +82,7 @@ class Round(RecordedWithNulls, frozen=True):
     keeps: bool
 
 
-class TrainingRounds(RecordedWithNulls, frozen=True):
+class TrainingRounds(Recorded, frozen=True):
     """The training rounds of a search.
 
     Attributes:
@@ -94,6 +95,12 @@ class TrainingRounds(RecordedWithNulls, frozen=True):
     gain: bool
     verdict: str
     torch: str
+
+
+class SearchFidelity(Fidelity, frozen=True):
+    """The cosines of the returned choice, and the kept share of the task's score."""
+
+    share: Always[Share | None] = None
 
 
 class SearchRecord(Measured, frozen=True):
@@ -110,7 +117,7 @@ class SearchRecord(Measured, frozen=True):
     goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
     verdict: str = ""
     gain: bool = False
-    fidelity: Fidelity | None = None
+    fidelity: SearchFidelity | None = None
     quality_to_choose: Annotated[Quality | None, Field(alias="choose")] = None
     verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None

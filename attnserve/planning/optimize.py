@@ -30,7 +30,6 @@ from attnserve.models.outputs import (
     write_rewritten,
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
-from attnserve.models.recorded import without_empty
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
@@ -291,7 +290,7 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:
-        speed = rewritten.timer.measure(rewritten.model, converted, plan, other_runtimes.keys())
+        speed = rewritten.timer.speed_of(rewritten.model, converted, plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,
@@ -323,16 +322,13 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         served_speedup=speed and speed.served.value,
         speedups=speed,
         versions=versions(),
-        **without_empty(
-            search=search,
-            mixing=rewritten.mixing,
-            int8_weight_bits=int8_weight_bits(converted),
-            int8_activations=int8_activations(converted),
-            also_verified=other_fidelities,
-            other_runtimes=other_runtimes,
-        ),
-        # Null without a gain.
-        **(dict[str, Any](quality_to_choose=search.quality_to_choose) if search else {}),
+        search=search,
+        mixing=rewritten.mixing,
+        int8_weight_bits=int8_weight_bits(converted),
+        int8_activations=int8_activations(converted),
+        also_verified=other_fidelities,
+        other_runtimes=other_runtimes,
+        quality_to_choose=search and search.quality_to_choose,
     )
     return OptimizeReport(record, plan, fidelity, file, search)
 

@@ -69,9 +69,9 @@ def _training_warnings(search: SearchRecord | None) -> list[str]:
 
 def _shared_warnings(applied: ApplyReport) -> list[str]:
     """A warning about blocks that were not refitted, because they share their last weights."""
-    if not applied.shared:
+    if not applied.unfitted:
         return []
-    names = ", ".join(applied.shared)
+    names = ", ".join(applied.unfitted)
     return [f"{names}: not refitted, because layers that are not rewritten share the weights"]
 
 

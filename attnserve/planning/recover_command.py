@@ -24,7 +24,6 @@ from attnserve.models.lineage import BeforeRecovery, RecoverEntry
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, output_file
 from attnserve.models.quantized import int8_activations, int8_weight_bits
-from attnserve.models.recorded import without_empty
 from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files
 from attnserve.paths import StrPath, as_path, as_paths
@@ -254,11 +253,9 @@ def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverR
         verdict=_verdict(before, after, teacher_score, training, gain, bits is not None),
         training=training.record,
         warnings=tuple(warnings),
-        **without_empty(
-            scores=scores,
-            int8_weight_bits=bits,
-            int8_activations=int8_activations(result_model),
-        ),
+        scores=scores,
+        int8_weight_bits=bits,
+        int8_activations=int8_activations(result_model),
     )
     report = RecoverReport(record, before.fidelity, after.fidelity, training, file)
     return report, result_model

@@ -105,7 +105,7 @@ class ServedTimer:
             models, feeds, context=job.context, runtimes=runtimes, min_speedup=min_speedup
         )
 
-    def measure(
+    def speed_of(
         self,
         rewritten: ir.Model,
         converted: ir.Model,
@@ -311,7 +311,7 @@ def time_models(
         samplers = [partial(call, "sample", index) for index in range(count)]
 
         def time_once() -> np.ndarray:
-            return TIMER.measure(samplers, total, progress=progress).transpose(2, 0, 1)
+            return TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
 
         times = time_twice_if_slow(time_once, min_speedup)
     return {workloads[index]: rows for index, rows in zip(accepted, times, strict=True)}

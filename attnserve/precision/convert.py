@@ -308,11 +308,8 @@ def check_cpu(precision: Precision) -> None:
     Raises:
         InvalidArgument: The machine does not, or the precision is unknown.
     """
-    scheme = SCHEMES[precision]
-    if (refusal := scheme.refusal()) is not None:
-        raise InvalidArgument(
-            f"{precision}: {refusal.reason}", scheme.instead, code=f"precision.{refusal.code}"
-        )
+    if (refusal := SCHEMES[precision].refusal()) is not None:
+        raise refusal.error(precision, kind=InvalidArgument, area="precision")
 
 
 def context_for(precision: Precision, context: RunContext) -> RunContext:

@@ -173,8 +173,8 @@ def _divisors(
 ) -> Float[np.ndarray, " D"] | None:
     """Smoothing divisors of the activation of these products; None if they gain too little."""
     weights = np.concatenate([product.matrix() for product in products], axis=1)
-    min_gain = 1.0 if is_foldable(products[0].x, products) else 1 + COST / weights.shape[1]
-    return smoothing(range_, weights, bits, min_gain)
+    min_factor = 1.0 if is_foldable(products[0].x, products) else 1 + COST / weights.shape[1]
+    return smoothing(range_, weights, bits, min_factor)
 
 
 def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
@@ -224,7 +224,7 @@ def quantized_arrays(
 
 
 def smoothing(
-    range_: Range, weights: Float[np.ndarray, "D N"], bits: Bits, min_gain: float
+    range_: Range, weights: Float[np.ndarray, "D N"], bits: Bits, min_factor: float
 ) -> Float[np.ndarray, " D"] | None:
     """Compute smoothing divisors of an activation; None if they reduce the error too little.
 
@@ -233,7 +233,7 @@ def smoothing(
     d^2 / 12.
 
     Args:
-        min_gain: Minimum factor by which the squared error must decrease.
+        min_factor: Minimum factor by which the squared error must decrease.
     """
     peaks = np.maximum(np.abs(range_.low), np.abs(range_.high))
     typical = float(np.median(peaks))
@@ -253,7 +253,7 @@ def smoothing(
 
     candidates = [np.maximum(peaks / limit, 1) for limit in np.geomspace(typical, largest, 9)]
     best = min(candidates, key=squared_error)
-    if squared_error(best) * min_gain >= squared_error(np.ones(len(peaks))):
+    if squared_error(best) * min_factor >= squared_error(np.ones(len(peaks))):
         return None
     return best
 

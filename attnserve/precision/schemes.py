@@ -92,11 +92,6 @@ class Conversion:
         return None if self.to_nearest or self.rounding else self.calibration.moments
 
 
-def _no_refusal() -> Refusal | None:
-    """A precision that every machine computes correctly."""
-    return None
-
-
 @dataclass(frozen=True)
 class Scheme:
     """A precision.
@@ -117,8 +112,7 @@ class Scheme:
         in_bfloat16: Whether float32 weights of the result are computed in bfloat16.
         runtime: The only runtime that computes the precision; empty for every runtime.
         oldest_opset: Minimum opset of the model.
-        refusal: Returns why this machine does not compute the precision correctly, or None.
-        instead: The fix for such a machine.
+        refusal: Returns why this machine does not compute the precision correctly; None if it does.
     """
 
     name: str
@@ -133,8 +127,7 @@ class Scheme:
     in_bfloat16: bool = False
     runtime: str = ""
     oldest_opset: int = 1
-    refusal: Callable[[], Refusal | None] = _no_refusal
-    instead: str = "choose another precision"
+    refusal: Callable[[], Refusal | None] = lambda: None
 
     @property
     def rest(self) -> Precision:
@@ -180,6 +173,7 @@ def _dot_product_refusal() -> Refusal | None:
         "cpu",
         "this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate with 8-bit "
         "weights",
+        "use int8, whose 7-bit weights are exact on every CPU",
     )
 
 
@@ -205,7 +199,9 @@ def _bfloat16_refusal() -> Refusal | None:
     if has_bfloat16_product():
         return None
     return Refusal(
-        "cpu", "this CPU has no instructions for products in bfloat16 (avx512_bf16, AMX)"
+        "cpu",
+        "this CPU has no instructions for products in bfloat16 (avx512_bf16, AMX)",
+        "use float32 or int8",
     )
 
 
@@ -224,7 +220,6 @@ INT8_FULL = replace(
     write=partial(_to_int8, 8),
     bits=8,
     refusal=_dot_product_refusal,
-    instead="use int8, whose 7-bit weights are exact on every CPU",
 )
 
 SCHEMES = Registry[Scheme](
@@ -253,7 +248,6 @@ SCHEMES = Registry[Scheme](
         in_bfloat16=True,
         runtime="openvino",
         refusal=_bfloat16_refusal,
-        instead="use float32 or int8",
     ),
     INT8,
     INT8_FULL,
@@ -263,7 +257,6 @@ SCHEMES = Registry[Scheme](
         in_bfloat16=True,
         runtime="openvino",
         refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(),
-        instead="use int8",
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", allows_float_blocks=True, for_tokens=True),
 )

@@ -299,9 +299,8 @@ def _measurable(
     ]
     blocks: list[AttentionBlock] = []
     for block in matches.blocks:
-        reason = _unobservable(block, model, fused.get(block.name))
-        if reason:
-            left_out.append(NotAnalyzed(block.name, reason))
+        if refusal := _observation_refusal(block, model, fused.get(block.name)):
+            left_out.append(NotAnalyzed(block.name, refusal.reason))
         else:
             blocks.append(block)
     if not blocks:
@@ -316,19 +315,23 @@ def _measurable(
     return blocks, indices, tuple(left_out)
 
 
-def _unobservable(block: AttentionBlock, model: ir.Model, fused: Refusal | None) -> str:
-    """Return why the attention of a block cannot be observed; empty if it can."""
+def _observation_refusal(
+    block: AttentionBlock, model: ir.Model, fused: Refusal | None
+) -> Refusal | None:
+    """Return why the attention of a block cannot be observed; None if it can.
+
+    Args:
+        fused: Why its fused operator cannot be decomposed, if it has one.
+    """
     if block.graph is not model.graph:
-        return "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
+        reason = "it is in a subgraph (If, Loop), whose values cannot be graph outputs"
+        return Refusal("in_body", reason)
     if not block.probability_values:
-        if fused is not None:
-            return fused.reason
-        return "the graph has no probabilities of shape (batch, heads, queries, keys)"
+        reason = "the graph has no probabilities of shape (batch, heads, queries, keys)"
+        return fused or Refusal("probability_layout", reason)
     if block.v.output is None:
-        return "the graph has no value tensor"
-    if (refusal := quantized_refusal(block)) is not None:
-        return refusal.reason
-    return ""
+        return Refusal("no_values", "the graph has no value tensor")
+    return quantized_refusal(block)
 
 
 def _check_groups(groups: int | None, blocks: Sequence[AttentionBlock]) -> None:
@@ -345,8 +348,8 @@ def _variance(
     block: AttentionBlock, moments: Any
 ) -> tuple[CapturedVariance | None, CapturedVariance | None, tuple[str, ...]]:
     """Captured variance of the weights, plain and weighted by the data, and reasons for gaps."""
-    if reason := _no_spectrum(block):
-        return None, None, (f"no captured variance: {reason}",)
+    if refusal := _spectrum_refusal(block):
+        return None, None, (f"no captured variance: {refusal}",)
     turned = block.position == "rope"
     heads = block.q.heads(), block.k.heads()
     by_weights = captured_variance(*heads, product=not turned)
@@ -356,17 +359,18 @@ def _variance(
     return by_weights, None, (note,)
 
 
-def _no_spectrum(block: AttentionBlock) -> str:
-    """Return why the captured variance of W_Q and W_K is not defined; empty if it is."""
+def _spectrum_refusal(block: AttentionBlock) -> Refusal | None:
+    """Return why the captured variance of W_Q and W_K is not defined; None if it is."""
     if not block.q.num_heads:
-        return "all heads reuse the probabilities of another layer"
+        return Refusal("no_own_heads", "all heads reuse the probabilities of another layer")
     if block.is_collaborative or block.is_sparse:
-        return "its heads are already collaborative"
+        return Refusal("collaborative", "its heads are already collaborative")
     if not (block.q.has_weight and block.k.has_weight):
-        return "its queries or keys are inputs of the graph, without a projection"
+        reason = "its queries or keys are inputs of the graph, without a projection"
+        return Refusal("no_projection", reason)
     if block.q.norm is not None or block.k.norm is not None:
-        return "q/k normalization is between the projections and the scores"
-    return ""
+        return Refusal("qk_norm", "q/k normalization is between the projections and the scores")
+    return None
 
 
 def _layer_json(layer: LayerAnalysis) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel
         )
     for name, versions in models.items():
         for version, location in versions.items():
-            artifact = open_artifact(location.path, location.shared)
+            artifact = open_artifact(location.path, location.companion_folder)
             prefix = "" if artifact.model.stem == "model" else f"{artifact.model.stem}-"
             page = artifact.folder / f"{prefix}report.html"
             if output is not None:

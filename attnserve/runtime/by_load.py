@@ -27,11 +27,11 @@ class LoadRunner:
 
     Args:
         alone: A session with all threads.
-        shared: A session of the same file for concurrent runs, with few threads for each.
+        concurrent: A session of the same file for concurrent runs, with few threads for each.
     """
 
-    def __init__(self, alone: Session, shared: Session) -> None:
-        self.alone, self.shared = alone, shared
+    def __init__(self, alone: Session, concurrent: Session) -> None:
+        self.alone, self.concurrent = alone, concurrent
 
     def get_inputs(self) -> Sequence[ValueInfo]:
         return self.alone.get_inputs()
@@ -46,7 +46,7 @@ class LoadRunner:
         return self._session().bind(feed)
 
     def _session(self) -> Session:
-        return self.alone if IS_ALONE.get() else self.shared
+        return self.alone if IS_ALONE.get() else self.concurrent
 
 
 def run_together(run: Callable[[], object], runs: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from attnserve.runtime.isolation import allowed_environment, run_isolated
 from attnserve.runtime.onnx_runtime import require_runtime
-from attnserve.runtime.session import why_no_cuda
-from graph_passes.errors import AttnserveError
+from attnserve.runtime.session import require_cuda
+from graph_passes.errors import Refusal
 
-__all__ = ["is_built_for_gpus", "why_no_gpu"]
+__all__ = ["gpu_refusal", "is_built_for_gpus"]
 
 TIMEOUT_S = 60
 """Time limit of opening a session on a GPU."""
@@ -22,15 +24,10 @@ def is_built_for_gpus() -> bool:
     return "CUDAExecutionProvider" in require_runtime().get_available_providers()
 
 
-def why_no_gpu() -> str:
-    """Return why no session can be opened on a GPU; empty if one can.
+def gpu_refusal() -> Refusal | None:
+    """Return why no session can be opened on a GPU; None if one can.
 
     The session is opened in a child process, because a broken driver may end the process.
     """
-    try:
-        why = run_isolated(
-            why_no_cuda, timeout_s=TIMEOUT_S, environment=allowed_environment(), silent=True
-        )
-    except AttnserveError as error:
-        return f"no session opened on it: {error.what}"
-    return why or ""
+    check = partial(run_isolated, require_cuda, timeout_s=TIMEOUT_S, silent=True)
+    return Refusal.of(partial(check, environment=allowed_environment()))

@@ -59,7 +59,7 @@ class InterleavedTimer:
     min_rounds: int
     max_rounds: int
 
-    def measure(
+    def time(
         self,
         samplers: Sequence[Sampler],
         seconds: float,
@@ -125,7 +125,7 @@ def time_functions(
     functions: Sequence[Callable[[], object]], seconds: float, timer: InterleavedTimer = QUICK
 ) -> np.ndarray:
     """Milliseconds per run of functions in this process: float64 (functions, rounds)."""
-    return timer.measure([sampler(function) for function in functions], seconds)
+    return timer.time([sampler(function) for function in functions], seconds)
 
 
 def shape_sampler(functions: Sequence[Callable[[], object]]) -> Callable[[int], np.ndarray]:
@@ -159,7 +159,7 @@ def time_shapes(
         models: Functions that run a model once at each shape, of each model.
         seconds: Approximate time of all runs.
     """
-    times = timer.measure([shape_sampler(functions) for functions in models], seconds)
+    times = timer.time([shape_sampler(functions) for functions in models], seconds)
     return times.transpose(2, 0, 1)
 
 

@@ -304,7 +304,7 @@ BERT-base opens in a third of the time."""
 
 def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
     """Large constant initializers whose type ONNX Runtime accepts from numpy."""
-    shared: dict[str, np.ndarray] = {}
+    shared_weights: dict[str, np.ndarray] = {}
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or value.is_graph_input() or tensor.nbytes < SHARED_BYTES:
@@ -312,15 +312,15 @@ def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
         if isinstance(tensor, ir.ExternalTensor):  # ONNX Runtime maps its file
             continue
         if tensor.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.INT64):
-            shared[name] = np.ascontiguousarray(tensor.numpy())
-    return shared
+            shared_weights[name] = np.ascontiguousarray(tensor.numpy())
+    return shared_weights
 
 
-def _serialized_bytes(model: ir.Model, shared: Mapping[str, np.ndarray]) -> int:
+def _serialized_bytes(model: ir.Model, shared_weights: Mapping[str, np.ndarray]) -> int:
     """Size of the weights that are neither shared nor in files."""
     tensors = [v.const_value for v in model.graph.initializers.values()]
     mapped = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
-    return weight_bytes(model) - mapped - sum(array.nbytes for array in shared.values())
+    return weight_bytes(model) - mapped - sum(array.nbytes for array in shared_weights.values())
 
 
 def _start(ort: Any, source: str | bytes, name: str, options: Any, providers: Sequence[Any]) -> Any:

@@ -312,7 +312,7 @@ class LatencyTable:
         self.measured = 0
         """Number of entries that were measured and not found in the cache."""
 
-    def measure(self, parts: Mapping[Name, Part]) -> dict[Name, tuple[float, ...]]:
+    def time(self, parts: Mapping[Name, Part]) -> dict[Name, tuple[float, ...]]:
         """Milliseconds of each part at each shape, by name, in the order of the feeds.
 
         The first part is the reference: parts that are not cached are timed together with it, and

@@ -13,10 +13,10 @@ from attnserve.runtime.interface import DEFAULT_OPTIONS, Batch, Runtime, Session
 from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.openvino_runtime import OpenVino
-from graph_passes.errors import AttnserveError, InvalidArgument, MissingExtra
+from graph_passes.errors import InvalidArgument, MissingExtra
 from graph_passes.registry import Registry
 
-__all__ = ["RUNTIMES", "Batch", "open_session", "runtime_of", "why_no_cuda"]
+__all__ = ["RUNTIMES", "Batch", "open_session", "require_cuda", "runtime_of"]
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
 """Runtimes by name (``Device.runtime``)."""
@@ -56,19 +56,15 @@ def runtime_of(source: Path | ir.Model, device: Device) -> str:
     return device.runtime_name
 
 
-def why_no_cuda() -> str | None:
-    """Return why CUDA cannot be used on this machine; None if it can.
+def require_cuda() -> None:
+    """Check that CUDA can be used on this machine.
 
     The check opens a session, so the process allocates some GPU memory.
 
     Raises:
-        MissingExtra: ONNX Runtime is not installed.
+        AttnserveError: It cannot be used, or ONNX Runtime is not installed.
     """
     graph = ir.from_onnx_text(
         '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
     )
-    try:
-        open_session(graph, Device("cuda"))
-    except AttnserveError as error:
-        return error.what
-    return None
+    open_session(graph, Device("cuda"))

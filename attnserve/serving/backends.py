@@ -154,14 +154,14 @@ def _open_on_cores(
     """
     device, concurrency = options.device, options.concurrency
     # ``compiled`` is the file of the model that runs alone.
-    shared = replace(plain, concurrency=concurrency, compiled=None)
+    concurrent = replace(plain, concurrency=concurrency, compiled=None)
     share = max(1, available_cores() // concurrency)
     if 0 < device.threads <= share and concurrency > 1:
-        return open_one(device, shared)
+        return open_one(device, concurrent)
     alone = open_one(device, plain)
     if concurrency == 1 or available_cores() == 1:
         return alone
-    waiting = replace(shared, spinning=False)  # concurrent runs take turns on the cores
+    waiting = replace(concurrent, spinning=False)  # concurrent runs take turns on the cores
     return LoadRunner(alone, open_one(replace(device, threads=share), waiting))
 
 

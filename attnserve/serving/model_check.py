@@ -51,6 +51,7 @@ from graph_passes.errors import (
     InvalidArgument,
     InvalidModel,
     MissingExtra,
+    Refusal,
 )
 
 __all__ = ["LoadChecker"]
@@ -309,9 +310,8 @@ class LoadChecker:
             if file is None:
                 return result.unfused("there is no folder for it")
             runtimes = 2 if self._device.runtime == AUTO else 1
-            reason = _lacks_resources(result.facts.weight_bytes, file.parent, runtimes)
-            if reason is not None:
-                return result.unfused(reason)
+            if refusal := _resource_refusal(result.facts.weight_bytes, file.parent, runtimes):
+                return result.unfused(refusal.reason)
             try:
                 operators, costs = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
@@ -430,7 +430,7 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 
-def _lacks_resources(weights: int, folder: Path, runtimes: int) -> str | None:
+def _resource_refusal(weights: int, folder: Path, runtimes: int) -> Refusal | None:
     """Return why memory or disk space is insufficient for a fusion; None if it is sufficient.
 
     Args:
@@ -441,8 +441,10 @@ def _lacks_resources(weights: int, folder: Path, runtimes: int) -> str | None:
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
     has = available_bytes()
     if memory > has:
-        return f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+        needed = f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+        return Refusal("memory", needed)
     free = shutil.disk_usage(folder).free
     if weights > free:
-        return f"it needs {weights / 1e9:.1f} GB in the cache folder, which has {free / 1e9:.1f} GB"
+        needed = f"it needs {weights / 1e9:.1f} GB in the cache folder, which has"
+        return Refusal("disk", f"{needed} {free / 1e9:.1f} GB")
     return None

@@ -94,24 +94,24 @@ def dense_logits(
 
 
 def sparse_logits(
-    make: Inserter, block: AttentionBlock, factors: CollaborativeFactors, *, shared: bool = False
+    make: Inserter, block: AttentionBlock, factors: CollaborativeFactors, *, gather: bool = False
 ) -> ir.Value:
     """Emit logits (B, H, S, T) of sparse mixing.
 
     Args:
-        shared: Other blocks share W~Q and W~K but have another content. The content is then
+        gather: Other blocks share W~Q and W~K but have another content. The content is then
             concatenated to W~K in the graph instead of in the weight.
     """
     weight = partial(make.constant, dtype=block.q.dtype)
     heads = len(factors.mixing)
     size = padded_head_size(factors)
-    layout = _layout_of(factors, size, gather=shared)
+    layout = _layout_of(factors, size, gather=gather)
     scale = weight(block.scale, "scale")
     q = make.op("MatMul", [block.x, weight(layout.query, "query_weight")], "query")
     q = make.op("Mul", [q, scale], "scaled_query")
     if layout.constant.any():  # a column of ones, for the content
         q = make.op("Add", [q, weight(layout.constant * block.scale, "one")], "query_and_one")
-    if shared and _has_content(factors):
+    if gather and _has_content(factors):
         weights = weight(factors.key, "key_weight"), weight(factors.content.T, "content_weight")
         key_weight = make.op("Concat", weights, "key_and_content_weight", axis=1)
     else:

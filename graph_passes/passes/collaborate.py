@@ -172,8 +172,8 @@ class Collaborate(AttentionPass[Mixing]):
         width = None
         if block.k.is_cached and isinstance(factors, CollaborativeFactors):
             width = cache_width(factors)
-        shared = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
-        return super().sizes(name, block) | shared
+        sizes = {"rank": factors.rank, "head_size": params.head_size, "cache_width": width}
+        return super().sizes(name, block) | sizes
 
     def approximation_error(self, name: str) -> float | None:
         factors = self.targets[name].factors
@@ -189,8 +189,8 @@ class Collaborate(AttentionPass[Mixing]):
         cls, block: AttentionBlock, params: Mixing | None, analyses: Analyses
     ) -> Refusal | None:
         if params is None:
-            return collaborate_refusal(block, shared=True)
-        if refusal := collaborate_refusal(block, caches=params.cache, shared=params.is_dense):
+            return collaborate_refusal(block, shares_keys=True)
+        if refusal := collaborate_refusal(block, caches=params.cache, shares_keys=params.is_dense):
             return refusal
         if block.k.is_cached and block.graph is not analyses.model.graph:
             return Refusal("cache_scope", "its cached keys stay inside the body of a node")
@@ -226,7 +226,7 @@ class Collaborate(AttentionPass[Mixing]):
             elif params.is_dense:
                 logits = dense_logits(make, block, factors, cache_of(block.k))
             else:
-                logits = sparse_logits(make, block, factors, shared=uses[id(factors.key)] > 1)
+                logits = sparse_logits(make, block, factors, gather=uses[id(factors.key)] > 1)
             replace_logits(make, block, logits, info)
 
 
@@ -300,17 +300,17 @@ def _check_rank(block: AttentionBlock, rank: int) -> None:
 
 
 def collaborate_refusal(
-    block: AttentionBlock, *, caches: bool = False, shared: bool = False
+    block: AttentionBlock, *, caches: bool = False, shares_keys: bool = False
 ) -> Refusal | None:
     """Return why the queries and keys of a block cannot be reduced; None if they can.
 
     Args:
         caches: Cached keys may be rewritten too; not under rotary positions.
-        shared: Heads share their keys, under rotary positions; if not, each head is truncated.
+        shares_keys: Heads share their keys, under rotary positions; if not, each head is truncated.
     """
     is_rotary = any(part.rotary_terms for part in (block.q, block.k))
     if is_rotary and block.q.num_heads:
-        return rotary_refusal(block, shared=shared)
+        return rotary_refusal(block, shares_keys=shares_keys)
     return sharing_refusal(block, caches=caches)
 
 

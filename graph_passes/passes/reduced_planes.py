@@ -16,11 +16,11 @@ from graph_passes.passes.conditions import QK_NORM, quantized_refusal, scores_re
 __all__ = ["plane_factors", "rotary_refusal"]
 
 
-def rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
+def rotary_refusal(block: AttentionBlock, *, shares_keys: bool) -> Refusal | None:
     """Return why pairs of elements cannot be reduced; None if they can.
 
     Args:
-        shared: All heads share their keys; if not, each head is truncated.
+        shares_keys: All heads share their keys; if not, each head is truncated.
     """
     if refusal := quantized_refusal(block):
         return refusal
@@ -39,7 +39,7 @@ def rotary_refusal(block: AttentionBlock, *, shared: bool) -> Refusal | None:
         return Refusal("rotary_layout", "its rotary positions do not rotate pairs of elements")
     if not np.array_equal(planes[0].elements, planes[1].elements):
         return Refusal("rotary_layout", "its rotary positions pair queries and keys differently")
-    if shared and not (planes[0].is_rotation and planes[1].is_rotation):
+    if shares_keys and not (planes[0].is_rotation and planes[1].is_rotation):
         return Refusal(
             "rotary_angles", "the elements of a pair are not known to have the same rotary angle"
         )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from attnserve.runtime.device import is_built_for_gpus, why_no_gpu
+from attnserve.runtime.device import gpu_refusal, is_built_for_gpus
+from graph_passes.errors import Refusal
 from service.settings import Settings
+
+CPU_BUILD = Refusal("cpu_build", "this ONNX Runtime is the build for CPUs")
 
 log = logging.getLogger("attnserve")
 
@@ -22,7 +25,7 @@ def on_device(settings: Settings) -> Settings:
     if settings.provider != "auto":
         return settings
     built = is_built_for_gpus()
-    why = why_no_gpu() if built else "this ONNX Runtime is the build for CPUs"
-    if why and (built or "provider" in settings.model_fields_set):
-        log.warning("no GPU is used, models are served on the CPU: %s", why)
-    return settings.model_copy(update={"provider": "cpu" if why else "cuda"})
+    refusal = gpu_refusal() if built else CPU_BUILD
+    if refusal and (built or "provider" in settings.model_fields_set):
+        log.warning("no GPU is used, models are served on the CPU: %s", refusal)
+    return settings.model_copy(update={"provider": "cpu" if refusal else "cuda"})

@@ -250,7 +250,7 @@ class Engine:
         """
         model = self.model
         if (refusal := model.tasks[task]) is not None:
-            raise NotFound(refusal.reason, refusal.fix, code=f"model.{refusal.code}")
+            raise refusal.error("", kind=NotFound, area="model")
         with self._counted() as started_ns:
             is_short = check_texts(model, self.settings, texts)
             names = (model.text_output(task),)

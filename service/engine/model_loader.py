@@ -318,7 +318,7 @@ class ModelLoader:
         )
         open_model = partial(Model, options=options, name=name)
         check = self._checker.check if settings.probe else identify
-        artifact = open_artifact(location.path, location.shared)
+        artifact = open_artifact(location.path, location.companion_folder)
         checked_model = load_checked(artifact, check, open_model, is_served)
         if checked_model is None:
             return None

@@ -20,7 +20,7 @@ from graph_passes.analysis.axes import named_axes, read_axes
 from graph_passes.analysis.cost import macs_at
 from graph_passes.analysis.shapes import infer_shapes_at
 
-MEASURE = ServedTimer.measure
+SPEED_OF = ServedTimer.speed_of
 """What ``count_served`` replaces."""
 
 
@@ -81,7 +81,7 @@ class Unfused(ServedTimer):
 def measure_unfused(timer: ServedTimer, *arguments: Any, **named: Any) -> ServedSpeed | None:
     """Report equal speeds: to fuse and to count models takes half of the time of ``optimize``."""
     context = replace(timer.job.context, timer=equal_times)
-    return MEASURE(Unfused(replace(timer.job, context=context)), *arguments, **named)
+    return SPEED_OF(Unfused(replace(timer.job, context=context)), *arguments, **named)
 
 
 def set_context(patch: pytest.MonkeyPatch, **fields: Any) -> None:
@@ -99,7 +99,7 @@ def counted() -> Iterator[None]:
     """Count in all commands, and do not fuse what is served."""
     with pytest.MonkeyPatch.context() as patch:
         set_context(patch, timer=Count())
-        patch.setattr(ServedTimer, "measure", measure_unfused)
+        patch.setattr(ServedTimer, "speed_of", measure_unfused)
         yield
 
 

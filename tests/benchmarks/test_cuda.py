@@ -18,7 +18,7 @@ import pytest
 from attnserve.context import ONE_THREAD
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import save_model
-from attnserve.runtime.session import open_session, why_no_cuda
+from attnserve.runtime.session import open_session, require_cuda
 from benchmarks import cuda
 from benchmarks.gpu import collab_dk, collaborative_operators
 from benchmarks.gpu import measure as measuring
@@ -26,7 +26,7 @@ from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, OURS, SIZES, THEIRS, Size, collaborative
 from benchmarks.gpu.measure import BUDGET, Form, cell, compiled, kernels, timed
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import AttnserveError, Refusal
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.fuse_attention import FuseAttention
 
@@ -377,7 +377,7 @@ def test_slug_of_the_card_names_the_file(card: str, name: str):
 
 
 @pytest.mark.process
-@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
+@pytest.mark.skipif(Refusal.of(require_cuda) is None, reason="there is a GPU")
 def test_main_without_gpu_writes_the_reason_and_exits_0(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cuda", "--results", str(tmp_path / "new")],
@@ -386,7 +386,7 @@ def test_main_without_gpu_writes_the_reason_and_exits_0(tmp_path: Path):
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 1 and "nothing measured" in done.stdout
     written = json.loads((tmp_path / "new" / "cuda.json").read_text())
-    assert (written["measured"], written["why"]) == (False, why_no_cuda())
+    assert (written["measured"], written["why"]) == (False, str(Refusal.of(require_cuda)))
     assert [bound["holds"] for bound in written["bounds"]] == [None] * 6
 
 

@@ -57,10 +57,10 @@ def _require_certified(plan: Plan, job: Job) -> None:
     if not named or named.keys() <= {block.name for block in job.matches.blocks}:
         return
     for block in find_attention(job.original).blocks:
-        reason = job.matches.failure(block)
-        if block.name in named and reason is not None:
+        unmatched = job.matches.failure(block)
+        if block.name in named and unmatched is not None:
             raise CannotRewrite(
-                f"the plan names a block that is not certified: {reason[:300]}",
+                f"the plan names a block that is not certified: {unmatched.reason[:300]}",
                 f"remove {block.name} from the plan; `attnserve inspect` lists certified blocks",
                 code="rewrite.not_certified",
             )
@@ -98,11 +98,8 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
                     code="plan.needs_data",
                 )
             if (refusal := step.refusal()) is not None:
-                raise InvalidArgument(
-                    f"{step.name}: {refusal.reason}",
-                    "make the plan for this machine",
-                    code=f"plan.{refusal.code}",
-                )
+                fix = "make the plan for this machine"
+                raise refusal.error(step.name, fix, kind=InvalidArgument, area="plan")
             if not isinstance(step, RunPass):
                 state.finish_rewrites()
             step.apply(state)

@@ -20,7 +20,7 @@ from attnserve.models.checksums import fingerprint
 from attnserve.models.json_files import first_problem
 from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import RecordedWithNulls
+from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
@@ -41,7 +41,7 @@ FORMAT = 2
 """Format version of plan.json. Format 1 (attnserve 0.1) uses other names and is refused."""
 
 
-class Decision(RecordedWithNulls, frozen=True):
+class Decision(Recorded, frozen=True):
     """The decision for one block, and the reason.
 
     Attributes:
@@ -60,18 +60,18 @@ class Decision(RecordedWithNulls, frozen=True):
     kind: str
     kept: int
     count: int
-    head_size: int | None = None
-    rank: int | None = None
-    source: str | None = None
+    head_size: Always[int | None] = None
+    rank: Always[int | None] = None
+    source: Always[str | None] = None
     operator: Annotated[str, Field(alias="written")]
     ms_before: float
     ms_after: float
     predicted_loss: float
     why: str
-    in_float: bool = False
+    in_float: Always[bool] = False
 
 
-class Point(RecordedWithNulls, frozen=True):
+class Point(Recorded, frozen=True):
     """A choice on the Pareto front, with measurements if it was built.
 
     Attributes:
@@ -82,8 +82,8 @@ class Point(RecordedWithNulls, frozen=True):
 
     speedup: float
     predicted_loss: float
-    measured_loss: float | None = None
-    cosine: float | None = None
+    measured_loss: float | None
+    cosine: float | None
 
 
 class PlanRecord(SearchRecord, frozen=True):
@@ -153,7 +153,7 @@ class SavedPlan:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
         return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
 
-    def measure(self, given: SearchMeasure) -> SearchMeasure:
+    def required_measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
         Raises:
@@ -194,7 +194,7 @@ class SavedPlan:
         device = replace(context.device, provider=provider, runtime=goal.runtime)
         return Job.read(
             artifact, original, data, target.model_copy(update={"phase": phase}),
-            measure=self.measure(measure), joined=self.record.calibration.joined_to,
+            measure=self.required_measure(measure), joined=self.record.calibration.joined_to,
             context=replace(context, device=device, seed=goal.seed),
         )  # fmt: skip
 

@@ -36,19 +36,19 @@ class ApplyReport:
 
     Attributes:
         is_exact: Whether all changes are exact.
-        shared: Rewritten blocks that were not refitted, because other blocks share their weights.
+        unfitted: Rewritten blocks that were not refitted, because other blocks share their weights.
     """
 
     changes: tuple[RecordedChange, ...] = ()
     is_exact: bool = True
-    shared: tuple[str, ...] = ()
+    unfitted: tuple[str, ...] = ()
 
     def then(self, later: ApplyReport) -> ApplyReport:
         """The report of these changes and later ones."""
         return ApplyReport(
             (*self.changes, *later.changes),
             is_exact=self.is_exact and later.is_exact,
-            shared=(*self.shared, *later.shared),
+            unfitted=(*self.unfitted, *later.unfitted),
         )
 
 
@@ -76,7 +76,7 @@ class PassRunner:
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
         changes: The changes so far.
         lossy: The blocks that changed by more than rounding, in order.
-        shared: Those that were not refitted, because other blocks share their weights.
+        unfitted: Those that were not refitted, because other blocks share their weights.
         to_certify: The blocks that were rewritten since the last certification.
         needs_refit: Whether a block was changed since the last refit.
     """
@@ -86,7 +86,7 @@ class PassRunner:
     fit: bool
     changes: list[RecordedChange] = field(default_factory=list[RecordedChange])
     lossy: dict[str, None] = field(default_factory=dict[str, None])
-    shared: tuple[str, ...] = ()
+    unfitted: tuple[str, ...] = ()
     to_certify: set[str] = field(default_factory=set[str])
     needs_refit: bool = False
 
@@ -114,7 +114,7 @@ class PassRunner:
         """Refit and certify the changed blocks, and return the changes."""
         self._refit()
         self._certify()
-        return ApplyReport(tuple(self.changes), is_exact=not self.lossy, shared=self.shared)
+        return ApplyReport(tuple(self.changes), is_exact=not self.lossy, unfitted=self.unfitted)
 
     # ---- passes ----------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class PassRunner:
         self.analyses.invalidate()
         self.needs_refit = False
         if self.fit:
-            self.shared = tuple(sorted(name for name, result in refits.items() if result.is_shared))
+            self.unfitted = tuple(sorted(name for name, fit in refits.items() if fit.is_shared))
         latest = {change.block: change for change in self.changes}
         for place, change in enumerate(self.changes):
             if (result := refits.get(change.block)) is None:
@@ -218,10 +218,10 @@ class PassRunner:
         if lost := sorted(self.to_certify - removed - certified):
             found = {block.name: block for block in self.analyses.get(find_attention).blocks}
             block = found.get(lost[0])
-            reason = None if block is None else report.failure(block)
+            unmatched = None if block is None else report.failure(block)
             raise InvalidModel(
                 f"{lost[0]} is not certified after its rewrite: "
-                f"{reason or 'it is no longer found'}",
+                f"{'it is no longer found' if unmatched is None else unmatched.reason}",
                 DEFECT,
                 code="internal.certificate",
             )

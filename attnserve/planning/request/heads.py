@@ -47,6 +47,8 @@ about 0.96, and more after it."""
 
 KINDS = (":affine", ":constant")
 
+NO_SOURCE = Refusal("no_source", "no head of an earlier layer can be compared with its heads")
+
 
 def removed_layers(skipped: Replacements, masks: Masks) -> set[str]:
     """Layers that lose all heads."""
@@ -177,7 +179,7 @@ def choose_edges(request: Request, skipped: Replacements, masks: Masks) -> Mutab
         return edges
     for block in blocks:
         if block.name not in edges:
-            request.leave(block, "no head of an earlier layer can be compared with its heads")
+            request.leave(block, NO_SOURCE)
     return edges
 
 

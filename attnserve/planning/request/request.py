@@ -86,10 +86,10 @@ class Request:
                 self.leave(block, refusal)
         return blocks
 
-    def leave(self, block: AttentionBlock, reason: Refusal | str) -> None:
+    def leave(self, block: AttentionBlock, refusal: Refusal) -> None:
         """Warn that a layer is not rewritten."""
-        self.warnings.append(f"{block.name} is left as it is: {reason}")
-        is_cached = isinstance(reason, Refusal) and reason.code in ("returned", "cached")
+        self.warnings.append(f"{block.name} is left as it is: {refusal}")
+        is_cached = refusal.code in ("returned", "cached")
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 

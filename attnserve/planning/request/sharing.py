@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from attnserve.literals import MixingKind
 from attnserve.options import Rewrites
@@ -143,7 +144,7 @@ class _Layer:
         """
         rewrites, block = self.rewrites, self.block
         head_size = self._head_size(kind, step)
-        refusal = self._refusal(shared=head_size is None)
+        refusal = self._refusal(shares_keys=head_size is None)
         if refusal is None:
             _check_sizes(rewrites, block, self.rank)
         if self.heads is None or not (self.heads or refusal):
@@ -182,11 +183,12 @@ class _Layer:
         sizes = sufficient or sizes[-1:]
         return sizes[min(step, len(sizes) - 1)] if sizes else None
 
-    def _refusal(self, *, shared: bool) -> Refusal | None:
+    def _refusal(self, *, shares_keys: bool) -> Refusal | None:
         """Why the queries and keys cannot be factored; None if they can."""
         caches = self.rewrites.collab_cache
-        refusal = collaborate_refusal(self.block, caches=caches, shared=shared)
-        if refusal and collaborate_refusal(self.block, caches=True, shared=shared) is None:
+        refuse = partial(collaborate_refusal, self.block, shares_keys=shares_keys)
+        refusal = refuse(caches=caches)
+        if refusal and refuse(caches=True) is None:
             return NEEDS_COLLAB_CACHE
         return refusal
 

@@ -96,7 +96,7 @@ class BlockTimer:
 
     def time_whole(self, model: ir.Model) -> Latencies:
         """Time a model with the same inputs."""
-        return self._measure(Part(model, self.feeds), {})[None]
+        return self._time(Part(model, self.feeds), {})[None]
 
     def time_blocks(self, groups: Sequence[BlockGroup]) -> dict[Block, BlockLatency]:
         """Time each block with every operator, and each configuration with the fastest one.
@@ -201,7 +201,7 @@ class BlockTimer:
                 both = self._convertible({"old": part, "new": Part(new, part.feeds)})
                 if len(both) < 2:
                     return None
-                times = self._measure(both.pop("old"), both)
+                times = self._time(both.pop("old"), both)
                 saved_by_part[key] = times["new"].saved_over(times[None])
             saved.append(saved_by_part[key])
         return Latencies.total(saved)
@@ -231,7 +231,7 @@ class BlockTimer:
             for operator, new in self._convertible(possible).items()
             if self._runs(new)
         }
-        times = self._measure(original, fused)
+        times = self._time(original, fused)
         fastest: BlockOperator | None = None
         least = times[None].mean
         for operator in fused:
@@ -271,7 +271,7 @@ class BlockTimer:
             if smaller is not None:
                 parts[config] = smaller
         converted = self._convertible(parts)
-        times = self._measure(original, converted) if converted else {}
+        times = self._time(original, converted) if converted else {}
         return {config: times[config] for config in converted}
 
     def _time_pair(
@@ -292,7 +292,7 @@ class BlockTimer:
             for kept in numbers:
                 for index, part in enumerate(self._reusing_parts(source, reader, kept)):
                     parts[kept, index] = part
-            ms = self._measure(original, self._convertible(parts))
+            ms = self._time(original, self._convertible(parts))
             return {
                 kept: Latencies.total([ms[kept, 0], ms[kept, 1]])
                 for kept in numbers
@@ -335,12 +335,12 @@ class BlockTimer:
             return False
         return True
 
-    def _measure(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, Latencies]:
+    def _time(self, original: Part, others: Mapping[Any, Part]) -> dict[Any, Latencies]:
         """The latencies of converted parts by key; None is the original."""
         parts = {None: original, **others}
         count = len(self.requested)
         return {
-            key: Latencies(ms[:count], ms[count:]) for key, ms in self.table.measure(parts).items()
+            key: Latencies(ms[:count], ms[count:]) for key, ms in self.table.time(parts).items()
         }
 
     def _convertible(self, parts: Mapping[Key, Part]) -> dict[Key, Part]:

@@ -29,7 +29,7 @@ from attnserve.planning.search.front_search import (
     bisect,
 )
 from attnserve.planning.search.judge import Candidate, Verified
-from graph_passes.errors import CheckFailed
+from graph_passes.errors import CheckFailed, Refusal
 
 __all__ = ["FastestSearch"]
 
@@ -174,8 +174,7 @@ class FastestSearch(FrontSearch):
     def verify(self, candidate: Candidate | None) -> Verified:
         if candidate is None:
             first = self.build_first()
-            reached = f"the choice with the least loss reaches {1 - first.loss:.4f}"
-            return Verified(first, (), f"{reached}, goal {self.keep:g}")
+            return Verified(first, (), self._missed("choice with the least loss", first.loss))
         verifications: list[Verification] = []
         for number, part in enumerate(VERIFIED_PARTS, start=1):
             if number == len(VERIFIED_PARTS):
@@ -189,8 +188,11 @@ class FastestSearch(FrontSearch):
                 break
         if not candidate.choice.loss and self.front.precision == "float32":
             return Verified(candidate, verifications)  # outputs differ by rounding only
-        reached = f"the best choice reaches {1 - verifications[-1].loss:.4f} on held-out data"
-        return Verified(candidate, verifications, f"{reached}, goal {self.keep:g}")
+        missed = self._missed("best choice", verifications[-1].loss, " on held-out data")
+        return Verified(candidate, verifications, missed)
+
+    def _missed(self, choice: str, loss: float, data: str = "") -> Refusal:
+        return Refusal("quality", f"the {choice} reaches {1 - loss:.4f}{data}, goal {self.keep:g}")
 
     def _step_back(self, candidate: Candidate, loss: float) -> Candidate:
         """Build a choice with less predicted loss, after the verification of another one failed.
@@ -259,8 +261,8 @@ class FastestSearch(FrontSearch):
         lossless = measured[0]
         below, loss_below = choices[low].loss, measured[low]
         if high == len(choices):
-            gain = (allowed - lossless) / max(loss_below - lossless, 1e-9)
-            return below * float(np.clip(EXTRAPOLATE * gain, MIN_GROWTH, MAX_GROWTH))
+            growth = (allowed - lossless) / max(loss_below - lossless, 1e-9)
+            return below * float(np.clip(EXTRAPOLATE * growth, MIN_GROWTH, MAX_GROWTH))
         above, loss_above = choices[high].loss, measured[high]
         share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
         most = MAX_STEP if low else MAX_FIRST_STEP

@@ -75,19 +75,19 @@ class Verified:
         candidate: The candidate of the last verification.
         verifications: All verifications in order; all but the last missed the goal. Empty if even
             the choice with the least loss missed the goal on the rows to choose.
-        problem: Why the candidate may not be returned; empty if it meets the goal, or differs from
+        refusal: Why the candidate may not be returned; None if it meets the goal, or differs from
             the original by rounding only.
         note: Why the candidate is unreduced, although a reduced one was found; else empty.
     """
 
     candidate: Candidate
     verifications: Sequence[Verification]
-    problem: str = ""
+    refusal: Refusal | None = None
     note: str = ""
 
     @property
     def meets_goal(self) -> bool:
-        return not self.problem
+        return self.refusal is None
 
 
 class SpeedCheck(NamedTuple):

@@ -49,7 +49,7 @@ class ModelLatency:
     other_ms: float = 0.0
 
     @classmethod
-    def measure(
+    def time(
         cls, job: Job, checked: Sequence[Workload], model: ir.Model, groups: Sequence[BlockGroup]
     ) -> Self:
         """Time all configurations of all blocks at the requested and at two extreme workloads.

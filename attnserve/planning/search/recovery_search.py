@@ -125,13 +125,13 @@ class RecoverySearch:
         """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
         search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        gain_without = judge.time(untrained).speedup
+        speedup_without = judge.time(untrained).speedup
         reason = ""
         for candidate in self.found:
             timed = judge.time(candidate)
             refusal = timed.refusal
-            if search.trains_faster and timed.speedup < MIN_GAIN * gain_without:
-                without = f"{timed.speedup:.2f}x with it, {gain_without:.2f}x without"
+            if search.trains_faster and timed.speedup < MIN_GAIN * speedup_without:
+                without = f"{timed.speedup:.2f}x with it, {speedup_without:.2f}x without"
                 refusal = Refusal("slow", without)
             if refusal is not None:
                 reason = reason or refusal.reason
@@ -143,17 +143,17 @@ class RecoverySearch:
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
-                self._record(gain=True, verdict=self._verdict(timed.speedup, gain_without))
+                self._record(gain=True, verdict=self._verdict(timed.speedup, speedup_without))
                 return candidate
             reason = "a trained model missed the goal on held-out data"
         self._record_no_gain(reason)
         return None
 
-    def _verdict(self, gain: float, without: float) -> str:
+    def _verdict(self, speedup: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
         count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
         after = f"{count} of training in {minutes:.1f} minutes"
-        return f"{gain:.2f}x after {after}, {without:.2f}x without"
+        return f"{speedup:.2f}x after {after}, {without:.2f}x without"
 
     def _shortage(self) -> str:
         """Why no trained choice was found."""

@@ -74,7 +74,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
     key = search_key(recorded, job)
     checkpoint = SearchCheckpoint(key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    latency = ModelLatency.measure(job, checked, newest, groups)
+    latency = ModelLatency.time(job, checked, newest, groups)
     losses = _estimate_losses(job, newest, latency, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
     judge = Judge(job, checked, checkpoint, allowed, task)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-
-import onnx_ir as ir
 
 from attnserve.data.datasets import content_digest
 from attnserve.job import Job
 from attnserve.models.checksums import fingerprint, path_sha256
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.recorded import without_empty
 from attnserve.models.search_record import GoalRecord
 from attnserve.options import Goal
 from attnserve.precision.schemes import SCHEMES
@@ -19,7 +16,7 @@ from attnserve.runtime.cache import digest
 from attnserve.runtime.session import open_session
 from attnserve.versions import versions
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidArgument, InvalidData
+from graph_passes.errors import InvalidArgument, InvalidData, Refusal
 
 __all__ = ["CHECKED_LENGTHS", "checked_workloads", "goal_record", "search_key"]
 
@@ -45,13 +42,22 @@ def checked_workloads(job: Job) -> list[Workload]:
     batch = job.target.batch
     phase = job.requested_workloads[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
-    accepted, reason = _accepted(
-        job.original, sorted({*job.requested_workloads, *others}), job.context.seed
-    )
-    refused = [workload for workload in job.requested_workloads if workload not in accepted]
-    if refused:
+    session = open_session(job.original)
+
+    def run(workload: Workload) -> None:
+        session.run(None, example_inputs(job.original, workload, job.context.seed))
+
+    refusals = {
+        workload: Refusal.of(partial(run, workload), (InvalidArgument, InvalidData))
+        for workload in sorted({*job.requested_workloads, *others})
+    }
+    accepted = [workload for workload, refusal in refusals.items() if refusal is None]
+    for workload in job.requested_workloads:
+        if (refusal := refusals[workload]) is None:
+            continue
         raise InvalidArgument(
-            f"the model does not run at batch {batch}, {refused[0].length} tokens: {reason[:300]}",
+            f"the model does not run at batch {batch}, {workload.length} tokens: "
+            f"{refusal.reason[:300]}",
             f"choose `sequence` up to {accepted[-1].length}"
             if accepted
             else "choose another `batch`",
@@ -83,7 +89,7 @@ def goal_record(goal: Goal, job: Job) -> GoalRecord:
         runtime=device.runtime_name,
         threads=device.threads,
         seed=job.context.seed,
-        **without_empty(recover=goal.recover),
+        recover=goal.recover,
     )
 
 
@@ -94,23 +100,6 @@ def search_key(goal: GoalRecord, job: Job) -> str:
     return digest(
         (fingerprint(artifact), data.source.to_json(), goal.to_json(), served, versions())
     )
-
-
-def _accepted(
-    model: ir.Model, workloads: Sequence[Workload], seed: int
-) -> tuple[list[Workload], str]:
-    """The workloads that the model runs, and the first error of the others."""
-    session = open_session(model)
-    accepted: list[Workload] = []
-    reason = ""
-    for workload in workloads:
-        try:
-            session.run(None, example_inputs(model, workload, seed))
-        except (InvalidArgument, InvalidData) as error:
-            reason = reason or error.what
-            continue
-        accepted.append(workload)
-    return accepted, reason
 
 
 def _checksum(path: Path) -> str:

@@ -21,20 +21,20 @@ def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
     unreduced = unreduced_search.run_from_fastest()
     if unreduced is None:  # it misses the speed-up of the goal
         return verified
-    gain = judge.measure_speedup_over(unreduced, best)
-    if gain.low >= MIN_REMOVAL_GAIN:
+    speedup = judge.measure_speedup_over(unreduced, best)
+    if speedup.low >= MIN_REMOVAL_GAIN:
         return verified
     other = unreduced_search.verify(unreduced)
     if not other.meets_goal:
         return verified
     if other.candidate is not unreduced:  # more blocks stay float32
-        gain = judge.measure_speedup_over(other.candidate, best)
-        if gain.low >= MIN_REMOVAL_GAIN:
+        speedup = judge.measure_speedup_over(other.candidate, best)
+        if speedup.low >= MIN_REMOVAL_GAIN:
             return verified
     note = (
-        f"nothing is removed: the best removal runs at {gain.value:.2f}x ({gain.low:.2f} to "
-        f"{gain.high:.2f}) the speed of the fused original in {search.front.precision}, expected "
-        f"at least {MIN_REMOVAL_GAIN}x"
+        f"nothing is removed: the best removal runs at {speedup.value:.2f}x ({speedup.low:.2f} to "
+        f"{speedup.high:.2f}) the speed of the fused original in {search.front.precision}, "
+        f"expected at least {MIN_REMOVAL_GAIN}x"
     )
     return replace(other, note=note)
 

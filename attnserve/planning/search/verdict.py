@@ -5,8 +5,7 @@ from __future__ import annotations
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.recorded import without_empty
-from attnserve.models.search_record import TrainingRounds, Verification
+from attnserve.models.search_record import SearchFidelity, TrainingRounds, Verification
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
@@ -18,7 +17,7 @@ from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
-from graph_passes.errors import CheckFailed
+from graph_passes.errors import CheckFailed, Refusal
 
 __all__ = ["result_of"]
 
@@ -36,8 +35,8 @@ def result_of(
     Raises:
         CheckFailed: It misses the requested speed-up.
     """
-    if not verified.meets_goal:
-        return _no_gain(search, verified, verified.problem, recovered)
+    if verified.refusal is not None:
+        return _no_gain(search, verified, verified.refusal, recovered)
     verified, timed = time_or_replace(search, prefer_unreduced(search, verified))
     if timed.refusal is None:
         return _gain(search, verified, timed, recovered)
@@ -48,7 +47,7 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, verified, timed.refusal.reason, recovered, timed)
+    return _no_gain(search, verified, timed.refusal, recovered, timed)
 
 
 def _gain(
@@ -59,7 +58,7 @@ def _gain(
     plan, state = candidate.plan, candidate.state
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    speed = ServedTimer(search.judge.job).measure(state.model, candidate.model, plan)
+    speed = ServedTimer(search.judge.job).speed_of(state.model, candidate.model, plan)
     # One measurement in one sentence: those of the search are others.
     speedup = timed.speedup if speed is None else speed.over_exported
     kept = _kept(verified.verifications[-1], search.goal.task)
@@ -95,14 +94,14 @@ def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
 def _no_gain(
     search: FrontSearch,
     verified: Verified,
-    reason: str,
+    refusal: Refusal,
     recovered: TrainingRounds | None,
     timed: SpeedCheck | None = None,
 ) -> tuple[PlanReport, State]:
     """The empty plan, which leaves the model unchanged."""
-    verdict = f"no gain: {reason}; the original is returned"
+    verdict = f"no gain: {refusal}; the original is returned"
     if recovered is not None:
-        recovered = _without_gain(recovered, reason)
+        recovered = _without_gain(recovered, refusal.reason)
     job = search.judge.job
     return _report(search, verified, verdict, recovered, timed), start(Plan(), job, job.original)
 
@@ -134,7 +133,7 @@ def _report(
         goal=search.goal,
         verdict=verdict,
         gain=gain,
-        fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
+        fidelity=SearchFidelity(**fidelity.cosines.stated, share=verification.share),
         qualities=fidelity.qualities,
         quality_to_choose=candidate.fidelity.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
@@ -147,6 +146,6 @@ def _report(
         latency_ms=tuple(front.latency.to_json()),
         machine=front.latency.table.setting,
         versions=versions(),
-        **without_empty(recovered=recovered),
+        recovered=recovered,
     )
     return PlanReport(record, plan, fidelity)

@@ -27,11 +27,11 @@ from attnserve.planning.served_graph.timing import (
     Times,
     by_shape,
     fastest,
+    speed_refusal,
     speedup,
     splits,
     time_variants,
     timed_workloads,
-    too_slow,
 )
 from attnserve.planning.served_graph.variants import (
     MANY_VARIANTS_BYTES,
@@ -138,8 +138,8 @@ def _fuse_and_check(
         served = choices[fastest(original_times, [choice.times for choice in choices])]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
-        if may_refuse and (reason := too_slow(original_times, served.times)) is not None:
-            raise CannotRewrite(reason, "use the model as it is", code="fusion.slow")
+        if may_refuse and (refusal := speed_refusal(original_times, served.times)):
+            raise refusal.error("", "use the model as it is", area="fusion")
         variant = served.equal.variant
         if variant.file != path:  # not renamed: it names the file of its external data
             replace(variant, file=path).write(model)

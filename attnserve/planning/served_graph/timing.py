@@ -19,17 +19,18 @@ from attnserve.runtime.interleaved_timer import (
     time_twice_if_slow,
 )
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import Refusal
 
 __all__ = [
     "ShapeTimer",
     "Times",
     "by_shape",
     "fastest",
+    "speed_refusal",
     "speedup",
     "splits",
     "time_variants",
     "timed_workloads",
-    "too_slow",
 ]
 
 TIMED = ((1, 16), (8, 16), (1, 64), (1, 128), (1, 384))
@@ -100,14 +101,14 @@ def fastest(original: Times, variants: Sequence[Times]) -> int:
     Variants that are too slow are taken only if all are.
     """
     indices = range(len(variants))
-    best, *others = [i for i in indices if too_slow(original, variants[i]) is None] or indices
+    best, *others = [i for i in indices if not speed_refusal(original, variants[i])] or indices
     for index in others:
         if speedup(variants[best], variants[index]).low >= MIN_GAIN:
             best = index
     return best
 
 
-def too_slow(original: Times, times: Times) -> str | None:
+def speed_refusal(original: Times, times: Times) -> Refusal | None:
     """Why a variant is not faster than the original; None if it is.
 
     Shapes at which the original itself runs do not count: it may be the part of a variant that runs
@@ -117,11 +118,13 @@ def too_slow(original: Times, times: Times) -> str | None:
     before, after = ({shape: each[shape] for shape in changed} for each in (original, times))
     mean = speedup(before, after).value if changed else 1.0
     if mean < MIN_LOSSLESS_GAIN:
-        return f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
+        reason = f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
+        return Refusal("slow", reason)
     for shape, ratio in by_shape(original, times).items():
         if ratio.high < MIN_SPEEDUP:
-            return (
+            return Refusal(
+                "slow",
                 f"the fused model runs {ratio.value:.2f}x as fast at {shape}, expected at least "
-                f"{MIN_SPEEDUP}x"
+                f"{MIN_SPEEDUP}x",
             )
     return None

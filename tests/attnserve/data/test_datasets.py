@@ -135,7 +135,7 @@ def test_length_edge_separates_short_and_long_texts(
 def test_short_texts_are_joined_up_to_the_requested_length(tiny: Path, sentences: Path):
     """Joined rows are made within each part, so that parts stay disjoint."""
     plain, joined = (read(sentences, open_artifact(tiny), sequence=n) for n in (None, 60))
-    assert plain.source.joined_rows == 0 and joined.source.joined_to == 60
+    assert plain.source.joined_rows is None and joined.source.joined_to == 60
     for before, after in ((plain.fit, joined.fit), (plain.choose, joined.choose)):
         added = texts(after) - texts(before)
         assert texts(before) < texts(after)
@@ -171,7 +171,7 @@ def test_long_texts_among_short_ones_are_not_repeated(tiny: Path, tmp_path: Path
 
 def test_texts_of_about_the_requested_length_are_not_joined(tiny: Path, sentences: Path):
     data = read(sentences, open_artifact(tiny), sequence=16)
-    assert "joined_rows" not in data.source
+    assert data.source.joined_rows is None
 
 
 def test_load_inputs_length_is_the_median(tiny: Path, tmp_path: Path):
@@ -332,7 +332,7 @@ def test_short_file_among_files_is_joined(tiny: Path, sentences: Path, tmp_path:
     long.write_text("\n".join("dog " * n for n in range(30, 60)))
     data = read_files([sentences, long], open_artifact(tiny), sequence=60)
     short, other = data.files
-    assert "joined_rows" not in other.source
+    assert other.source.joined_rows is None
     assert data.source.joined_rows == short.source.joined_rows > 0
     assert data.source.joined_to == 60
 

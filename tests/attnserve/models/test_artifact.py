@@ -141,7 +141,7 @@ def test_record_of_a_model_above_the_folder_onnx_is_not_that_of_the_one_in_it(hu
 
 def test_a_folder_named_onnx_is_a_plain_one_without_configuration(tmp_path: Path):
     linear(tmp_path / "onnx" / "model.onnx")
-    assert open_artifact(tmp_path / "onnx").shared is None
+    assert open_artifact(tmp_path / "onnx").companion_folder is None
     with raises(InvalidModel, "artifact.model_count", "found 0"):
         open_artifact(tmp_path)
 
@@ -271,7 +271,11 @@ def test_copy_companions_links_inside_are_followed(plain: Path, tmp_path: Path):
     (snapshot.parent / "tokenizer.json").symlink_to(blobs / "2")
     for artifact, name, text in (
         (Artifact(plain), "vocab.txt", "inside"),
-        (Artifact(snapshot / "model.onnx", shared=snapshot.parent), "tokenizer.json", "blob"),
+        (
+            Artifact(snapshot / "model.onnx", companion_folder=snapshot.parent),
+            "tokenizer.json",
+            "blob",
+        ),
     ):
         (new := tmp_path / f"new {name}").mkdir()
         copy_companions(artifact, new)

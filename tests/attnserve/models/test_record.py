@@ -66,6 +66,9 @@ def test_open_artifact_record_can_be_written_as_json(plain: Path):
     assert orjson.loads(orjson.dumps(artifact.lineage[0].to_json())) == {
         "rewrite": "x",
         "later": 1e30,
+        **dict.fromkeys(("break_even_sequence", "served_speedup", "speedups")),
+        "steps": [],
+        "warnings": [],
     }
     assert artifact.max_length is None
 

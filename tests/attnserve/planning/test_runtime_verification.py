@@ -72,7 +72,7 @@ def test_a_runtime_is_verified_if_it_keeps_the_quality(
     model = convert(job.original, "int8", job.calibration)
     found = job.compare_held_out(model, job.required_data.to_verify)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
-    expected = found.model_copy(update={"qualities": qualities})
+    expected = found.model_copy(update={"several": qualities})
     comparisons = verify_in_other_runtimes(job, model, expected, keep)
     assert comparisons.keys() == verified
     # Alone, the other runtime computes the original, and as one of two a part of the texts.

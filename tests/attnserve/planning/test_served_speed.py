@@ -60,7 +60,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path) -> None
     pruned = original.clone()
     PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
     timer = timer_of(original, 12, 10, 4, 5)
-    speed = timer.measure(pruned, pruned.clone(), lossy("int8"))
+    speed = timer.speed_of(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.served_by_shape == pytest.approx((2.5, 2.5))
     text = speed.describe("int8")
@@ -73,7 +73,7 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path) -> None:
     pruned = original.clone()
     PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
     timer = timer_of(original, 10, 12, 8, 5)  # original, fused, pruned, pruned and fused
-    speed = timer.measure(pruned, pruned, lossy("float32"))
+    speed = timer.speed_of(pruned, pruned, lossy("float32"))
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
@@ -85,7 +85,7 @@ def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
     openvino, onnxruntime = [12, 10, 5], [8, 7, 6]  # original, fused, converted
     timer = timer_of(original, *openvino, *onnxruntime, runtime="openvino")
     plan = Plan.merged([], "bfloat16-cpu", ())
-    speed = timer.measure(original.clone(), original.clone(), plan)
+    speed = timer.speed_of(original.clone(), original.clone(), plan)
     assert speed is not None and speed.runtimes == ("openvino", "onnxruntime")
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
 
@@ -105,7 +105,7 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     timer, plan = ServedTimer(job), Plan.merged([], "int8", ())
 
     def served(*verified: str) -> list[Any]:
-        speed = timer.measure(original.clone(), converted, plan, frozenset(verified))
+        speed = timer.speed_of(original.clone(), converted, plan, frozenset(verified))
         assert speed is not None
         return list(speed.served_by_shape)
 
@@ -130,7 +130,7 @@ def test_served_timer_leaves_the_same_blocks_in_float(
     name = find_attention(original).blocks[0].name
     plan = Plan.merged([PruneHeads({name: [1, 0, 1, 1]})], "int8", (name,))
     timer = timer_of(original, 12, 10, 4, 5)
-    assert timer.measure(original.clone(), original.clone(), plan)
+    assert timer.speed_of(original.clone(), original.clone(), plan)
     assert kept == [("float32", ()), ("int8", (name,))]
 
 
@@ -138,7 +138,7 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
     other = original.clone()
     other.graph.inputs[0].name = "other"
-    assert ServedTimer(job_of(original, target=AT)).measure(other, other, lossy("float32")) is None
+    assert ServedTimer(job_of(original, target=AT)).speed_of(other, other, lossy("float32")) is None
 
 
 @pytest.mark.timing(seconds=5)

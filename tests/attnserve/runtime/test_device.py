@@ -18,23 +18,24 @@ CUDA = "CUDAExecutionProvider"
 
 
 @pytest.mark.process
-def test_why_no_gpu_reports_errors_and_crashes_of_child(
+def test_gpu_refusal_reports_errors_and_crashes_of_child(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if CUDA in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
-    assert "no CUDA execution provider" in device.why_no_gpu()
+    assert "no CUDA execution provider" in str(device.gpu_refusal())
 
     def replace(function: Callable[..., Any], *arguments: Any) -> None:
-        monkeypatch.setattr(device, "why_no_cuda", partial(function, *arguments))
+        monkeypatch.setattr(device, "require_cuda", partial(function, *arguments))
 
     replace(signal.raise_signal, signal.SIGSEGV)
-    assert "signal SIGSEGV" in device.why_no_gpu()
+    assert "signal SIGSEGV" in str(device.gpu_refusal())
     replace(sys.exit, "CUDA driver version is insufficient")
-    assert device.why_no_gpu().endswith("exit status 1: CUDA driver version is insufficient")
+    refusal = str(device.gpu_refusal())
+    assert refusal.endswith("exit status 1: CUDA driver version is insufficient")
     replace(time.sleep, 60)
     monkeypatch.setattr(device, "TIMEOUT_S", 0.2)
-    assert "did not finish within 0.2 s" in device.why_no_gpu()
+    assert "did not finish within 0.2 s" in str(device.gpu_refusal())
     monkeypatch.setattr(device, "TIMEOUT_S", 60)
     replace({}.get, "nothing")
-    assert device.why_no_gpu() == ""
+    assert device.gpu_refusal() is None

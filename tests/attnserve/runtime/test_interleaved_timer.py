@@ -30,14 +30,14 @@ def test_measure_rounds_alternates_their_order():
 
         return sample
 
-    times = InterleavedTimer(0.1, 2, 2).measure([named("a", 0.1), named("b", 0.04)], 0.0)
+    times = InterleavedTimer(0.1, 2, 2).time([named("a", 0.1), named("b", 0.04)], 0.0)
     assert order == ["a1"] * 3 + ["b1"] * 3 + ["a1", "b3", "b3", "a1"]
     np.testing.assert_allclose(times, [[100, 100], [40, 40]])
 
 
 def test_measure_explicit_rounds_are_used_and_reported():
     done: list[tuple[int, int]] = []
-    times = BENCHMARK.measure(
+    times = BENCHMARK.time(
         [lambda repeats: 1.0], 8.0, rounds=3, progress=lambda *step: done.append(step)
     )
     assert times.shape == (1, 3) and done == [(1, 3), (2, 3), (3, 3)]

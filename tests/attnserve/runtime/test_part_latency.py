@@ -252,17 +252,17 @@ def parts(bert: ir.Model, feeds: Any) -> dict[str, Part]:
 def test_measure_known_parts_are_read_from_the_cache(parts: Any, tmp_path: Path):
     timer = Timer([4.0, 3.0, 2.0])
     table = LatencyTable(tmp_path / "t.json", ONE_THREAD, timer)
-    first = table.measure(parts)
+    first = table.time(parts)
     assert first == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
     assert table.measured == 3
     again = LatencyTable(tmp_path / "t.json", ONE_THREAD, timer)
-    assert again.measure(parts) == first  # the timer has no more results
+    assert again.time(parts) == first  # the timer has no more results
     assert again.measured == 0
 
 
 def test_measure_names_with_equal_text_are_separate(parts: Any):
     named = {None: parts["whole"], 3: parts["3"], "3": parts["2"]}
-    times = LatencyTable(None, ONE_THREAD, timer=Timer([4.0, 3.0, 2.0])).measure(named)
+    times = LatencyTable(None, ONE_THREAD, timer=Timer([4.0, 3.0, 2.0])).time(named)
     assert times == {None: (4.0,), 3: (3.0,), "3": (2.0,)}
 
 
@@ -270,16 +270,16 @@ def test_measure_new_part_is_scaled_to_known_parts(parts: Any, tmp_path: Path):
     """The machine runs at half speed when the third part is timed."""
     timer = Timer([4.0, 3.0], [8.0, 4.0])
     known = {name: parts[name] for name in ("whole", "3")}
-    LatencyTable(tmp_path / "t.json", timer=timer).measure(known)
-    times = LatencyTable(tmp_path / "t.json", timer=timer).measure(parts)
+    LatencyTable(tmp_path / "t.json", timer=timer).time(known)
+    times = LatencyTable(tmp_path / "t.json", timer=timer).time(parts)
     assert times == {"whole": (4.0,), "3": (3.0,), "2": (2.0,)}
 
 
 def test_measure_entries_are_separate_per_thread_count(parts: Any, tmp_path: Path):
     timer, path = Timer([4.0], [2.0]), tmp_path / "t.json"
     whole = {"whole": parts["whole"]}
-    LatencyTable(path, ONE_THREAD, timer).measure(whole)
-    assert LatencyTable(path, Device(threads=2), timer).measure(whole) == {"whole": (2.0,)}
+    LatencyTable(path, ONE_THREAD, timer).time(whole)
+    assert LatencyTable(path, Device(threads=2), timer).time(whole) == {"whole": (2.0,)}
     kept = json.loads((tmp_path / "t.json").read_text())
     assert len(kept) == 2 and all("threads" in setting for setting in kept)
 
@@ -307,7 +307,7 @@ def test_measure_number_of_open_sessions_is_bounded(bert: ir.Model, feeds: Any):
     first, second = [100.0, 1, 2, 3, 4, 5, 6, 7], [200.0, 16, 18, 20]
     timer = Timer(first, first, second, second)  # two shapes
     table = LatencyTable(None, timer=timer)
-    times = table.measure({"whole": part, **forms})
+    times = table.time({"whole": part, **forms})
     assert not timer.results  # which is why 8 and 4 models were timed at once
     expected = {"whole": 100.0, **{str(n): float(n) for n in range(1, 11)}}
     assert times == {name: (ms, ms) for name, ms in expected.items()}
@@ -325,7 +325,7 @@ def narrowed(model: ir.Model, kept: int) -> ir.Model:
 def test_measure_damaged_cache_is_replaced(content: str, parts: Any, tmp_path: Path):
     (tmp_path / "t.json").write_text(content)
     table = LatencyTable(tmp_path / "t.json", timer=Timer([4.0]))
-    assert table.measure({"whole": parts["whole"]}) == {"whole": (4.0,)}
+    assert table.time({"whole": parts["whole"]}) == {"whole": (4.0,)}
     assert list(json.loads((tmp_path / "t.json").read_text())) == [table.setting]
 
 
@@ -357,9 +357,9 @@ def test_measure_failed_write_leaves_no_file(
     table = LatencyTable(path, timer=Timer([4.0]))
     if isinstance(failure, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
-            table.measure({"whole": parts["whole"]})
+            table.time({"whole": parts["whole"]})
     else:
-        assert table.measure({"whole": parts["whole"]}) == {"whole": (4.0,)}
+        assert table.time({"whole": parts["whole"]}) == {"whole": (4.0,)}
     assert list(tmp_path.iterdir()) == before
 
 
@@ -390,7 +390,7 @@ def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.M
 
 def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):
     part = cut_out(bert, cuts(bert)[:1], feeds)[0]
-    times = LatencyTable(None, ONE_THREAD).measure({"whole": part})["whole"]
+    times = LatencyTable(None, ONE_THREAD).time({"whole": part})["whole"]
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
 
 
@@ -408,6 +408,6 @@ def test_measure_binds_inputs_once(parts: dict[str, Part], monkeypatch: pytest.M
             return lambda: runs.update([self.model])
 
     monkeypatch.setattr(latency, "open_session", Bound)
-    LatencyTable(None).measure(parts)
+    LatencyTable(None).time(parts)
     assert bindings == [(part.model, part.feeds[0]) for part in parts.values()]
     assert len(runs) == 3 and min(runs.values()) > QUICK.min_rounds

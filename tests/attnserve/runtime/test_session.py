@@ -26,8 +26,8 @@ from attnserve.runtime.external_data import (
 )
 from attnserve.runtime.interface import RunFailed, SessionOptions, owned
 from attnserve.runtime.onnx_runtime import require_runtime, run_errors
-from attnserve.runtime.session import open_session, why_no_cuda
-from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra
+from attnserve.runtime.session import open_session, require_cuda
+from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra, Refusal
 from tests.errors import raises
 
 ROOT = Path(__file__).parents[3]
@@ -290,11 +290,11 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
         assert requested[0][0] == ("CUDAExecutionProvider", speed.provider_options())  # type: ignore[index]
 
 
-def test_why_no_cuda_is_none_only_with_provider(monkeypatch: pytest.MonkeyPatch):
+def test_require_cuda_is_none_only_with_provider(monkeypatch: pytest.MonkeyPatch):
     if "CUDAExecutionProvider" not in require_runtime().get_available_providers():
-        assert "CUDA" in (why_no_cuda() or "")
+        assert "CUDA" in str(Refusal.of(require_cuda))
     monkeypatch.setattr(sessions, "_providers", lambda *_: ["CPUExecutionProvider"])
-    assert why_no_cuda() is None
+    assert Refusal.of(require_cuda) is None
 
 
 def test_open_session_profile_is_written_to_the_given_prefix(tmp_path: Path):

@@ -18,13 +18,14 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import save_model
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.onnx_runtime import OnnxRuntime, require_runtime
-from attnserve.runtime.session import why_no_cuda
+from attnserve.runtime.session import require_cuda
 from attnserve.serving import loaded_model
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.loaded_model import Model
 from benchmarks.gpu.encoder import random_encoder
+from graph_passes.errors import Refusal
 from service.engine import device
 from service.engine.device import on_device
 from service.settings import Settings
@@ -39,7 +40,8 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str], str], None]
 
     def install(providers: list[str], why: str) -> None:
         monkeypatch.setattr(device, "is_built_for_gpus", lambda: CUDA in providers)
-        monkeypatch.setattr(device, "why_no_gpu", lambda: why)
+        refusal = Refusal("no_gpu", why) if why else None
+        monkeypatch.setattr(device, "gpu_refusal", lambda: refusal)
 
     return install
 
@@ -140,7 +142,7 @@ def test_warm_up_tests_whether_padding_is_allowed(tmp_path: Path, graphs: list[A
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(why_no_cuda() is not None, reason="this machine has no usable GPU")
+@pytest.mark.skipif(Refusal.of(require_cuda) is not None, reason="this machine has no usable GPU")
 def test_embed_on_a_gpu_gives_vectors_of_the_cpu(
     start: Callable[..., TestClient], tmp_path: Path
 ) -> None:

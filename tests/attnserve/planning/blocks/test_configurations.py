@@ -169,8 +169,8 @@ def test_time_blocks_skips_operator_without_kernel(
 class SlowAtSecondShape(LatencyTable):
     """Everything but the original takes 1.2 times as long as it at the second shape."""
 
-    def measure(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
-        found = super().measure(parts)
+    def time(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
+        found = super().time(parts)
         slow = 1.2 * found[None][1]
         return {name: ms if name is None else (ms[0], slow) for name, ms in found.items()}
 
@@ -376,8 +376,8 @@ def test_time_blocks_times_truncated_heads(
 class FastSharing(LatencyTable):
     """Shared dimensions take a tenth of their time, at the only shape."""
 
-    def measure(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
-        found = super().measure(parts)
+    def time(self, parts: Mapping[Any, Part]) -> dict[Any, tuple[float, ...]]:
+        found = super().time(parts)
         return {
             name: (0.1 * ms if isinstance(name, Shared) else ms,) for name, (ms,) in found.items()
         }

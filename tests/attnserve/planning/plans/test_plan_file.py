@@ -122,7 +122,7 @@ def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
     for asked, given, expected in (("cosine", "auto", "cosine"), ("auto", "auto", "auto"),
                                    ("r2", "r2", "r2"), ("score", "r2", "r2")):  # fmt: skip
         path.write_text(json.dumps({"format": 2, "asked": {"measure": asked}}))
-        assert SavedPlan.read(path).measure(given) == expected  # type: ignore[arg-type]
+        assert SavedPlan.read(path).required_measure(given) == expected  # type: ignore[arg-type]
     path.write_text(json.dumps({"format": 2, "asked": {"measure": "cosine"}}))
     with raises(InvalidArgument, "optimize.conflict", "cosine", "r2"):
-        SavedPlan.read(path).measure("r2")
+        SavedPlan.read(path).required_measure("r2")

@@ -123,7 +123,7 @@ class EqualTimes(LatencyTable):
         super().__init__(None)
         self.parts: list[Part] = []
 
-    def measure(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
+    def time(self, parts: Mapping[str, Part]) -> dict[str, tuple[float, ...]]:
         self.parts.extend(parts.values())
         return {name: (1.0,) * len(part.feeds) for name, part in parts.items()}
 
