@@ -180,17 +180,11 @@ def exchange(address: str, *parts: bytes) -> bytes:
 
 
 @pytest.mark.process
-def test_server_accepts_requests_once_ready_is_logged(
-    server: tuple[str, subprocess.Popen[str]],
-) -> None:
-    """The first of these tests to run asks as soon as the line is there."""
-    assert httpx2.get(f"{server[0]}/v2/health/ready").json() == {"ready": True}
-
-
-@pytest.mark.process
 def test_server_over_http_answers(server: tuple[str, subprocess.Popen[str]]) -> None:
+    """The first of these tests to run asks as soon as the log says that it is ready."""
     address, _ = server
     with httpx2.Client(base_url=address) as client:
+        assert client.get("/v2/health/ready").json() == {"ready": True}
         answer = client.post("/texts/embed", json={"inputs": ["a", "b c"]})
         assert answer.status_code == 200
         assert np.shape(answer.json()["embeddings"]) == (2, 4)
@@ -356,14 +350,19 @@ def test_server_signaled_answers_accepted_requests_and_exits(
 
 @pytest.mark.process
 def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -> None:
-    with serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server:
-        address, process = server
-        assert httpx2.get(f"{address}/v2/health/ready").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 503)
-        assert httpx2.get(f"{address}/v2/health/live").status_code == 200
-        assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200
-        assert process.wait(20) == 0
+    """Clients are told to close their connections meanwhile."""
+    with (
+        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
+        httpx2.Client(base_url=server[0]) as client,
+    ):
+        assert client.get("/v2/health/ready").status_code == 200
+        assert "connection" not in client.get("/v2/health/live").headers
+        server[1].send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503)
+        live = client.get("/v2/health/live")
+        assert (live.status_code, live.headers["connection"]) == (200, "close")
+        assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
+        assert server[1].wait(20) == 0
 
 
 @pytest.mark.process
@@ -381,19 +380,6 @@ def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
         assert process.stderr is not None
         log = process.stderr.read()
         assert "1 connections were closed" in log
-
-
-@pytest.mark.process
-def test_server_tells_clients_to_close_while_it_drains(encoder: Path) -> None:
-    with (
-        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
-        httpx2.Client(base_url=server[0]) as client,
-    ):
-        assert "connection" not in client.get("/v2/health/live").headers
-        server[1].send_signal(signal.SIGTERM)
-        until(lambda: client.get("/v2/health/ready").status_code == 503)
-        assert client.get("/v2/health/live").headers["connection"] == "close"
-        assert server[1].wait(20) == 0
 
 
 @pytest.mark.process
