@@ -51,6 +51,7 @@ from graph_passes.registry import Registry
 from tests import architectures
 from tests.attnserve.costs import fused_is_faster
 from tests.errors import raises
+from tests.graph_passes.graphs import graph
 from tests.jobs import job_of
 
 LAYERS = 2
@@ -302,7 +303,8 @@ def use_other_runtime(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
     ],
 )
 def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, gain: float, runtime: str,
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fault: str, gain: float, runtime: str,
 ) -> None:  # fmt: skip
     use_other_runtime(monkeypatch, fault)
     timer = Timer(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
@@ -326,7 +328,8 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     ],
 )  # fmt: skip
 def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, verified: Sequence[str], gains: tuple[float, float], runtimes: tuple[str, LongRows | None],
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str,
+    verified: Sequence[str], gains: tuple[float, float], runtimes: tuple[str, LongRows | None],
 ) -> None:  # fmt: skip
     """The other runtime is faster by ``gains`` at 16 and 64 tokens."""
     use_other_runtime(monkeypatch, fault)
@@ -349,7 +352,8 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     ],
 )
 def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
-    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, long_gain: dict[int, float], runtimes: tuple[str, LongRows | None],
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    long_gain: dict[int, float], runtimes: tuple[str, LongRows | None],
 ) -> None:  # fmt: skip
     """The other runtime is faster by this, for the same file."""
     use_other_runtime(monkeypatch)
@@ -473,7 +477,7 @@ def test_fuse_lossless_slow_form_is_timed_twice(bert: Artifact, tmp_path: Path, 
 
 
 def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
-    save_model(graph("\n out = Relu(x)", inputs=PLAIN_INPUT), tmp_path / "model.onnx")
+    save_model(graph("\n out = Relu(x)"), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
         fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 

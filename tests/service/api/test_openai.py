@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -221,6 +220,8 @@ def test_embeddings_of_models_that_take_no_texts_or_ids_are_refused(
         check(answer, 404, "has no tokenizer.json", "invalid_request_error", None, None)
         answer = ask(echo, value)
         check(answer, 400, "expected int64 or int32", "invalid_request_error", "input", None)
+    for client, status in ((bare, 404), (echo, 422)):
+        assert client.post("/texts/embed", json={"inputs": "a"}).status_code == status
 
 
 def test_embeddings_unexpected_exception_is_a_server_error(
