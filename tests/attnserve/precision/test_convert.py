@@ -467,8 +467,8 @@ PRODUCTS = {
         (4, D), 1, {"MatMulIntegerToFloat": 1},
     ),
     "a table that is also multiplied": (
-        "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(t, ids)"
-        "u = Transpose <perm = [1, 0]> (t) y = MatMul(e, u) }",
+        "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(words, ids)"
+        "u = Transpose <perm = [1, 0]> (words) y = MatMul(e, u) }",
         (), 1, {"MatMulIntegerToFloat": 1},
     ),
 }  # fmt: skip
@@ -484,7 +484,7 @@ def test_int8_quantizes_products_of_matrices_only(
     precision: Precision,
 ):
     weights = {"w": normal(D, D) / 4, "a": normal(D), "stack": normal(3, D, D)}
-    model = graph(text, **weights, t=normal(VOCABULARY, D))
+    model = graph(text, **weights, words=normal(VOCABULARY, D))
     known = {"x": normal(*shape), "c": 9 * normal(*shape), "ids": np.array([[3, 1], [0, 63]])}
     feeds = {value.name or "": known[value.name or ""] for value in model.graph.inputs}
     made = converted(model, precision, rounding(precision, chain), **feeds)
