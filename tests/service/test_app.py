@@ -28,9 +28,8 @@ from service.launch import serve
 from service.settings import Settings
 from tests.errors import raises
 from tests.service.conftest import listening, until
-from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.processes import serving
-from tests.service.tiny import ids_request, write_encoder
+from tests.service.tiny import ids_request, write_encoder, write_model
 
 INFER = "/v2/models/tiny/infer"
 TIMES = ("x-queue-ms", "x-tokenize-ms", "x-compute-ms")
@@ -67,29 +66,27 @@ def test_inference_answer_has_cost_in_headers_and_parameters(
         assert len(parameters) == 9
 
 
+BRANCH = """
+<ir_version: 10, opset_import: ["": 18]>
+branch (bool[] which, float[n] x) => (float[n] y) {
+    y = If (which) <
+        then_branch = plus () => (float[n] p) { p = Add(x, x) },
+        else_branch = same () => (float[n] s) { s = Identity(x) }
+    >
+}
+"""
+
+
 def test_answer_of_uncountable_graph_omits_macs(
-    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    client = start(encoder)
-    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
-    monkeypatch.setattr(model, "macs", lambda inputs: None)
-    answer = client.post(INFER, json=ids_request([2, 3]))
-    assert answer.status_code == 200
+    client = start(write_model(tmp_path / "branch.onnx", BRANCH))
+    which = {"name": "which", "shape": [], "datatype": "BOOL", "data": [True]}
+    x = {"name": "x", "shape": [3], "datatype": "FP32", "data": [1, 1, 1]}
+    answer = client.post("/v2/models/branch/infer", json={"inputs": [which, x]})
+    assert answer.json()["outputs"][0]["data"] == [2, 2, 2]
     assert not {"x-macs", "x-flops"} & set(answer.headers)
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
-
-
-def test_answer_with_gpu_has_gpu_memory(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
-    use_nvml(monkeypatch, FakeNvml(used=7))
-    answer = client.post(INFER, json=ids_request([2, 3]))
-    assert answer.headers["x-gpu-bytes"] == "7"
-    assert answer.json()["parameters"]["gpu_bytes"] == 7
-    use_nvml(monkeypatch, None)
-    assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
 
 
 @pytest.mark.parametrize(

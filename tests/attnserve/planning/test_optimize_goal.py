@@ -12,6 +12,7 @@ import attnserve
 from attnserve import verify
 from attnserve.cli.app import main
 from attnserve.models.onnx_files import load_model
+from attnserve.precision.convert import check_cpu, convert
 from graph_passes.errors import (
     CheckFailed,
     InvalidArgument,
@@ -102,7 +103,7 @@ def test_optimize_int8_full_records_8_bits(
 
 
 def test_int8_full_without_dot_product_is_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: False)
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
@@ -110,6 +111,10 @@ def test_int8_full_without_dot_product_is_refused_first(
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
                        precision="int8-full")  # fmt: skip
+    with raises(InvalidArgument, "precision.cpu", "use int8"):
+        convert(load_model(model / "model.onnx"), "int8-full")
+    for precision in ("float32", "float16", "bfloat16", "int8"):
+        check_cpu(precision)
 
 
 def test_optimize_bfloat16_is_verified_on_cpu_and_warns(

@@ -31,7 +31,6 @@ from attnserve.models.quantized import (
 from attnserve.precision import int8 as int8_module
 from attnserve.precision import int8_grids, schemes
 from attnserve.precision.convert import (
-    check_cpu,
     context_for,
     convert,
     convert_alone,
@@ -875,15 +874,6 @@ def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch)
     assert int8_weight_bits(made) == 8
     assert precision_of(made) == "int8"
     assert int8_warning(made) is None
-
-
-def test_int8_full_without_dot_product_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: False)
-    with raises(InvalidArgument, "precision.cpu", "int8-full") as refused:
-        convert(product(), "int8-full")
-    assert "use int8" in refused.value.fix
-    for precision in ("float32", "float16", "bfloat16", "int8"):
-        check_cpu(precision)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])

@@ -87,12 +87,6 @@ def test_embeddings_without_v1_are_the_same(client: TestClient) -> None:
     check(refused, 400, "model: Field required", "invalid_request_error", "model", None)
 
 
-def test_embeddings_dimensions_are_at_most_those_of_model(client: TestClient) -> None:
-    assert vectors(ask(client, "a", dimensions=4, user="someone")).shape == (1, 4)
-    assert vectors(ask(client, "a", dimensions=3)).shape == (1, 3)
-    assert ask(client, "a", dimensions=5).status_code == 400
-
-
 def test_models_lists_loaded_models(client: TestClient) -> None:
     listed = client.get("/v1/models").json()
     assert listed["object"] == "list"
