@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,9 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
 
 
 def test_optimize_int8_full_records_8_bits(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: True)
+    cpu_with(int8=True)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
     assert main(arguments) == 0
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
@@ -103,9 +104,9 @@ def test_optimize_int8_full_records_8_bits(
 
 
 def test_int8_full_without_dot_product_is_refused_first(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: False)
+    cpu_with(int8=False)
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
     with raises(InvalidArgument, "precision.cpu", "int8-full"):

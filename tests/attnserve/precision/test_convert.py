@@ -19,7 +19,6 @@ from attnserve.checks.compare import compare
 from attnserve.context import Device, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Precision
-from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import (
@@ -29,7 +28,7 @@ from attnserve.models.quantized import (
     int8_weight_bits,
 )
 from attnserve.precision import int8 as int8_module
-from attnserve.precision import int8_grids, schemes
+from attnserve.precision import int8_grids
 from attnserve.precision.convert import (
     context_for,
     convert,
@@ -392,9 +391,9 @@ def test_compare_bfloat16_on_cpu_names_the_rounding():
     [("bfloat16", 12, 13), ("int8", 10, 11), ("int8-full", 10, 11)],
 )
 def test_convert_old_opset_is_refused(
-    precision: Precision, opset: int, oldest: int, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, opset: int, oldest: int, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(int8=True)
     text = "(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }"
     with raises(CannotRewrite, "precision.opset", opset, oldest):
         convert(graph(text, opset, w=normal(D, D)), precision)
@@ -867,9 +866,8 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
     assert table.const_value.numpy().max() == 255
 
 
-def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
-    monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: True)
+def test_int8_full_with_dot_product_uses_8_bits(cpu_with: Callable[..., None]):
+    cpu_with(int8=True)
     made = convert(every_product(), "int8-full", [IDS])
     assert int8_weight_bits(made) == 8
     assert precision_of(made) == "int8"
@@ -878,25 +876,17 @@ def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
 def test_bfloat16_on_cpus_is_stated_in_the_model(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    precision: Precision, cpu_with: Callable[..., None], tmp_path: Path
 ) -> None:
     """ONNX Runtime computes the same file in float32; the statement survives the file."""
-    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: True)
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(bfloat16=True)
     model = every_product()
     made = convert(model, precision, [IDS])
     save_model(made, tmp_path / "made.onnx")
     read = load_model(tmp_path / "made.onnx")
     assert computes_in_bfloat16(read) and not computes_in_bfloat16(model)
     assert precision_of(read) == ("float32" if precision == "bfloat16-cpu" else "int8")
-
-
-@pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
-def test_bfloat16_on_cpus_without_instructions_is_refused(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: False)
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(bfloat16=False)
     with raises(InvalidArgument, "precision.cpu", precision):
         convert(product(), precision)
 
@@ -982,7 +972,7 @@ OTHER_TOOLS = {
 @pytest.mark.parametrize("body", OTHER_TOOLS.values(), ids=OTHER_TOOLS)
 @pytest.mark.parametrize(("largest", "bits"), [(64, 7), (-64, 7), (65, 8), (-65, 8), (-128, 8)])
 def test_int8_weight_bits_of_models_of_other_tools(
-    body: str, largest: int, bits: int, monkeypatch: pytest.MonkeyPatch
+    body: str, largest: int, bits: int, cpu_with: Callable[..., None]
 ):
     weight = np.zeros((D, 3 * D), np.int8)
     weight[3, 5] = largest
@@ -995,7 +985,7 @@ def test_int8_weight_bits_of_models_of_other_tools(
     )
     assert int8_weight_bits(model) == bits
     for exact_cpu in (False, True):
-        monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
+        cpu_with(int8=exact_cpu)
         assert (int8_warning(model) is None) == (exact_cpu or bits == 7)
 
 

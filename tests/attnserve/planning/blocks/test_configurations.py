@@ -346,12 +346,6 @@ def test_eliminate_neurons_uneven_steps_remove_all():
 # Queries and keys with fewer dimensions
 
 
-@pytest.fixture
-def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's heads have 8 dimensions: half of them is not a multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
-
-
 def cut_attention(group: BlockGroup) -> bool:
     return group.kind == "attention"
 

@@ -49,10 +49,10 @@ Build = Callable[..., Path]
 
 
 @pytest.mark.timing(seconds=6)
+@pytest.mark.usefixtures("short_enough")
 def test_search_truncates_queries_and_keys(
-    replays: Callable[[], bool], planned: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    replays: Callable[[], bool], planned: Planner, tmp_path: Path
 ):
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
     report = planned(keep=0.9)
     cut = [decision for decision in report.record.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
