@@ -188,6 +188,9 @@ def _send_mutated(run: Run, address: tuple[str, int]) -> None:
             raw = call if isinstance(call, bytes) else call.raw()
             if status and status >= 500 and not (status == 504 and b"time" in raw):
                 run.find(f"{call}: {status} {answer[:300]!r}", number)
+            is_refused = isinstance(call, Call) and call.method == "POST" and status in (413, 422)
+            if is_refused and "error" not in orjson.loads(answer):
+                run.find(f"{call}: {answer[:300]!r}", number)
 
 
 # -- folders --------------------------------------------------------------------------------------

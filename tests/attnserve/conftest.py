@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from attnserve.models import quantized
+from attnserve.precision import schemes
 from tests.fixtures.make import BERT
 from tests.texts import write_sentences
 
@@ -53,3 +55,15 @@ def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reports without figures: to draw them takes most of the time of ``analyze``."""
     monkeypatch.setattr("attnserve.reports.analyze.FIGURES", ())
+
+
+@pytest.fixture
+def cpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """(int8, bfloat16) -> a CPU with or without the instructions for these products."""
+
+    def choose(*, int8: bool = True, bfloat16: bool = True) -> None:
+        for module in (schemes, quantized):
+            monkeypatch.setattr(module, "has_int8_dot_product", lambda: int8)
+        monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: bfloat16)
+
+    return choose

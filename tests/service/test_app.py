@@ -28,9 +28,8 @@ from service.launch import serve
 from service.settings import Settings
 from tests.errors import raises
 from tests.service.conftest import listening, until
-from tests.service.fake_nvml import FakeNvml, use_nvml
 from tests.service.processes import serving
-from tests.service.tiny import ids_request, write_encoder
+from tests.service.tiny import ids_request, write_encoder, write_model
 
 INFER = "/v2/models/tiny/infer"
 TIMES = ("x-queue-ms", "x-tokenize-ms", "x-compute-ms")
@@ -67,29 +66,27 @@ def test_inference_answer_has_cost_in_headers_and_parameters(
         assert len(parameters) == 9
 
 
+BRANCH = """
+<ir_version: 10, opset_import: ["": 18]>
+branch (bool[] which, float[n] x) => (float[n] y) {
+    y = If (which) <
+        then_branch = plus () => (float[n] p) { p = Add(x, x) },
+        else_branch = same () => (float[n] s) { s = Identity(x) }
+    >
+}
+"""
+
+
 def test_answer_of_uncountable_graph_omits_macs(
-    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., TestClient], tmp_path: Path
 ) -> None:
-    client = start(encoder)
-    model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
-    monkeypatch.setattr(model, "macs", lambda inputs: None)
-    answer = client.post(INFER, json=ids_request([2, 3]))
-    assert answer.status_code == 200
+    client = start(write_model(tmp_path / "branch.onnx", BRANCH))
+    which = {"name": "which", "shape": [], "datatype": "BOOL", "data": [True]}
+    x = {"name": "x", "shape": [3], "datatype": "FP32", "data": [1, 1, 1]}
+    answer = client.post("/v2/models/branch/infer", json={"inputs": [which, x]})
+    assert answer.json()["outputs"][0]["data"] == [2, 2, 2]
     assert not {"x-macs", "x-flops"} & set(answer.headers)
     assert not {"macs", "flops"} & set(answer.json()["parameters"])
-
-
-def test_answer_with_gpu_has_gpu_memory(
-    client: TestClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
-    use_nvml(monkeypatch, FakeNvml(used=7))
-    answer = client.post(INFER, json=ids_request([2, 3]))
-    assert answer.headers["x-gpu-bytes"] == "7"
-    assert answer.json()["parameters"]["gpu_bytes"] == 7
-    use_nvml(monkeypatch, None)
-    assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
 
 
 @pytest.mark.parametrize(
@@ -180,17 +177,11 @@ def exchange(address: str, *parts: bytes) -> bytes:
 
 
 @pytest.mark.process
-def test_server_accepts_requests_once_ready_is_logged(
-    server: tuple[str, subprocess.Popen[str]],
-) -> None:
-    """The first of these tests to run asks as soon as the line is there."""
-    assert httpx2.get(f"{server[0]}/v2/health/ready").json() == {"ready": True}
-
-
-@pytest.mark.process
 def test_server_over_http_answers(server: tuple[str, subprocess.Popen[str]]) -> None:
+    """The first of these tests to run asks as soon as the log says that it is ready."""
     address, _ = server
     with httpx2.Client(base_url=address) as client:
+        assert client.get("/v2/health/ready").json() == {"ready": True}
         answer = client.post("/texts/embed", json={"inputs": ["a", "b c"]})
         assert answer.status_code == 200
         assert np.shape(answer.json()["embeddings"]) == (2, 4)
@@ -356,14 +347,19 @@ def test_server_signaled_answers_accepted_requests_and_exits(
 
 @pytest.mark.process
 def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -> None:
-    with serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server:
-        address, process = server
-        assert httpx2.get(f"{address}/v2/health/ready").status_code == 200
-        process.send_signal(signal.SIGTERM)
-        until(lambda: httpx2.get(f"{address}/v2/health/ready").status_code == 503)
-        assert httpx2.get(f"{address}/v2/health/live").status_code == 200
-        assert httpx2.post(f"{address}/texts/embed", json={"inputs": "a"}).status_code == 200
-        assert process.wait(20) == 0
+    """Clients are told to close their connections meanwhile."""
+    with (
+        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
+        httpx2.Client(base_url=server[0]) as client,
+    ):
+        assert client.get("/v2/health/ready").status_code == 200
+        assert "connection" not in client.get("/v2/health/live").headers
+        server[1].send_signal(signal.SIGTERM)
+        until(lambda: client.get("/v2/health/ready").status_code == 503)
+        live = client.get("/v2/health/live")
+        assert (live.status_code, live.headers["connection"]) == (200, "close")
+        assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200
+        assert server[1].wait(20) == 0
 
 
 @pytest.mark.process
@@ -381,19 +377,6 @@ def test_server_drain_ends_with_half_a_request(encoder: Path) -> None:
         assert process.stderr is not None
         log = process.stderr.read()
         assert "1 connections were closed" in log
-
-
-@pytest.mark.process
-def test_server_tells_clients_to_close_while_it_drains(encoder: Path) -> None:
-    with (
-        serving(encoder, ATTNSERVE_DRAIN_DELAY_S="2", ATTNSERVE_PROBE="false") as server,
-        httpx2.Client(base_url=server[0]) as client,
-    ):
-        assert "connection" not in client.get("/v2/health/live").headers
-        server[1].send_signal(signal.SIGTERM)
-        until(lambda: client.get("/v2/health/ready").status_code == 503)
-        assert client.get("/v2/health/live").headers["connection"] == "close"
-        assert server[1].wait(20) == 0
 
 
 @pytest.mark.process

@@ -11,22 +11,15 @@ from service.budget import Budget
 from service.errors import DeadlineExceeded, Overloaded
 
 
-def test_take_above_the_limit_is_refused_until_bytes_are_given_back() -> None:
+@pytest.mark.parametrize("taken", [(60, 40), (1000,)])
+def test_take_above_the_limit_is_refused_until_bytes_are_given_back(taken: tuple[int, ...]) -> None:
+    """A free budget may be exceeded."""
     budget = Budget(100)
-    budget.take(60)
-    budget.take(40)
+    for size in taken:
+        budget.take(size)
     with pytest.raises(Overloaded):
         budget.take(1)
-    budget.give_back(40)
-    budget.take(1)
-
-
-def test_take_of_a_free_budget_may_exceed_it() -> None:
-    budget = Budget(100)
-    budget.take(1000)
-    with pytest.raises(Overloaded):
-        budget.take(1)
-    budget.give_back(1000)
+    budget.give_back(taken[-1])
     budget.take(1)
 
 

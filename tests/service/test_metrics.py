@@ -136,11 +136,13 @@ def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
     for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
         nvml.used = used
         memory_use._gpu_sample.cache_clear()  # a second later
-        client.post(INFER, json=ids_request([2, 3]))
+        answer = client.post(INFER, json=ids_request([2, 3]))
+        assert answer.headers["x-gpu-bytes"] == str(used)
+        assert answer.json()["parameters"]["gpu_bytes"] == used
         series = 'attnserve_gpu_memory_peak_bytes{model="tiny",version="1"}'
         assert peaks() == (peak, [f"{series} {peak:.1f}"])
     use_nvml(monkeypatch, None)  # the driver is gone
-    client.post(INFER, json=ids_request([2, 3]))
+    assert "x-gpu-bytes" not in client.post(INFER, json=ids_request([2, 3])).headers
     assert peaks()[0] == 51
 
 

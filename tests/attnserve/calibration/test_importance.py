@@ -501,21 +501,14 @@ def assert_same_votes(one: dict[str, Votes], two: dict[str, Votes]) -> None:
         np.testing.assert_array_equal(one[name].votes, two[name].votes)
 
 
-def test_voting_ignores_padding(bert: ir.Model, data: list[Batch]):
-    blocks = read_attention(bert).blocks
-    one, two = (
-        voting_to_stay(bert, blocks, batches, groups=2)
-        for batches in (data, [padded(batch) for batch in data])
+def test_voting_ignores_padding_and_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
+    blocks, context = read_attention(bert).blocks, RunContext(seed=7)
+    one, *others = (
+        voting_to_stay(bert, blocks, batches, groups=2, context=context)
+        for batches in (data, data, [padded(batch) for batch in data])
     )
-    assert_same_votes(one, two)
-
-
-def test_voting_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
-    blocks = read_attention(bert).blocks
-    one, two = (
-        voting_to_stay(bert, blocks, data, groups=2, context=RunContext(seed=7)) for _ in range(2)
-    )
-    assert_same_votes(one, two)
+    for other in others:
+        assert_same_votes(one, other)
 
 
 def test_voting_number_of_groups_may_differ_per_layer(bert: ir.Model, data: list[Batch]):

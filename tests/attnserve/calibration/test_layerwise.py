@@ -179,18 +179,20 @@ def test_run_to_keeps_only_values_that_are_needed_later():
         assert kept(runner) == left
 
 
-def test_run_to_keeps_values_that_a_subgraph_reads():
-    graph = model(BODY, "d")
+@pytest.mark.parametrize(
+    ("text", "output", "wanted", "announced", "left"),
+    [
+        (BODY, "d", "flag b", "d", {"a", "b", "flag"}),  # a subgraph reads them
+        (FOLDED, "c", "Wt a", "c", {"a"}),  # no constants
+    ],
+)
+def test_run_to_keeps_values_that_later_nodes_read(
+    text: str, output: str, wanted: str, announced: str, left: set[str]
+):
+    graph = model(text, output)
     runner = LayerwiseRunner(graph, batches())
-    list(runner.run_to(values(graph, "flag b"), values(graph, "d")))
-    assert kept(runner) == {"a", "b", "flag"}
-
-
-def test_run_to_does_not_keep_constants():
-    graph = model(FOLDED, "c")
-    runner = LayerwiseRunner(graph, batches())
-    list(runner.run_to(values(graph, "Wt a"), values(graph, "c")))
-    assert kept(runner) == {"a"}
+    list(runner.run_to(values(graph, wanted), values(graph, announced)))
+    assert kept(runner) == left
 
 
 def test_run_to_keeps_announced_values_until_they_are_read(ran: list[str]):

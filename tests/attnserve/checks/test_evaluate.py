@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -215,24 +216,24 @@ def test_evaluate_nan_or_constant_output_fails(tokens: Path) -> None:
         evaluate(tokens, task="sts", data=table(tokens, STS, "1\teast\teast", "2\twest\twest"))
 
 
-def test_evaluate_pooling_defaults_to_the_artifact(tokens: Path) -> None:
+@pytest.mark.parametrize(
+    ("record", "option", "cosines"),
+    [({"pooling": "cls"}, "pooling", {None: 1, "cls": 1, "mean": -1}),
+     ({"max_length": 1}, "max_length", {None: 1, 3: -1})],
+    ids=["pooling", "max_length"],
+)  # fmt: skip
+def test_evaluate_pooling_and_length_default_to_the_artifact(
+    tokens: Path, record: dict[str, Any], option: str, cosines: dict[Any, int]
+) -> None:
     data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
-    (tokens / "attnserve.json").write_text('{"pooling": "cls"}', encoding="utf-8")
-    for pooling, cosine in ((None, 1), ("cls", 1), ("mean", -1)):
-        score = evaluate(tokens, task="sts", data=data, pooling=pooling)
+    (tokens / "attnserve.json").write_text(json.dumps(record), encoding="utf-8")
+    for value, cosine in cosines.items():
+        options: dict[str, Any] = {option: value}
+        score = evaluate(tokens, task="sts", data=data, **options)
         assert isinstance(score, StsScore)
         np.testing.assert_allclose(score.cosines, [cosine, 0, -1], atol=1e-6)
     with raises(InvalidArgument, "text.pooling", "none"):
         evaluate(tokens, task="sts", data=data, pooling="none")
-
-
-def test_evaluate_max_length_defaults_to_the_artifact(tokens: Path) -> None:
-    data = table(tokens, STS, "5\teast west west\teast", "1\tnorth\teast", "0\twest\teast")
-    (tokens / "attnserve.json").write_text('{"max_length": 1}', encoding="utf-8")
-    for length, cosine in ((None, 1), (3, -1)):
-        score = evaluate(tokens, task="sts", data=data, max_length=length)
-        assert isinstance(score, StsScore)
-        assert score.cosines[0] == pytest.approx(cosine)
 
 
 # --- classification -----------------------------------------------------------------------------

@@ -28,23 +28,20 @@ def test_read_sentences_are_non_blank_lines(
 
 @pytest.mark.parametrize(
     ("content", "code"),
-    [(b"", "text.empty_file"), (b"\n \n", "text.empty_file"), (b"ok\n\xff", "text.not_utf8")],
-)
-def test_read_sentences_empty_or_binary_file_is_refused(
-    content: bytes, code: str, tmp_path: Path
+    [(b"", "empty_file"), (b"\n \n", "empty_file"), (b"ok\n\xff", "not_utf8"),
+     (None, "unreadable")],
+)  # fmt: skip
+def test_read_sentences_empty_binary_or_absent_file_is_refused(
+    content: bytes | None, code: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.txt"
-    path.write_bytes(content)
-    with raises(InvalidData, code, path) as caught:
+    if content is not None:
+        path.write_bytes(content)
+    with raises(InvalidData, f"text.{code}", path) as caught:
         read_sentences(path)
     assert caught.value.fix
-
-
-def test_read_sentences_unreadable_path_is_refused(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "absent.txt"):
-        with raises(InvalidData, "text.unreadable", path) as caught:
-            read_sentences(path)
-        assert caught.value.fix
+    with raises(InvalidData, "text.unreadable", tmp_path):
+        read_sentences(tmp_path)
 
 
 def test_calibration_text_is_varied() -> None:

@@ -16,7 +16,6 @@ import pytest
 from attnserve.integrations.sentence_transformers import load
 from graph_passes.errors import InvalidArgument, InvalidModel
 from tests.errors import raises
-from tests.files import write_json
 from tests.hub_folders import CASES, LIBRARY, QUERY, TEXTS, Case, change, then, write_folder
 
 pytestmark = [pytest.mark.export, pytest.mark.filterwarnings("ignore")]
@@ -114,6 +113,7 @@ def test_cross_encoder_ranks_as_the_original(tmp_path: Path):
         ("modules.json", '[{"type": "mine.Pooling", "path": ""}]', "export.module"),
         ("1_Pooling/config.json", None, "export.pooling"),
         ("config.json", "[", "artifact.json"),
+        ("config.json", "{}", "integration.not_loadable"),
         (LIBRARY, '{"model_type": "SparseEncoder"}', "settings.model_type"),
     ],
 )
@@ -124,14 +124,6 @@ def test_broken_folder_is_refused_by_the_usual_error(
     shutil.copytree(folder, copy)
     (copy / file).unlink() if content is None else (copy / file).write_text(content)
     with raises(InvalidModel, code):
-        load(copy)
-
-
-def test_model_without_texts_is_refused(folder: Path, tmp_path: Path):
-    copy = tmp_path / "copy"
-    shutil.copytree(folder, copy)
-    write_json(copy / "config.json", {})
-    with raises(InvalidModel, "integration.not_loadable"):
         load(copy)
 
 

@@ -99,17 +99,20 @@ def test_open_artifact_without_pooling_reads_only_lengths(hub: Path, names: tupl
     assert open_artifact(hub).record == Record(max_length=256)
 
 
-@pytest.mark.parametrize("mode", [None, 5, True, [1], [["cls"]], {"a": 1}])
-def test_open_artifact_malformed_pooling_is_refused(hub: Path, mode: object):
-    write_json(hub / "1_Pooling" / "config.json", {"pooling_mode": mode})
-    with raises(InvalidModel, "export.config", "pooling_mode"):
-        open_artifact(hub)
-
-
-@pytest.mark.parametrize("content", [{"a": 1}, ["x"], [{"type": "Pooling"}]])
-def test_open_artifact_malformed_modules_are_refused(hub: Path, content: object):
-    write_json(hub / "modules.json", content)
-    with raises(InvalidModel, "export.modules", "modules.json"):
+@pytest.mark.parametrize(
+    ("file", "content", "code", "value"),
+    [
+        *(("1_Pooling/config.json", {"pooling_mode": mode}, "export.config", "pooling_mode")
+          for mode in (None, 5, True, [1], [["cls"]], {"a": 1})),
+        *(("modules.json", content, "export.modules", "modules.json")
+          for content in ({"a": 1}, ["x"], [{"type": "Pooling"}])),
+    ],
+)  # fmt: skip
+def test_open_artifact_malformed_file_is_refused(
+    hub: Path, file: str, content: object, code: str, value: str
+):
+    write_json(hub / file, content)
+    with raises(InvalidModel, code, value):
         open_artifact(hub)
 
 

@@ -42,28 +42,19 @@ def test_example_inputs_are_reproducible_by_seed():
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "bound"),
     [
-        "y = Gather<axis = 0>(w, ids)",
-        "c = Cast<to = 6>(ids) f = Flatten(c) y = Gather(w, f)",
-        "h = Cast<to = 10>(w) y = Gather(h, ids)",
-        "y = com.microsoft.EmbedLayerNormalization(ids, , w, w, , w, w)",
+        ("y = Gather<axis = 0>(w, ids)", 3),
+        ("c = Cast<to = 6>(ids) f = Flatten(c) y = Gather(w, f)", 3),
+        ("h = Cast<to = 10>(w) y = Gather(h, ids)", 3),
+        ("y = com.microsoft.EmbedLayerNormalization(ids, , w, w, , w, w)", 3),
+        ("y = Gather<axis = 1>(w, ids)", None),  # columns, not rows
+        ("y = Gather(ids, w)", None),  # the ids are the table
+        ("c = Add(ids, ids) y = Gather(w, c)", None),  # no longer the ids that came in
     ],
 )
-def test_id_bound_is_the_size_of_the_table(body: str):
-    assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) == 3
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "y = Gather<axis = 1>(w, ids)",  # columns, not rows
-        "y = Gather(ids, w)",  # the ids are the table
-        "c = Add(ids, ids) y = Gather(w, c)",  # no longer the ids that came in
-    ],
-)
-def test_id_bound_without_table_is_none(body: str):
-    assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) is None
+def test_id_bound_is_the_size_of_the_table_or_none(body: str, bound: int | None):
+    assert id_bound(model("int64[b,s] ids", body).graph.inputs[0]) == bound
 
 
 def test_id_bound_of_two_tables_is_the_smaller():
@@ -114,21 +105,18 @@ def test_example_inputs_positions_count_up_within_their_table():
 
 
 @pytest.mark.parametrize(
-    ("inputs", "value"),
+    ("inputs", "size", "code", "value"),
     [
-        ("int64[1,s] ids", "`batch` is 2"),
-        ("int64[b,128] ids", "`sequence` is 7"),
+        ("int64[1,s] ids", (2, 7), "fixed_axis", "`batch` is 2"),
+        ("int64[b,128] ids", (2, 7), "fixed_axis", "`sequence` is 7"),
+        *((BERT, size, "range", "") for size in ((0, 1), (1, 0), (-1, 8))),
     ],
 )
-def test_example_inputs_other_size_of_fixed_axis_is_refused(inputs: str, value: str):
-    with raises(InvalidArgument, "inputs.fixed_axis", value):
-        example_inputs(model(inputs), Workload.of(2, 7))
-
-
-@pytest.mark.parametrize(("batch", "sequence"), [(0, 1), (1, 0), (-1, 8)])
-def test_example_inputs_empty_shape_is_refused(batch: int, sequence: int):
-    with raises(InvalidArgument, "inputs.range"):
-        example_inputs(model(BERT), Workload.of(batch, sequence))
+def test_example_inputs_of_impossible_shapes_are_refused(
+    inputs: str, size: tuple[int, int], code: str, value: str
+):
+    with raises(InvalidArgument, f"inputs.{code}", value):
+        example_inputs(model(inputs), Workload.of(*size))
 
 
 def test_example_inputs_strings_and_unknown_shapes_are_refused():

@@ -496,14 +496,18 @@ def test_pool_pooled_output_is_unchanged() -> None:
         assert pool(HIDDEN[:, 0], MASK, pooling, False).tolist() == [[1.0, 2.0]]
 
 
-def test_pool_none_of_tokens_is_refused() -> None:
-    with raises(InvalidArgument, "text.pooling", "[1, 3, 2]"):
-        pool(HIDDEN, MASK, "none", False)
-
-
-def test_pool_other_rank_is_refused() -> None:
-    with raises(InvalidArgument, "text.pool_shape", "(2,)"):
-        pool(HIDDEN[0, 0], MASK, "mean", False)
+@pytest.mark.parametrize(
+    ("hidden", "pooling", "code", "shape"),
+    [
+        (HIDDEN, "none", "text.pooling", "[1, 3, 2]"),
+        (HIDDEN[0, 0], "mean", "text.pool_shape", "(2,)"),
+    ],
+)
+def test_pool_other_shape_is_refused(
+    hidden: np.ndarray, pooling: str, code: str, shape: str
+) -> None:
+    with raises(InvalidArgument, code, shape):
+        pool(hidden, MASK, pooling, False)  # type: ignore[arg-type]
 
 
 def test_pool_normalize_keeps_zero() -> None:

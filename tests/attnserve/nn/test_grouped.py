@@ -153,17 +153,19 @@ def test_voting_keeps_one_head_of_each_group_and_prunes_the_layer():
     assert (pruned.num_heads, pruned.scale) == (3, layer.scale)
 
 
-def test_voting_runs_the_model_without_dropout():
-    model = torch.nn.ModuleDict({"attention": twins([0, 1, 0], dropout=0.5)}).train()
+def test_voting_runs_the_model_without_dropout_and_restores_the_mode_of_each_module():
+    layer = twins([0, 1, 0], dropout=0.5)
+    model = torch.nn.ModuleDict({"attention": layer, "still": torch.nn.Dropout()}).train()
+    model["still"].eval()
     x, seen = torch.randn(2, 6, 16), list[bool]()
 
     def run(x: Any) -> None:
-        seen.append(model["attention"].training)
-        model["attention"](x, x, x)
+        seen.append(layer.training)
+        layer(x, x, x)
 
     voting_to_stay(model, [x], run)
-    assert seen == [False] and model["attention"].training
-    assert model["attention"].pruned([1, 1, 0]).dropout == 0.5
+    assert seen == [False] and layer.training and not model["still"].training
+    assert layer.pruned([1, 1, 0]).dropout == 0.5
 
 
 def test_units_are_constants_in_the_gradient():
@@ -324,15 +326,6 @@ def test_layer_at_two_places_is_replaced_at_both():
     model, x = torch.nn.ModuleDict({"a": layer, "b": layer}), torch.randn(2, 5, 16)
     keep_pillars(model, voting_to_stay(model, [x], lambda y: layer(y, y, y)))
     assert model["a"] is model["b"] and type(model["a"]) is FixedHeadAttention
-
-
-def test_voting_restores_the_mode_of_each_module():
-    layer = GroupedHeadAttention(16, 4, 4, num_groups=2)
-    model = torch.nn.ModuleDict({"a": layer, "still": torch.nn.Dropout()}).train()
-    model["still"].eval()
-    x = torch.randn(2, 5, 16)
-    voting_to_stay(model, [x], lambda y: layer(y, y, y))
-    assert layer.training and not model["still"].training
 
 
 @pytest.mark.parametrize("objective", ["metric", "categorical"])

@@ -185,19 +185,27 @@ def test_probabilities_of_other_windows_are_not_reused(windows: int, fits: bool)
     assert type(model.layers[1].self_attn).__name__ == "Qwen2Attention"
 
 
-def test_layers_that_do_not_fit_leave_model_unchanged():
-    wrong: list[Any] = [
-        torch.nn.MultiheadAttention(16, 4, batch_first=True),
-        FixedHeadAttention(8, 2, 4, batch_first=True),
-    ]
-    for layer in wrong:
-        model = build("BERT")
-        with raises(InvalidArgument, "nn.layer", type(layer).__name__, "16"):
-            swap(model, lambda layers, layer=layer: [layer] * len(layers))
-        assert type(model.encoder.layer[0].attention.self).__name__ == "BertSelfAttention"
-    model = build("Llama")
-    with raises(InvalidArgument, "nn.rotary"):
-        swap(model, lambda layers: [CollaborativeAttention(16, 4, 8) for _ in layers])
+@pytest.mark.parametrize(
+    ("convert", "code", "values"),
+    [
+        (lambda layers: [torch.nn.MultiheadAttention(16, 4, batch_first=True)] * len(layers),
+         "layer", ("MultiheadAttention", "16")),
+        (lambda layers: [FixedHeadAttention(8, 2, 4, batch_first=True)] * len(layers), "layer",
+         ("FixedHeadAttention", "16")),
+        (lambda layers: [FixedHeadAttention(16, 4, 4, kdim=8) for _ in layers], "layer",
+         ("widths",)),
+        (lambda layers: collaborative(16)(layers[:1]), "layer_count", ("1", "4")),
+    ],
+    ids=["of PyTorch", "size", "width of the keys", "number"],
+)  # fmt: skip
+def test_layers_that_do_not_fit_leave_model_unchanged(
+    convert: Any, code: str, values: tuple[str, ...]
+):
+    model = build("BERT")
+    before = [type(module) for module in model.modules()]
+    with raises(InvalidArgument, f"nn.{code}", *values):
+        swap(model, convert)
+    assert [type(module) for module in model.modules()] == before
 
 
 def test_wrapped_projections_are_refused():
@@ -228,22 +236,18 @@ def test_unsupported_model_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("convert", "code"),
-    [(collaborative(4, 3), "nn.rotary"), (collaborative(9), "factorize.rotary_size")],
-    ids=["sparse", "odd"],
+    [
+        (collaborative(4, 3), "nn.rotary"),
+        (collaborative(9), "factorize.rotary_size"),
+        (lambda layers: [CollaborativeAttention(16, 4, 8) for _ in layers], "nn.rotary"),
+    ],
+    ids=["sparse", "odd", "without positions"],
 )
 def test_rotary_positions_need_pairs_of_shared_keys(convert: Convert, code: str):
     model = build("Llama")
     with raises(InvalidArgument, code):
         swap(model, convert)
     assert type(model.layers[0].self_attn).__name__ == "LlamaAttention"
-
-
-def test_wrong_number_of_layers_leaves_model_unchanged():
-    model = build("BERT")
-    before = [type(module) for module in model.modules()]
-    with raises(InvalidArgument, "nn.layer_count", "1", "4"):
-        swap(model, lambda layers: collaborative(16)(layers[:1]))
-    assert [type(module) for module in model.modules()] == before
 
 
 class Encoder(torch.nn.Module):
@@ -408,12 +412,6 @@ def test_swapped_models_and_single_modules_are_refused():
     swap(model, fixed)
     with raises(InvalidArgument, "nn.swapped"):
         swap(model, fixed)
-
-
-def test_layers_with_keys_of_another_width_are_refused():
-    model = build("BERT")
-    with raises(InvalidArgument, "nn.layer", "widths"):
-        swap(model, lambda layers: [FixedHeadAttention(16, 4, 4, kdim=8) for _ in layers])
 
 
 def test_reuse_across_groups_of_albert_is_refused():

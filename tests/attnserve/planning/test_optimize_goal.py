@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import attnserve
 from attnserve import verify
 from attnserve.cli.app import main
 from attnserve.models.onnx_files import load_model
+from attnserve.precision.convert import check_cpu, convert
 from graph_passes.errors import (
     CheckFailed,
     InvalidArgument,
@@ -90,9 +92,9 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
 
 
 def test_optimize_int8_full_records_8_bits(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: True)
+    cpu_with(int8=True)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
     assert main(arguments) == 0
     entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
@@ -102,14 +104,18 @@ def test_optimize_int8_full_records_8_bits(
 
 
 def test_int8_full_without_dot_product_is_refused_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr("attnserve.precision.schemes.has_int8_dot_product", lambda: False)
+    cpu_with(int8=False)
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
     with raises(InvalidArgument, "precision.cpu", "int8-full"):
         attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
                        precision="int8-full")  # fmt: skip
+    with raises(InvalidArgument, "precision.cpu", "use int8"):
+        convert(load_model(model / "model.onnx"), "int8-full")
+    for precision in ("float32", "float16", "bfloat16", "int8"):
+        check_cpu(precision)
 
 
 def test_optimize_bfloat16_is_verified_on_cpu_and_warns(

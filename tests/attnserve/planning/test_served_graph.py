@@ -51,6 +51,7 @@ from graph_passes.registry import Registry
 from tests import architectures
 from tests.attnserve.costs import fused_is_faster
 from tests.errors import raises
+from tests.graph_passes.graphs import graph
 from tests.jobs import job_of
 
 LAYERS = 2
@@ -282,6 +283,15 @@ class Failing:
         raise RunFailed("no memory", feed)
 
 
+AUTO = Device(threads=1, runtime="auto")
+
+
+def use_other_runtime(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
+    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
+    for module in (variants, session):
+        monkeypatch.setattr(module, "RUNTIMES", both)
+
+
 @pytest.mark.parametrize(
     ("fault", "gain", "runtime"),
     [
@@ -293,18 +303,12 @@ class Failing:
     ],
 )
 def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
-    bert: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    gain: float,
-    runtime: str,
-) -> None:
-    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
-    monkeypatch.setattr(variants, "RUNTIMES", both)
-    monkeypatch.setattr(session, "RUNTIMES", both)
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fault: str, gain: float, runtime: str,
+) -> None:  # fmt: skip
+    use_other_runtime(monkeypatch, fault)
     timer = Timer(lambda length: [1.5, 1.4, 1.5 * gain, 1.4 * gain, gain])
-    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", AUTO, timer)
     assert (found.runtime, found.attention) == (runtime, LAYERS)
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
@@ -324,24 +328,17 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     ],
 )  # fmt: skip
 def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
-    bert: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
-    verified: Sequence[str],
-    gains: tuple[float, float],
-    runtimes: tuple[str, LongRows | None],
-) -> None:
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str,
+    verified: Sequence[str], gains: tuple[float, float], runtimes: tuple[str, LongRows | None],
+) -> None:  # fmt: skip
     """The other runtime is faster by ``gains`` at 16 and 64 tokens."""
-    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
-    monkeypatch.setattr(variants, "RUNTIMES", both)
-    monkeypatch.setattr(session, "RUNTIMES", both)
+    use_other_runtime(monkeypatch, fault)
     by_length = dict(zip((16, 64), gains, strict=True))
     timer = Timer(lambda length: [1.5, 1.4, 1.5 * by_length[length], 1.4 * by_length[length], 1.0])
     same = Fidelity(outputs=(), mean_cosine=1.0, min_cosine=1.0, data="texts")
     entry = OptimizeEntry(rewrite="int8", other_runtimes=dict.fromkeys(verified, same))
     artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
-    found = fuse_lossless(artifact, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
+    found = fuse_lossless(artifact, tmp_path / "new.onnx", AUTO, timer)
     assert (found.runtime, found.long_rows) == runtimes
 
 
@@ -355,19 +352,13 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     ],
 )
 def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
-    bert: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    long_gain: dict[int, float],
-    runtimes: tuple[str, LongRows | None],
-) -> None:
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    long_gain: dict[int, float], runtimes: tuple[str, LongRows | None],
+) -> None:  # fmt: skip
     """The other runtime is faster by this, for the same file."""
-    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
-    monkeypatch.setattr(variants, "RUNTIMES", both)
-    monkeypatch.setattr(session, "RUNTIMES", both)
+    use_other_runtime(monkeypatch)
     timer = Timer(lambda length: [1.5, 1.4, 1.5 * long_gain[length], 1.4 * long_gain[length], 1.0])
-    device = Device(threads=1, runtime="auto")
-    found = fuse_lossless(bert, tmp_path / "new.onnx", device, timer)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", AUTO, timer)
     assert (found.runtime, found.long_rows) == runtimes
     gains = [1.5 * max(1.0, gain) for gain in long_gain.values()]
     if found.long_rows:
@@ -375,19 +366,15 @@ def test_fuse_lossless_runtime_auto_runs_long_rows_in_the_faster_runtime(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
     monkeypatch.setattr(lossless, "MANY_VARIANTS_BYTES", 0)  # each session holds the weights
     with suppress(CannotRewrite):  # one runtime is slower than the file at a length
-        assert fuse_lossless(bert, tmp_path / "new.onnx", device, timer).long_rows is None
+        assert fuse_lossless(bert, tmp_path / "new.onnx", AUTO, timer).long_rows is None
 
 
 def test_fuse_lossless_runtime_auto_unfused_graph_may_be_faster(
-    bert: Artifact,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(""))
-    monkeypatch.setattr(variants, "RUNTIMES", both)
-    monkeypatch.setattr(session, "RUNTIMES", both)
+    use_other_runtime(monkeypatch)
     timer = Timer(lambda length: [1.5, 1.4, 1.6, 1.7, 2.0])
-    found = fuse_lossless(bert, tmp_path / "new.onnx", Device(threads=1, runtime="auto"), timer)
+    found = fuse_lossless(bert, tmp_path / "new.onnx", AUTO, timer)
     assert (found.runtime, found.attention, found.gelu) == ("other", 0, 0)
     assert found.speedup == pytest.approx(2.0)
     assert found.kept == [block.name for block in read_attention(load_model(bert)).blocks]
@@ -489,14 +476,8 @@ def test_fuse_lossless_slow_form_is_timed_twice(bert: Artifact, tmp_path: Path, 
     assert found.attention == LAYERS and timer.lengths == [16, 16, 64] * 2
 
 
-NO_ATTENTION = """
-<ir_version: 10, opset_import: ["": 18]>
-plain (float[n, 4] x) => (float[n, 4] y) { y = Relu(x) }
-"""
-
-
 def test_fuse_lossless_without_attention_is_refused(tmp_path: Path) -> None:
-    ir.save(ir.from_onnx_text(NO_ATTENTION), tmp_path / "model.onnx")
+    save_model(graph("\n out = Relu(x)"), tmp_path / "model.onnx")
     with raises(CannotRewrite, "fusion.nothing"):
         fuse_lossless(open_artifact(tmp_path), tmp_path / "new.onnx")
 

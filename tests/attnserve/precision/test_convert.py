@@ -19,7 +19,6 @@ from attnserve.checks.compare import compare
 from attnserve.context import Device, RunContext
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Precision
-from attnserve.models import quantized as quantized_module
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.quantized import (
@@ -29,9 +28,8 @@ from attnserve.models.quantized import (
     int8_weight_bits,
 )
 from attnserve.precision import int8 as int8_module
-from attnserve.precision import int8_grids, schemes
+from attnserve.precision import int8_grids
 from attnserve.precision.convert import (
-    check_cpu,
     context_for,
     convert,
     convert_alone,
@@ -165,42 +163,36 @@ def padded(mask: str) -> dict[str, np.ndarray]:
 def test_convert_float32_returns_the_model_itself():
     model = product()
     assert convert(model, "float32") is model
-    assert precision_of(model) == "float32"
+    with raises(InvalidArgument, "precision.unknown", "'int3'"):
+        convert(model, "int3")  # type: ignore[arg-type]
+
+
+BY_TYPE = {np.float16: "float16", np.int8: "int8", np.uint8: "int8", np.float64: "float64"}
 
 
 @pytest.mark.parametrize(
-    ("dtype", "name"),
-    [(np.float32, "float32"), (np.float16, "float16"), (np.int8, "int8"), (np.uint8, "int8"),
-     (np.float64, "float64")],
+    ("text", "weights", "name"),
+    [
+        *(("(float[b, 16] x) => (float[b, 16] y) { c = CastLike(w, x) y = MatMul(x, c) }",
+           {"w": np.ones((D, D), dtype)}, name) for dtype, name in BY_TYPE.items()),
+        ("(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }",
+         {"w": np.ones((D, D), np.float32)}, "float32"),
+        *(("(float[b, 16] x) => (float[b, 16] y) "
+           "{ c = CastLike(w, x) d = MatMul(c, v) y = MatMul(x, d) }",
+           {"w": np.ones((rows, D), np.float16), "v": np.ones((90, D), np.float32)}, name)
+          for rows, name in ((10, "float32+float16"), (9, "float32"))),  # from a tenth on
+        ("(int64[b, s] x) => (int64[b, s, 9] y) { y = Gather(t, x) }",
+         {"t": np.zeros((99, 9), np.int64)}, "float32"),
+        # As the causal buffers of GPT-2 in older exports.
+        ("(float[b, 4] x) => (float[b, 4] y, bool[4, 4] m) { m = Cast <to = 9> (t) "
+         "y = MatMul(x, w) }",
+         {"t": np.ones((4, 4), np.uint8), "w": np.eye(4, dtype=np.float32)}, "float32"),
+    ],
 )  # fmt: skip
-def test_precision_of_is_the_data_type_of_the_weights(dtype: type, name: str):
-    model = graph(
-        "(float[b, 16] x) => (float[b, 16] y) { c = CastLike(w, x) y = MatMul(x, c) }",
-        w=np.ones((D, D), dtype),
-    )
-    assert precision_of(model) == name
-
-
-def test_precision_of_two_types_lists_both_from_a_tenth():
-    def of(rows: int) -> str:
-        text = "(float[b, 16] x) => (float[b, 16] y) "
-        text += "{ c = CastLike(w, x) d = MatMul(c, v) y = MatMul(x, d) }"
-        return precision_of(graph(text, w=np.ones((rows, D), np.float16), v=normal(90, D)))
-
-    assert of(10) == "float32+float16"
-    assert of(9) == "float32"
-
-
-def test_precision_of_integer_table_is_float32():
-    model = graph(
-        "(int64[b, s] x) => (int64[b, s, 9] y) { y = Gather(t, x) }", t=np.zeros((99, 9), np.int64)
-    )
-    assert precision_of(model) == "float32"
-
-
-def test_convert_unknown_precision_is_refused():
-    with raises(InvalidArgument, "precision.unknown", "'int3'"):
-        convert(product(), "int3")  # type: ignore[arg-type]
+def test_precision_of_is_the_data_type_of_the_weights(
+    text: str, weights: dict[str, np.ndarray], name: str
+):
+    assert precision_of(graph(text, **weights)) == name
 
 
 # ---- all precisions ------------------------------------------------------------------------------
@@ -358,12 +350,6 @@ def test_float16_operators_without_kernel_stay_float32_after_unknown_operator():
     assert operators(made)["Cast"] == 4, "no cast between Max and Min"
 
 
-def test_float16_model_without_matrices_is_refused():
-    model = graph("(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }", w=normal(D))
-    with raises(CannotRewrite, "precision.unchanged", "float32"):
-        convert(model, "float16")
-
-
 # ---- bfloat16 ------------------------------------------------------------------------------------
 
 
@@ -405,9 +391,9 @@ def test_compare_bfloat16_on_cpu_names_the_rounding():
     [("bfloat16", 12, 13), ("int8", 10, 11), ("int8-full", 10, 11)],
 )
 def test_convert_old_opset_is_refused(
-    precision: Precision, opset: int, oldest: int, monkeypatch: pytest.MonkeyPatch
+    precision: Precision, opset: int, oldest: int, cpu_with: Callable[..., None]
 ):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(int8=True)
     text = "(float[b, 16] x) => (float[b, 16] y) { y = MatMul(x, w) }"
     with raises(CannotRewrite, "precision.opset", opset, oldest):
         convert(graph(text, opset, w=normal(D, D)), precision)
@@ -474,6 +460,15 @@ PRODUCTS = {
         "c = Concat <axis = 1> (t, w) y = MatMul(x, c) }",
         (4, D), 1, {"MatMul": 0, "MatMulIntegerToFloat": 1},
     ),
+    "Gemm with a sum that is no bias": (
+        "(float[b, 16] x, float[b, 16] c) => (float[b, 16] y) { y = Gemm(x, w, c) }",
+        (4, D), 1, {"MatMulIntegerToFloat": 1},
+    ),
+    "a table that is also multiplied": (
+        "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(words, ids)"
+        "u = Transpose <perm = [1, 0]> (words) y = MatMul(e, u) }",
+        (), 1, {"MatMulIntegerToFloat": 1},
+    ),
 }  # fmt: skip
 
 
@@ -486,18 +481,13 @@ def test_int8_quantizes_products_of_matrices_only(
     counts: dict[str, int],
     precision: Precision,
 ):
-    model = graph(text, w=normal(D, D) / 4, a=normal(D), stack=normal(3, D, D))
-    made = converted(model, precision, rounding(precision, chain), x=normal(*shape))
+    weights = {"w": normal(D, D) / 4, "a": normal(D), "stack": normal(3, D, D)}
+    model = graph(text, **weights, words=normal(VOCABULARY, D))
+    known = {"x": normal(*shape), "c": 9 * normal(*shape), "ids": np.array([[3, 1], [0, 63]])}
+    feeds = {value.name or "": known[value.name or ""] for value in model.graph.inputs}
+    made = converted(model, precision, rounding(precision, chain), **feeds)
     assert "int8" in precision_of(made)
     assert {name: operators(made)[name] for name in counts} == counts
-
-
-@int8
-def test_int8_gemm_keeps_a_sum_that_is_no_bias(precision: Precision):
-    text = "(float[b, 16] x, float[b, 16] c) => (float[b, 16] y) { y = Gemm(x, w, c) }"
-    feeds = {"x": normal(4, D), "c": 9 * normal(4, D)}
-    made = converted(graph(text, w=normal(D, D)), precision, rounding(precision), **feeds)
-    assert operators(made)["MatMulIntegerToFloat"] == 1
 
 
 @int8
@@ -510,17 +500,6 @@ def test_int8_tables_are_quantized_from_a_twentieth_of_the_weights(
     made = converted(model, precision, rounding(precision), ids=np.array([[3, 1], [0, 14]]))
     tables = [n.inputs[0] for n in made.graph if n.op_type == "Gather"]
     assert [value.dtype for value in tables if value is not None] == [dtype]
-
-
-@int8
-def test_int8_table_that_is_also_multiplied_stays_float32(precision: Precision):
-    model = graph(
-        "(int64[b, s] ids) => (float[b, s, 64] y) { e = Gather(t, ids)"
-        "u = Transpose <perm = [1, 0]> (t) y = MatMul(e, u) }",
-        t=normal(VOCABULARY, D),
-    )
-    made = converted(model, precision, rounding(precision), ids=np.array([[3, 1], [0, 63]]))
-    assert operators(made)["MatMulIntegerToFloat"] == 1
 
 
 @pytest.mark.parametrize(
@@ -541,6 +520,19 @@ def test_convert_fused_attention_keeps_its_mask(
     assert precision.removesuffix("-full") in precision_of(made)
 
 
+ONNX_ATTENTION = """(float[b, s, 16] x, int32[b, s] m) => (float[b, s, 16] y) {
+    q = MatMul(x, w) k = MatMul(x, w) v = MatMul(x, w)
+    c = Attention <q_num_heads = 4, kv_num_heads = 4> (q, k, v) y = MatMul(c, o) }"""
+
+
+@int8
+def test_int8_onnx_attention_stays_float32(precision: Precision):
+    model = graph(ONNX_ATTENTION, 23, w=normal(D, D) / 3, o=normal(D, D) / 3)
+    made = converted(model, precision, rounding(precision, 2), **padded("key"))
+    assert operators(made)["Attention"] == 1
+    assert operators(made)["MatMulIntegerToFloat"] == 4
+
+
 @int8
 @pytest.mark.parametrize(("v", "operator"), [(16, "QAttention"), (32, "Attention")])
 def test_int8_attention_with_equal_qkv_sizes_is_quantized(
@@ -551,17 +543,6 @@ def test_int8_attention_with_equal_qkv_sizes_is_quantized(
     model = graph(text, w=normal(D, 32 + v) / 2, a=normal(32 + v), o=normal(v, D))
     made = converted(model, precision, rounding(precision, 2), **padded("key"))
     assert operators(made)[operator] == 1
-
-
-@int8
-def test_int8_onnx_attention_stays_float32(precision: Precision):
-    text = """(float[b, s, 16] x) => (float[b, s, 16] y) {
-        q = MatMul(x, wq) k = MatMul(x, wk) v = MatMul(x, wv)
-        c = Attention <q_num_heads = 4, kv_num_heads = 4> (q, k, v) y = MatMul(c, o) }"""
-    model = graph(text, 23, **{name: normal(D, D) / 3 for name in ("wq", "wk", "wv", "o")})
-    made = converted(model, precision, rounding(precision, 2), x=normal(2, 5, D))
-    assert operators(made)["Attention"] == 1
-    assert operators(made)["MatMulIntegerToFloat"] == 4
 
 
 BRANCHES = """(float[b, 16] x, bool c) => (float[b, 16] y) {{
@@ -885,45 +866,27 @@ def test_int8_reduces_the_weights_of_every_product_and_no_table():
     assert table.const_value.numpy().max() == 255
 
 
-def test_int8_full_with_dot_product_uses_8_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
-    monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: True)
+def test_int8_full_with_dot_product_uses_8_bits(cpu_with: Callable[..., None]):
+    cpu_with(int8=True)
     made = convert(every_product(), "int8-full", [IDS])
     assert int8_weight_bits(made) == 8
     assert precision_of(made) == "int8"
     assert int8_warning(made) is None
 
 
-def test_int8_full_without_dot_product_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: False)
-    with raises(InvalidArgument, "precision.cpu", "int8-full") as refused:
-        convert(product(), "int8-full")
-    assert "use int8" in refused.value.fix
-    for precision in ("float32", "float16", "bfloat16", "int8"):
-        check_cpu(precision)
-
-
 @pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
 def test_bfloat16_on_cpus_is_stated_in_the_model(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    precision: Precision, cpu_with: Callable[..., None], tmp_path: Path
 ) -> None:
     """ONNX Runtime computes the same file in float32; the statement survives the file."""
-    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: True)
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(bfloat16=True)
     model = every_product()
     made = convert(model, precision, [IDS])
     save_model(made, tmp_path / "made.onnx")
     read = load_model(tmp_path / "made.onnx")
     assert computes_in_bfloat16(read) and not computes_in_bfloat16(model)
     assert precision_of(read) == ("float32" if precision == "bfloat16-cpu" else "int8")
-
-
-@pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
-def test_bfloat16_on_cpus_without_instructions_is_refused(
-    precision: Precision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: False)
-    monkeypatch.setattr(schemes, "has_int8_dot_product", lambda: True)
+    cpu_with(bfloat16=False)
     with raises(InvalidArgument, "precision.cpu", precision):
         convert(product(), precision)
 
@@ -1009,7 +972,7 @@ OTHER_TOOLS = {
 @pytest.mark.parametrize("body", OTHER_TOOLS.values(), ids=OTHER_TOOLS)
 @pytest.mark.parametrize(("largest", "bits"), [(64, 7), (-64, 7), (65, 8), (-65, 8), (-128, 8)])
 def test_int8_weight_bits_of_models_of_other_tools(
-    body: str, largest: int, bits: int, monkeypatch: pytest.MonkeyPatch
+    body: str, largest: int, bits: int, cpu_with: Callable[..., None]
 ):
     weight = np.zeros((D, 3 * D), np.int8)
     weight[3, 5] = largest
@@ -1022,7 +985,7 @@ def test_int8_weight_bits_of_models_of_other_tools(
     )
     assert int8_weight_bits(model) == bits
     for exact_cpu in (False, True):
-        monkeypatch.setattr(quantized_module, "has_int8_dot_product", lambda: exact_cpu)  # noqa: B023
+        cpu_with(int8=exact_cpu)
         assert (int8_warning(model) is None) == (exact_cpu or bits == 7)
 
 
@@ -1047,40 +1010,6 @@ def test_int8_weight_bits_of_products_that_cannot_saturate_are_none(body: str, d
 
 
 # ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(float[b, 16] x) => (float[b, 16] y) { y = Mul(x, w) }",  # no product
-        "(float[16, 16] x) => (float[16, 16] y) { z = Mul(x, w) y = MatMul(z, x) }",  # no weight
-        "(int64[b] x) => (float[b, 16] y) { y = Gather(w, x) }",  # a table alone
-        "(float[b, 16] x) => (float[b] y) { y = MatMul(x, v) }",  # a vector is not a matrix
-    ],
-)
-def test_int8_without_a_product_to_quantize_is_refused(text: str):
-    model = graph(text, w=normal(D, D), v=normal(D))
-    with raises(CannotRewrite, "precision.no_weights"):
-        convert(model, "int8")
-
-
-@pytest.mark.parametrize(
-    ("body", "dtype", "value"),
-    [("c = CastLike(w, x) y = MatMul(x, c)", np.float16, "float16"),
-     ("c = CastLike(w, x) y = MatMul(x, c)", np.float64, "float64"),
-     ("d = DequantizeLinear(w, s) y = MatMul(x, d)", np.int8, "DequantizeLinear")],
-)  # fmt: skip
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_convert_weights_that_are_not_float32_are_refused(
-    precision: Precision, body: str, dtype: type, value: str
-):
-    model = graph(
-        f"(float[b, 16] x) => (float[b, 16] y) {{ {body} }}",
-        w=np.ones((D, D), dtype),
-        s=np.array(1, np.float32),
-    )
-    with raises(InvalidArgument, "precision.already", precision, value):
-        convert(model, precision)
 
 
 QUANTIZED = {
@@ -1160,33 +1089,40 @@ def test_convert_quantized_model_with_half_precision_is_refused(precision: Preci
         convert(model, precision)
 
 
-def test_int8_nan_weights_are_refused():
-    model = product(w=np.full((D, D), np.nan, np.float32))
-    with raises(CannotRewrite, "precision.failed", "int8"):
-        convert(model, "int8")
+ONE = "(float[b, 16] x) => (float[b, 16] y) {{ {} }}"
+HALF = {"w": np.ones((D, D), np.float16)}
+BYTES = {"w": np.ones((D, D), np.int8), "s": np.array(1, np.float32)}
+SQUARE = {"w": np.eye(D, dtype=np.float32), "v": np.ones(D, np.float32)}
+CAST = ONE.format("c = CastLike(w, x) y = MatMul(x, c)")
+BROKEN = ONE.format("z = MatMul(x, w) y = com.microsoft.Unknown(z)")
+UNCONVERTED: list[tuple[Precision, str, dict[str, np.ndarray], str, str]] = [
+    ("float16", ONE.format("y = Mul(x, v)"), SQUARE, "unchanged", "float32"),
+    *(("int8", text, SQUARE, "no_weights", "int8") for text in (
+        ONE.format("y = Mul(x, w)"),  # no product
+        "(float[16, 16] x) => (float[16, 16] y) { z = Mul(x, w) y = MatMul(z, x) }",  # no weight
+        "(int64[b] x) => (float[b, 16] y) { y = Gather(w, x) }",  # a table alone
+        "(float[b, 16] x) => (float[b] y) { y = MatMul(x, v) }",  # a vector is not a matrix
+    )),
+    *((precision, text, weights, "already", value) for precision in ("float16", "int8")
+      for text, weights, value in (
+          (CAST, HALF, "float16"),
+          (CAST, {"w": np.ones((D, D), np.float64)}, "float64"),
+          (ONE.format("d = DequantizeLinear(w, s) y = MatMul(x, d)"), BYTES, "DequantizeLinear"),
+      )),
+    ("int8", ONE.format("y = MatMul(x, w)"), {"w": np.full((D, D), np.nan, np.float32)}, "failed",
+     "int8"),
+    *((precision, BROKEN, SQUARE, "does_not_run", precision)
+      for precision in ("float16", "bfloat16", "int8")),
+]  # fmt: skip
 
 
-def test_convert_model_that_does_not_run_is_refused():
-    model = graph(
-        "(float[b, 16] x) => (float[b, 16] y) { z = MatMul(x, w) y = other.Unknown(z) }",
-        w=normal(D, D),
-    )
-    model.opset_imports["other"] = 1
-    for precision in ("float16", "bfloat16", "int8"):
-        with raises(CannotRewrite, "precision.does_not_run", precision):
-            convert(model, precision)
-
-
-def test_byte_masks_are_no_int8_weights():
-    """As the causal buffers of GPT-2 in older exports."""
-    model = ir.from_onnx_text("""
-        <ir_version: 8, opset_import: ["" : 17]>
-        g (float[b, 4] x) => (float[b, 4] y, bool[4, 4] m)
-        <uint8[4, 4] mask = {1,0,0,0,1,1,0,0,1,1,1,0,1,1,1,1}, float[4, 4] w =
-        {1.0,0.0,0.0,0.0,0.0,1.0,0.0,0.0,0.0,0.0,1.0,0.0,0.0,0.0,0.0,1.0}>
-        { m = Cast <to = 9> (mask)  y = MatMul(x, w) }
-    """)
-    assert precision_of(model) == "float32"
+@pytest.mark.parametrize(("precision", "text", "weights", "code", "value"), UNCONVERTED)
+def test_convert_impossible_model_is_refused(
+    precision: Precision, text: str, weights: dict[str, np.ndarray], code: str, value: str
+):
+    error = InvalidArgument if code == "already" else CannotRewrite
+    with raises(error, f"precision.{code}", value):
+        convert(graph(text, **weights), precision)
 
 
 def test_int8_weights_of_a_body_are_not_those_of_a_smoothed_activation():

@@ -45,7 +45,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> 
 def table(path: Path, rows: int = 600) -> Path:
     """Pairs of sentences with the share of common words."""
     chosen = random.Random(2)
-    lines = ["score\tsentence1\tsentence2"]
+    lines = [COLUMNS]
     for _ in range(rows):
         first = chosen.choices(WORDS, k=chosen.randint(3, 10))
         second = chosen.sample(first, k=len(first) // 2) + chosen.choices(WORDS, k=2)
@@ -216,24 +216,32 @@ def test_perfect_predictions_have_no_loss_and_constant_ones_a_loss_of_one():
     assert float(labels._loss(constant, np.array([0, 1, 1, 1]))) == pytest.approx(1)
 
 
+COLUMNS = "score\tsentence1\tsentence2"
+
+
 @pytest.mark.parametrize(
-    ("content", "task", "code"),
+    ("lines", "task", "code"),
     [
         (None, "sts", "recovery.no_table"),
-        ("score\tsentence1\tsentence2\n" + "1.0\ta dog\ta cat\n" * 9, "sts", "recovery.few_labels"),
-        ("score\tsentence1\n1.0\ta dog\n", "sts", "evaluate.no_column"),
-        ("score\tsentence1\tsentence2\nhigh\ta\tb\n", "sts", "evaluate.score_not_number"),
-        ("score\tsentence1\tsentence2\n", "sts", "evaluate.no_rows"),
+        ([COLUMNS, *["1.0\ta dog\ta cat"] * 9], "sts", "recovery.few_labels"),
+        (["score\tsentence1", "1.0\ta dog"], "sts", "evaluate.no_column"),
+        ([COLUMNS, "high\ta\tb"], "sts", "evaluate.score_not_number"),
+        ([COLUMNS], "sts", "evaluate.no_rows"),
+        ([COLUMNS, *(f"1.0\tdog {n}\tcat {n}" for n in range(600))], "sts",
+         "recovery.constant_labels"),
+        (["label\ttext", *(f"{n % 2}\t{' '.join(WORDS[: 1 + n % 9])} {n}" for n in range(90))],
+         "classification", "recovery.task_output"),
     ],
-)
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
 def test_labels_that_cannot_be_used_are_refused(
-    pruned: Path, tiny: Path, sentences: Path, tmp_path: Path, content: str | None, task: str,
+    pruned: Path, tiny: Path, sentences: Path, tmp_path: Path, lines: list[str] | None, task: str,
     code: str,
 ):  # fmt: skip
     data = sentences
-    if content is not None:
+    if lines is not None:
         data = tmp_path / "table.tsv"
-        data.write_text(content, encoding="utf-8")
+        data.write_text("\n".join(lines) + "\n", encoding="utf-8")
     with pytest.raises(AttnserveError) as caught:
         attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task=task)
     assert caught.value.code == code
@@ -249,25 +257,3 @@ def test_task_without_labels_to_learn_is_refused(
     command = ["recover", pruned, "--teacher", tiny, "--data", pairs, "--task", "rerank"]
     assert main([str(part) for part in (*command, "-o", tmp_path / "out")]) == 2
     assert "sts" in capsys.readouterr().err
-
-
-def test_model_of_another_task_is_refused(pruned: Path, tiny: Path, tmp_path: Path):
-    data = tmp_path / "labels.tsv"
-    lines = [f"{place % 2}\t{' '.join(WORDS[: 1 + place % 9])} {place}" for place in range(90)]
-    data.write_text("\n".join(["label\ttext", *lines]) + "\n", encoding="utf-8")
-    with pytest.raises(AttnserveError) as caught:
-        attnserve.recover(
-            pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task="classification"
-        )
-    assert caught.value.code == "recovery.task_output"
-    assert not (tmp_path / "out").exists()
-
-
-def test_constant_scores_are_refused(pruned: Path, tiny: Path, pairs: Path, tmp_path: Path):
-    data = tmp_path / "constant.tsv"
-    lines = pairs.read_text().splitlines()
-    rows = ["1.0\t" + line.split("\t", 1)[1] for line in lines[1:]]
-    data.write_text("\n".join([lines[0], *rows]) + "\n", encoding="utf-8")
-    with pytest.raises(AttnserveError) as caught:
-        attnserve.recover(pruned, tmp_path / "out", teacher=tiny, data=data, minutes=0, task="sts")
-    assert caught.value.code == "recovery.constant_labels"

@@ -50,8 +50,10 @@ def test_rounds_within_time_is_even_and_limited(round_seconds: float, rounds: in
     assert BENCHMARK.rounds_within(8.0, round_seconds) == rounds
 
 
-def test_time_functions_slower_function_takes_longer():
-    fast, slow = time_functions([lambda: None, lambda: sum(range(20_000))], 0.02)
+@pytest.mark.parametrize("by_shape", [False, True])
+def test_time_of_a_slower_function_or_shape_is_longer(by_shape: bool):
+    pair = [lambda: None, lambda: sum(range(20_000))]
+    fast, slow = time_shapes([pair], 0.02) if by_shape else time_functions(pair, 0.02)
     assert np.median(slow) > 10 * np.median(fast) > 0
 
 
@@ -77,11 +79,6 @@ def test_times_exclude_what_other_functions_do_to_the_caches():
     assert np.median(time_functions(functions, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
     models = [[function] * 2 for function in functions]
     assert np.median(time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
-
-
-def test_time_shapes_tells_times_of_shapes_apart():
-    slow, fast = time_shapes([[lambda: sum(range(20_000)), lambda: None]], 0.02)
-    assert np.median(slow) > 10 * np.median(fast) > 0
 
 
 @pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.92, 2)])

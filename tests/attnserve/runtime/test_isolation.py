@@ -94,14 +94,14 @@ def test_working_folder_is_not_imported_from(tmp_path: Path, monkeypatch: pytest
     assert run_isolated(operator.add, 1, 2) == 3
 
 
-def test_output_of_the_child_does_not_mix_with_answers(capfd: pytest.CaptureFixture[str]):
-    assert run_isolated(os.system, "echo noise") == 0
-    assert capfd.readouterr() == ("", "noise\n")
-
-
-def test_silent_drops_the_output(capfd: pytest.CaptureFixture[str]):
-    assert run_isolated(os.system, "echo noise; echo noise >&2", silent=True) == 0
-    assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize(("silent", "output"), [(False, ("noise\n", "noise\n")), (True, ("", ""))])
+def test_output_of_the_child_does_not_mix_with_answers(
+    silent: bool, output: tuple[str, str], capfd: pytest.CaptureFixture[str]
+):
+    """Standard output of a child goes to standard error."""
+    assert run_isolated(os.system, "echo noise", silent=silent) == 0
+    assert run_isolated(os.system, "echo noise >&2", silent=silent) == 0
+    assert capfd.readouterr() == ("", "".join(output))
 
 
 def test_silent_crash_quotes_the_end_of_the_output():

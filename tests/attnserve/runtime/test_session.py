@@ -59,18 +59,6 @@ def test_open_session_of_model_and_of_file_agree(tmp_path: Path):
         np.testing.assert_allclose(got, np.exp(X), atol=1e-6)
 
 
-def test_open_session_model_with_external_data_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    save_model(scaled(), tmp_path / "m.onnx", external=True)
-    model = load_model(tmp_path / "m.onnx")
-    assert external_files(model) == (tmp_path / "m.onnx.data",)
-    monkeypatch.chdir("/")  # the path must not be relative to the working folder
-    (got,) = open_session(model).run(None, {"x": np.ones(256, np.float32)})
-    np.testing.assert_array_equal(got, np.arange(256, dtype=np.float32))
-    assert external_files(model) == (tmp_path / "m.onnx.data",), "the model is unchanged"
-
-
 def test_open_session_weights_in_a_file_are_not_read_into_python(tmp_path: Path):
     save_model(scaled(), tmp_path / "m.onnx", external=True)
     model = load_model(tmp_path / "m.onnx")
@@ -117,18 +105,22 @@ def test_owned_output_is_copied_once():
     np.testing.assert_array_equal(kept, got)
 
 
+@pytest.mark.parametrize("limit", [None, 1024])
 @pytest.mark.parametrize("external", [False, True])
-def test_open_session_model_above_protobuf_limit_runs(
-    external: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_open_session_model_with_external_data_or_above_protobuf_limit_runs(
+    external: bool, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    model = scaled()
+    model, files = scaled(), (tmp_path / "m.onnx.data",) if external else ()
     if external:
         save_model(model, tmp_path / "m.onnx", external=True)
         model = load_model(tmp_path / "m.onnx")
-    assert weight_bytes(model) == 1024
-    monkeypatch.setattr(sessions, "PROTOBUF_LIMIT_BYTES", 1024)
+    assert weight_bytes(model) == 1024 and external_files(model) == files
+    if limit is not None:
+        monkeypatch.setattr(sessions, "PROTOBUF_LIMIT_BYTES", limit)
+    monkeypatch.chdir("/")  # the path must not be relative to the working folder
     (got,) = open_session(model).run(None, {"x": np.ones(256, np.float32)})
     np.testing.assert_array_equal(got, np.arange(256, dtype=np.float32))
+    assert external_files(model) == files, "the model is unchanged"
 
 
 NO_BIAS = """<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>

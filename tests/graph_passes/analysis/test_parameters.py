@@ -191,24 +191,19 @@ def test_parameters_are_elements_of_weights(form: str, constants: bool) -> None:
         )
 
 
-def test_parameters_shared_quantized_weight_counts_once() -> None:
-    nodes: list[Node] = [
-        ("DynamicQuantizeMatMul", ["x", "w", "s"], {}),
-        ("DynamicQuantizeMatMul", ["a", "w", "s"], {}),
-        ("DequantizeLinear", ["w", "s"], {"axis": 1}),
-    ]
-    model = build(nodes, {"w": BYTES, "s": SCALES}, constants=False)
-    assert parameters(model) == MATRIX
-
-
-def test_parameters_constant_that_is_also_a_scale_counts() -> None:
-    nodes: list[Node] = [
-        ("DequantizeLinear", ["w", "s"], {"axis": 1}),
-        ("MatMul", ["x", "a"], {}),
-        ("Add", ["b", "s"], {}),
-    ]
-    model = build(nodes, {"w": BYTES, "s": SCALES}, constants=False)
-    assert parameters(model) == MATRIX + COLUMNS
+@pytest.mark.parametrize(
+    ("nodes", "count"),
+    [
+        ([("DynamicQuantizeMatMul", ["x", "w", "s"], {}),
+          ("DynamicQuantizeMatMul", ["a", "w", "s"], {}),
+          ("DequantizeLinear", ["w", "s"], {"axis": 1})], MATRIX),
+        ([("DequantizeLinear", ["w", "s"], {"axis": 1}), ("MatMul", ["x", "a"], {}),
+          ("Add", ["b", "s"], {})], MATRIX + COLUMNS),
+    ],
+    ids=["a weight of three nodes", "a constant that is also a scale"],
+)  # fmt: skip
+def test_parameters_of_shared_quantized_constants_count_once(nodes: list[Node], count: int) -> None:
+    assert parameters(build(nodes, {"w": BYTES, "s": SCALES}, constants=False)) == count
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])

@@ -32,7 +32,6 @@ from tests.graph_passes.graphs import (
     weights,
 )
 from tests.graph_passes.layouts import (
-    ANGLES,
     BOTH_TURNED,
     OPERANDS,
     ROTARY,
@@ -120,23 +119,23 @@ def test_emit_heads_with_different_factors_are_distinct() -> None:
     assert_emission(lambda: attention(k=shared, scores=scores))
 
 
-def test_emit_heads_rotated_with_different_factors_are_distinct() -> None:
+GAINED = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
+    " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
+)
+
+
+@pytest.mark.parametrize(
+    ("scores", "angles"),
+    [(GAINED, f"sequence, {K}"), (BOTH_TURNED, f"1, {H}, sequence, {K}")],
+    ids=["factors", "angles"],
+)
+def test_emit_heads_rotated_with_different_factors_or_angles_are_distinct(
+    scores: str, angles: str
+) -> None:
+    """One key head, which each query head reads in another way."""
     shared = VARIANTS["one key/value head for all"][1]["k"]
-    scores = BOTH_TURNED.replace("(k_rows, ", "(k_gained, ").replace(
-        " k_cos =", " k_gained = Mul(k_rows, per_head)\n k_cos ="
-    )
-    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, {ANGLES.format(size=K)}"
+    inputs = f"{PLAIN_INPUT}, {FLOAT_MASK}, float[{angles}] cos, float[{angles}] sin"
     assert_emission(lambda: attention(k=shared, scores=scores, inputs=inputs, constants=ROTARY))
-
-
-def test_emit_heads_with_different_angles_are_distinct() -> None:
-    """One key head with other rotary angles for each query head."""
-    shared = VARIANTS["one key/value head for all"][1]["k"]
-    angles = [f"float[1, {H}, sequence, {K}] {name}" for name in ("cos", "sin")]
-    inputs = ", ".join((PLAIN_INPUT, FLOAT_MASK, *angles))
-    assert_emission(
-        lambda: attention(k=shared, scores=BOTH_TURNED, inputs=inputs, constants=ROTARY)
-    )
 
 
 def assert_emission(build: Callable[[], ir.Model]) -> None:

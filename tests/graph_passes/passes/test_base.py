@@ -146,12 +146,16 @@ def test_pass_unknown_name_is_refused() -> None:
         _ = PASSES["prune_head"]
 
 
-def test_pass_with_the_name_of_another_is_refused() -> None:
+def test_pass_with_the_name_of_another_replaces_it_only_if_asked_to() -> None:
     class Mine(PruneHeads):
         name = "prune_heads"
 
     with raises(InvalidArgument, "pass.duplicate", "prune_heads"):
         PASSES.add(Mine)
+    assert PASSES["prune_heads"] is PruneHeads
+    with PASSES.restored():
+        PASSES.add(Mine, replace=True)
+        assert PASSES["prune_heads"] is Mine
     assert PASSES["prune_heads"] is PruneHeads
 
 
@@ -161,16 +165,6 @@ def test_lossy_pass_of_the_whole_graph_with_a_name_is_refused() -> None:
         class LossyGraph(RewritePass):  # pyright: ignore[reportUnusedClass]
             name: ClassVar[str] = "lossy_graph"
             lossy: ClassVar[bool] = True
-
-
-def test_pass_that_replaces_another_is_found() -> None:
-    class Mine(PruneHeads):
-        name = "prune_heads"
-
-    with PASSES.restored():
-        PASSES.add(Mine, replace=True)
-        assert PASSES["prune_heads"] is Mine
-    assert PASSES["prune_heads"] is PruneHeads
 
 
 def test_pass_with_any_names_of_nodes_keeps_the_names_of_blocks() -> None:
@@ -321,16 +315,12 @@ BITS = st.lists(st.integers(0, 1), min_size=1, max_size=40)
 HEADS = st.integers(0, 64)
 
 
-@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", [PruneHeads, PruneNeurons])
 @given(targets=st.dictionaries(NAMES, BITS, max_size=3))
-def test_head_masks_written_as_json_are_read_back_the_same(targets: dict[str, list[int]]) -> None:
-    again = read_again(PruneHeads(targets))
-    assert vars(again)["targets"] == {name: tuple(mask) for name, mask in targets.items()}
-
-
-@given(targets=st.dictionaries(NAMES, BITS, max_size=3))
-def test_neuron_masks_written_as_json_are_read_back_the_same(targets: dict[str, list[int]]) -> None:
-    again = read_again(PruneNeurons(targets))
+def test_masks_written_as_json_are_read_back_the_same(
+    kind: type[PruneHeads | PruneNeurons], targets: dict[str, list[int]]
+) -> None:
+    again = read_again(kind(targets))
     assert vars(again)["targets"] == {name: tuple(mask) for name, mask in targets.items()}
 
 

@@ -239,11 +239,6 @@ def test_collaborate_one_remaining_head_a_second_time_is_refused() -> None:
         Collaborate({NAME: Mixing(rank=K)})(model)
 
 
-def test_collaborate_second_time_is_refused() -> None:
-    with raises(CannotRewrite, "rewrite.collaborative"):
-        Collaborate({NAME: Mixing(rank=4)})(collaborate(attention(), 5))
-
-
 def test_collaborate_writes_these_nodes() -> None:
     """Equation 7: two shared products, and M between them."""
     model = collaborate(attention(**LAYOUTS["no query bias"]), 5)
@@ -337,17 +332,22 @@ def test_collaborate_sparse_macs_match_formula() -> None:
 
 
 @pytest.mark.parametrize(
-    "rewrite",
+    ("build", "rewrite"),
     [
-        PruneHeads({NAME: (1, 0, 1)}),
-        Collaborate({NAME: Mixing(rank=4)}),
-        Collaborate({NAME: Mixing(rank=4, head_size=2)}),
+        (lambda: collaborate(attention(), 5), Collaborate({NAME: Mixing(rank=4)})),
+        *((lambda: sparse(attention(), 5, 3), rewrite) for rewrite in (
+            PruneHeads({NAME: (1, 0, 1)}),
+            Collaborate({NAME: Mixing(rank=4)}),
+            Collaborate({NAME: Mixing(rank=4, head_size=2)}),
+        )),
     ],
-    ids=["prune", "share", "share sparsely"],
-)
-def test_sparse_heads_second_rewrite_is_refused(rewrite: RewritePass) -> None:
+    ids=["share twice", "prune sparse", "share sparse", "share sparse sparsely"],
+)  # fmt: skip
+def test_second_rewrite_of_shared_heads_is_refused(
+    build: Callable[[], ir.Model], rewrite: RewritePass
+) -> None:
     with raises(CannotRewrite, "rewrite.collaborative"):
-        rewrite(sparse(attention(), 5, 3))
+        rewrite(build())
 
 
 @pytest.mark.parametrize("head_size", [None, 4])

@@ -227,15 +227,6 @@ def test_reuse_attention_of_any_source_equals_grafting(case: str, edges: Edges) 
 
 
 @all_or_some
-def test_reuse_attention_half_precision_equals_grafting(edges: Edges) -> None:
-    def build() -> ir.Model:
-        model = layers()
-        return in_half(model, [*model.graph.inputs, *model.graph.outputs])
-
-    assert_is_forwarding(build, edges, atol=2e-2)
-
-
-@all_or_some
 def test_reuse_attention_heads_in_batch_axis_equal_plain_layout(edges: Edges) -> None:
     parts = LAYOUTS["heads and batch in one axis"]
     model = layers(inputs=PLAIN_INPUT, constants=LAID_OUT, **parts)
@@ -387,15 +378,20 @@ def test_reuse_attention_macs_of_grouped_values_do_not_grow() -> None:
     assert before(sizes) - after(sizes) == saved
 
 
-@pytest.mark.parametrize("parts", [SINGLE_MASK, SINGLE_CONTEXT], ids=["softmax", "context"])
-def test_reuse_attention_mixed_precision_equals_grafting(parts: Mapping[str, str]) -> None:
-    """Softmax, or softmax and context, in float32 of a model in float16."""
-
+@pytest.mark.parametrize(
+    ("parts", "edges"),
+    [({}, all_of(SECOND, FIRST)), ({}, PART), (SINGLE_MASK, PART), (SINGLE_CONTEXT, PART)],
+    ids=["all", "some", "softmax in float32", "softmax and context in float32"],
+)
+def test_reuse_attention_half_precision_equals_grafting(
+    parts: Mapping[str, str], edges: Edges
+) -> None:
     def build() -> ir.Model:
         model = layers(**parts)
-        return in_half(model, [model.graph.inputs[0], model.graph.outputs[0]])
+        values = [*model.graph.inputs, *model.graph.outputs]
+        return in_half(model, [v for v in values if not parts or v.name != "mask"])
 
-    assert_is_forwarding(build, PART, atol=2e-2)
+    assert_is_forwarding(build, edges, atol=2e-2)
 
 
 Case = Callable[[], ir.Model]

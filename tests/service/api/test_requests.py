@@ -303,11 +303,13 @@ def test_full_queue_answers_429_and_stays_live_and_ready(
             assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
             text = "1 rows wait already, and at most 1 may; try again later"
             assert refused.json() == {"error": text}
+        refused = client.post("/embed", json=EMBED)
+        assert (refused.status_code, refused.json()["error_type"]) == (429, "Overloaded")
         assert client.get("/v2/health/live").status_code == 200
         assert client.get("/v2/health/ready").status_code == 200
         held.go.set()
         assert [one.result().status_code for one in accepted] == [200, 200]
-    assert 'attnserve_rejects_total{model="tiny",reason="overloaded",version="1"} 2.0' in (
+    assert 'attnserve_rejects_total{model="tiny",reason="overloaded",version="1"} 3.0' in (
         client.get("/metrics").text
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from starlette.testclient import TestClient
 
 from tests.attack.requests import SPARSE
-from tests.service.conftest import HeldRuns, until
 from tests.service.tiny import (
     PROMPTS,
     cosine,
@@ -216,22 +214,6 @@ def test_errors_have_the_body_of_tei(
     assert answer.status_code == status, answer.text
     assert list(answer.json()) == ["error", "error_type"]
     assert answer.json()["error_type"] == kind
-
-
-def test_full_queue_is_overloaded(
-    start: Start, encoder: Path, hold: Callable[[], HeldRuns]
-) -> None:
-    client = start(encoder, max_queue=1)
-    held, body = hold(), {"inputs": "a"}
-    with ThreadPoolExecutor(2) as threads:
-        accepted = [threads.submit(client.post, "/embed", json=body)]
-        held.wait()
-        accepted.append(threads.submit(client.post, "/embed", json=body))
-        until(lambda: 'queue_rows{model="tiny",version="1"} 1.0' in client.get("/metrics").text)
-        answer = client.post("/embed", json=body)
-        held.go.set()
-    assert (answer.status_code, answer.json()["error_type"]) == (429, "Overloaded")
-    assert [one.result().status_code for one in accepted] == [200, 200]
 
 
 def test_health_and_root_by_accept(client: TestClient) -> None:

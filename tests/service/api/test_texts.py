@@ -21,7 +21,6 @@ from service.errors import NotFound
 from tests.errors import raises
 from tests.service.tiny import (
     CLASSIFIER,
-    ECHO,
     cosine,
     hidden_states,
     ids_request,
@@ -70,27 +69,6 @@ def test_embed_uses_pooling_of_artifact(
     first = hidden_states(np.array([[2, 4, 3]]))[0, 0]
     expected = first / np.linalg.norm(first) if normalize else first
     np.testing.assert_allclose(vector, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_embed_without_tokenizer_is_not_found(
-    start: Callable[..., TestClient], tmp_path: Path
-) -> None:
-    client = start(write_encoder(tmp_path / "bare", tokenizer=False))
-    answer = client.post("/texts/embed", json={"inputs": "a"})
-    assert answer.status_code == 404
-    assert answer.json() == {
-        "error": "bare has no tokenizer.json, which texts need;"
-        " send token ids to /v2/models/bare/infer"
-    }
-
-
-def test_embed_model_without_token_ids_is_refused(
-    start: Callable[..., TestClient], tmp_path: Path
-) -> None:
-    client = start(write_model(tmp_path / "echo.onnx", ECHO, tokenizer=True))
-    answer = client.post("/texts/embed", json={"inputs": "a"})
-    assert answer.status_code == 422
-    assert "expected int64 or int32" in answer.json()["error"]
 
 
 # -- /texts/predict ----------------------------------------------------------------------------

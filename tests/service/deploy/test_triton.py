@@ -277,20 +277,20 @@ def test_write_repository_output_over_input_is_refused(encoder: Path):
         assert caught.value.code == "output.is_input"
 
 
-@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a b", "-f", "x" * 129])
-def test_write_repository_invalid_name_is_refused(encoder: Path, tmp_path: Path, name: str):
-    with raises(InvalidArgument, "triton.name", "`name`"):
-        write_repository(encoder, tmp_path / "out", name=name)
-
-
 @pytest.mark.parametrize(
-    ("parameter", "number"), [("max_batch", -1), ("instances", 0), ("threads", -1)]
-)
-def test_write_repository_number_below_minimum_is_refused(
-    encoder: Path, tmp_path: Path, parameter: str, number: int
+    ("options", "code", "value"),
+    [
+        *(({"name": name}, "name", "`name`")
+          for name in ("", "..", "a/b", ".hidden", "a b", "-f", "x" * 129)),
+        *(({name: number}, "number", f"`{name}` is {number}")
+          for name, number in (("max_batch", -1), ("instances", 0), ("threads", -1))),
+    ],
+)  # fmt: skip
+def test_write_repository_invalid_option_is_refused(
+    encoder: Path, tmp_path: Path, options: dict[str, Any], code: str, value: str
 ):
-    with raises(InvalidArgument, "triton.number", f"`{parameter}` is {number}"):
-        write_repository(encoder, tmp_path / "out", **{parameter: number})
+    with raises(InvalidArgument, f"triton.{code}", value):
+        write_repository(encoder, tmp_path / "out", **options)
 
 
 def test_write_repository_broken_model_writes_nothing(tmp_path: Path):

@@ -538,30 +538,23 @@ async def test_run_that_nobody_waits_for_is_ended() -> None:
     assert len(ran) == 2  # its rows are not run one by one
 
 
-async def test_run_that_does_not_end_is_reported() -> None:
-    run = Recorder()
+@pytest.mark.parametrize("stage", ["run", "preparation"])
+async def test_work_that_does_not_end_is_reported(stage: str) -> None:
+    run, preparation = Recorder(), Preparation(held=True)
     async with batching(run, stuck_s=0.1) as batcher:
-        with pytest.raises(DeadlineExceeded):
-            await batcher.submit(rows("endless"), perf_counter() + 0.05)
-        assert not batcher.is_stuck
-        await asyncio.sleep(0.2)
-        assert batcher.is_stuck
-        run.go.set()
+        if stage == "run":
+            with pytest.raises(DeadlineExceeded):
+                await batcher.submit(rows("endless"), perf_counter() + 0.05)
+            assert not batcher.is_stuck
+        else:
+            request = start(batcher.submit_from(preparation.of("endless"), 1))
+            assert await asyncio.to_thread(preparation.started.wait, 10)
+            request.cancel()
         async with asyncio.timeout(10):
-            while batcher.is_stuck:
+            while not batcher.is_stuck:
                 await asyncio.sleep(0.001)
-
-
-async def test_preparation_that_does_not_end_is_reported() -> None:
-    making = Preparation(held=True)
-    async with batching(stuck_s=0.1) as batcher:
-        request = start(batcher.submit_from(making.of("endless"), 1))
-        assert await asyncio.to_thread(making.started.wait, 10)
-        request.cancel()
-        while not batcher.is_stuck:
-            await asyncio.sleep(0.001)
-        making.go.set()
-        async with asyncio.timeout(10):
+            run.go.set()
+            preparation.go.set()
             while batcher.is_stuck:
                 await asyncio.sleep(0.001)
 

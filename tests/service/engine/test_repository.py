@@ -176,17 +176,6 @@ async def test_start_ignores_unreadable_folders_and_stray_files(
         assert [engine.name for engine in repository.engines()] == ["good"] and repository.ready
 
 
-async def test_start_invalid_model_is_unavailable_and_others_serve(tmp_path: Path) -> None:
-    write_scale(tmp_path / "good", 1)
-    write_broken(tmp_path / "bad")
-    async with serving(tmp_path) as repository:
-        bad, good = repository.index()
-        assert bad.state == "UNAVAILABLE" and "not an ONNX file" in bad.reason
-        assert good.state == "READY" and await ask(repository, "good") == 1
-        with raises(NotReady, "model.not_ready", "'bad' is not loaded"):
-            repository.engine("bad")
-
-
 # -- loading and unloading ------------------------------------------------------------------------
 
 
@@ -764,24 +753,28 @@ def test_load_dynamic_quantization_of_a_single_row_is_batch_invariant(
 
 
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("name", "content", "reason"),
     [
-        ("config.json", "[" * 100_000),
-        ("tokenizer_config.json", "[" * 100_000),
-        ("config.json", '{"id2label": {"0": "\\ud800"}}'),
-        ("attnserve.json", '{"id2label": {"0": "\\ud800"}}'),
+        ("model.onnx", "no model", "not an ONNX file"),
+        ("config.json", "[" * 100_000, ""),
+        ("tokenizer_config.json", "[" * 100_000, ""),
+        ("config.json", '{"id2label": {"0": "\\ud800"}}', ""),
+        ("attnserve.json", '{"id2label": {"0": "\\ud800"}}', ""),
     ],
 )
-def test_start_invalid_companion_file_is_unavailable_and_others_serve(
-    start: Callable[..., TestClient], tmp_path: Path, name: str, content: str
+def test_start_invalid_file_is_unavailable_and_others_serve(
+    start: Callable[..., TestClient], tmp_path: Path, name: str, content: str, reason: str
 ) -> None:
     write_encoder(tmp_path / "bad")
     (tmp_path / "bad" / name).write_text(content)
     write_encoder(tmp_path / "good")
     client = start(tmp_path)
-    states = {one["name"]: one["state"] for one in client.post("/v2/repository/index").json()}
-    assert states == {"bad": "UNAVAILABLE", "good": "READY"}
+    bad, good = client.post("/v2/repository/index").json()
+    assert (bad["state"], good["state"]) == ("UNAVAILABLE", "READY") and reason in bad["reason"]
     assert client.post("/v2/repository/models/bad/load").status_code == 422
+    refused = client.post("/texts/embed", json={"inputs": "a", "model": "bad"})
+    assert refused.status_code == 503 and "'bad' is not loaded" in refused.json()["error"]
+    assert client.post("/texts/embed", json={"inputs": "a", "model": "good"}).status_code == 200
 
 
 def test_load_unexpected_error_is_unavailable_and_others_serve(

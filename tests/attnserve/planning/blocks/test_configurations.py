@@ -232,11 +232,6 @@ def test_shared_config_must_outrun_separate_dimensions():
     assert REPLACED.less_lossy is None
 
 
-def test_config_texts_name_the_size():
-    configs = [Shared(4, 7, 16), Truncated(2, 7), BlockConfig(4), REPLACED]
-    assert [str(config) for config in configs] == ["4 x 8 of 16 shared", "2 x 8", "4", "none"]
-
-
 def test_checkpoint_losses_round_trip(
     curves: dict[str, LossCurve], groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -349,12 +344,6 @@ def test_eliminate_neurons_uneven_steps_remove_all():
 
 
 # Queries and keys with fewer dimensions
-
-
-@pytest.fixture
-def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny model's heads have 8 dimensions: half of them is not a multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
 
 
 def cut_attention(group: BlockGroup) -> bool:
@@ -531,43 +520,20 @@ def test_time_pairs_and_configs_of_reuse(
         assert a.ms > b.ms and a.loss <= b.loss
 
 
-def test_reuse_pair_reader_keeps_the_heads_that_reuse_those_of_its_source(
-    groups: list[BlockGroup], curves: dict[str, LossCurve]
-):
-    source, reader = (group for group in groups if group.kind == "attention")
-    pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
-    curve = replace(curves[source.key], order=(3, 0, 1, 2))
-    assert curve.mask(2) == [0, 1, 1, 0]
-    theirs = pair.reusing(2, curve)
-    assert theirs == Reusing(2, {}, source.names[0], 0.1)
-    assert theirs.mask(reader, curves) == [1, 0, 0, 1]  # those that take heads 2 and 1
-    mask = theirs.mask(reader, curves)
-    *_, reuse = theirs.passes(reader.blocks[0], mask)  # by the numbers of heads after pruning
-    assert reuse.targets == {reader.names[0]: {0: (source.names[0], 1), 1: (source.names[0], 0)}}
-
-
-def test_time_pairs_slow_reuse_is_timed_once_and_not_measured(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch]
-):
-    _, (pair,) = handed_on(bert, groups, Count(fused=0.1))
-    assert list(pair.times) == [4] and pair.saved_ms < 0
-    assert (
-        loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
-        == ()
-    )
-    assert paired_groups(groups, [pair]) == groups
-
-
-def test_loss_curves_pair_without_edges_is_left_out(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch], monkeypatch: pytest.MonkeyPatch
-):
-    """Where no similarity could be measured there are no edges."""
-    _, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
-    monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
-    assert (
-        loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT).pairs
-        == ()
-    )
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_loss_curves_pair_that_is_slow_or_without_edges_is_left_out(
+    is_slow: bool, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    """A slow pair is timed once; where no similarity could be measured there are no edges."""
+    _, (pair,) = handed_on(bert, groups, Count(fused=0.1) if is_slow else SLOW_OPERATORS)
+    if is_slow:
+        assert list(pair.times) == [4] and pair.saved_ms < 0
+        assert paired_groups(groups, [pair]) == groups
+    else:
+        monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
+    found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
+    assert found.pairs == ()
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
@@ -661,9 +627,14 @@ def test_config_of_a_reader_has_the_heads_and_the_loss_of_its_pair(
 ):
     source, reader = filter(cut_attention, groups)
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
-    curve = curves[reader.key]
-    config = pair.reusing(2, replace(curves[source.key], order=(3, 0, 1, 2)))
-    assert config.mask(reader, curves) == [1, 0, 0, 1]
+    curve, of_source = curves[reader.key], replace(curves[source.key], order=(3, 0, 1, 2))
+    assert of_source.mask(2) == [0, 1, 1, 0]
+    config = pair.reusing(2, of_source)
+    assert config == Reusing(2, {}, source.names[0], 0.1)
+    mask = config.mask(reader, curves)
+    assert mask == [1, 0, 0, 1]  # those that take heads 2 and 1
+    *_, reuse = config.passes(reader.blocks[0], mask)  # by the numbers of heads after pruning
+    assert reuse.targets == {reader.names[0]: {0: (source.names[0], 1), 1: (source.names[0], 0)}}
     assert config.loss(curve) == curve.at(2) + 0.1 * 2 / 4
     removed, reused = config.reasons(reader, curve)
     assert "2 removed heads" in removed

@@ -53,31 +53,25 @@ def test_loss_without_changes_is_zero(estimator: LossEstimator):
     assert estimator.loss({}) == pytest.approx(0, abs=1e-6)
 
 
-def test_rows_of_zeros_are_heads_that_are_gone(
-    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
+@pytest.mark.parametrize("part", ["heads", "neurons"])
+def test_rows_of_zeros_are_heads_or_neurons_that_are_gone(
+    part: str, estimator: LossEstimator, bert: ir.Model, data: list[Batch]
 ):
-    block = find_attention(bert).blocks[1]
-    assert block.output is not None
-    weight, bias = (array.copy() for array in estimator.maps[block.name])
-    weight[block.output.rows[[0, 2]].reshape(-1)] = 0
+    attention, feed_forward = find_attention(bert).blocks[1], find_feed_forward(bert)[0]
+    assert attention.output is not None
+    name, gone, rewrite = {
+        "heads": (attention.name, attention.output.rows[[0, 2]].reshape(-1),
+                  PruneHeads({attention.name: [0, 1, 0, 1]})),
+        "neurons": (feed_forward.name, slice(32),
+                    PruneNeurons({feed_forward.name: [0] * 32 + [1] * 32})),
+    }[part]  # fmt: skip
+    weight, bias = (array.copy() for array in estimator.maps[name])
+    weight[gone] = 0
     pruned = bert.clone()
-    PruneHeads({block.name: [0, 1, 0, 1]})(pruned)
-    expected = 1 - compare(bert, pruned, data, "", context=RunContext(ONE_THREAD)).mean_cosine
-    assert expected > 1e-3
-    assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
-
-
-def test_rows_of_zeros_are_neurons_that_are_gone(
-    estimator: LossEstimator, bert: ir.Model, data: list[Batch]
-):
-    block = find_feed_forward(bert)[0]
-    weight, bias = (array.copy() for array in estimator.maps[block.name])
-    weight[:32] = 0
-    pruned = bert.clone()
-    PruneNeurons({block.name: [0] * 32 + [1] * 32})(pruned)
+    rewrite(pruned)
     expected = 1 - compare(bert, pruned, data, "", context=RunContext(ONE_THREAD)).mean_cosine
     assert expected > 1e-4
-    assert estimator.loss({block.name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert estimator.loss({name: (weight, bias)}) == pytest.approx(expected, rel=0, abs=1e-6)
 
 
 def test_loss_of_changed_maps_equals_rewritten_model(

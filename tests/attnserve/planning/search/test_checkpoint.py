@@ -20,7 +20,7 @@ from tests.attnserve.planning.conftest import Planner
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.mark.timing
+@pytest.mark.timing(seconds=7)
 def test_search_continues_after_interruption(planned: Planner, tmp_path: Path, cache: Path):
     stages: set[str] = set()
 
@@ -41,7 +41,6 @@ def test_search_continues_after_interruption(planned: Planner, tmp_path: Path, c
     assert not list((cache / "plans").iterdir())  # done: nothing is left behind
 
 
-@pytest.mark.timing
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])
 def test_search_ignores_damaged_checkpoint(
     planned: Planner, content: str, monkeypatch: pytest.MonkeyPatch
@@ -54,7 +53,6 @@ def test_search_ignores_damaged_checkpoint(
     assert planned(keep=0.97).record.gain
 
 
-@pytest.mark.timing
 def test_search_builds_no_choice_twice_and_names_the_build_of_each_step(
     planned: Planner, monkeypatch: pytest.MonkeyPatch
 ):

@@ -48,10 +48,8 @@ def rows(llama: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "phase", "tokens"),
     [
-        pytest.param({"precision": "int4"}, "token", 1, marks=pytest.mark.timing),
-        pytest.param(
-            {"precision": "int4", "phase": "prompt"}, "prompt", LENGTH, marks=pytest.mark.timing
-        ),
+        ({"precision": "int4"}, "token", 1),
+        ({"precision": "int4", "phase": "prompt"}, "prompt", LENGTH),
         ({"phase": "token"}, "token", 1),
         ({}, "sequence", LENGTH),
     ],
