@@ -79,9 +79,10 @@ def export(
     if show.json_:
         print_json(report.to_json())
         return
+    record = report.record
     print_line(
-        f"wrote {report.path}: {report.exporter} exporter, opset {report.opset}, "
-        f"{report.attention} attention, relative difference to PyTorch "
+        f"wrote {report.path}: {record.exporter} exporter, opset {record.opset}, "
+        f"{record.attention} attention, relative difference to PyTorch "
         f"{report.relative_error:.0e}, {report.seconds:.0f} s"
     )
 
