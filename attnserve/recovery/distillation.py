@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,8 +33,8 @@ from attnserve.recovery.loss import DistillationLoss
 from attnserve.recovery.module import GraphModule, rotary_constants
 from attnserve.recovery.operators import HALF
 from attnserve.recovery.quantization import fake_operators
-from attnserve.recovery.teacher import matching_states, open_teacher, remembered
-from attnserve.runtime.interface import Batch
+from attnserve.recovery.teacher import matching_states, open_teacher, remembered, without_caches
+from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
@@ -149,9 +149,9 @@ class Distillation:
         return open_teacher(self.job.original, self.states, self.job.context)
 
     @cached_property
-    def _expected(self) -> Callable[[int, Batch], list[np.ndarray]]:
-        """The outputs of the original for the rows to choose."""
-        return remembered(self.teacher, self._output_names)
+    def _expected(self) -> Callable[[Hashable, Batch], list[np.ndarray]]:
+        """The outputs of the original for the rows to choose; caches are empty."""
+        return remembered(without_caches(self.teacher, self._output_names), owned)
 
     @property
     def _output_names(self) -> list[str]:
