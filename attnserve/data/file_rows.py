@@ -79,7 +79,7 @@ def read_file(
     if path.is_dir() or path.suffix.lower() == ".npz":
         return _read_array_file(path, model, artifact)
     inputs = wanted_inputs(model)
-    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
+    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs)
     encoder_path = tokenizer or artifact.tokenizer
     if encoder_path is None:
         raise InvalidData(
@@ -123,7 +123,7 @@ def read_file(
 
 def _read_array_file(path: Path, model: ir.Model, artifact: Artifact) -> FileRows:
     """Read an .npz file, or a folder of .npz files."""
-    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
+    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs)
     dtypes = {name: value.dtype for name, value in wanted_inputs(model).items()}
     rows = read_arrays(path, dtypes, {} if ROLE in dtypes else {ROLE: np.dtype(str)})
     roles = _take_roles(path, rows, dtypes)
@@ -140,7 +140,7 @@ def _read_array_file(path: Path, model: ir.Model, artifact: Artifact) -> FileRow
         ],
         sizes=sizes,
         roles=roles,
-        batches=partial(_array_batches, size=fixed_rows or BATCH_SIZE, fill=fixed_rows is not None),
+        batches=partial(array_batches, size=fixed_rows or BATCH_SIZE, fill=fixed_rows is not None),
     )
 
 
@@ -182,7 +182,3 @@ def _text_batches(
         RowBatch(feed, replace(info, lists=lists_of_rows([rows[i] for i in indices])))
         for indices, feed in encoder.batches(rows, size, inputs)
     ]
-
-
-def _array_batches(rows: Sequence[Batch], info: RowInfo, *, size: int, fill: bool) -> list[Batch]:
-    return [RowBatch(batch, info) for batch in array_batches(rows, size=size, fill=fill)]

@@ -21,6 +21,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.models.library_files import LibraryModel, library_model
 from attnserve.models.onnx_files import load_model
+from attnserve.models.tokenizer import model_inputs
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed, Session, SessionOptions
 from attnserve.runtime.session import open_session
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
 __all__ = ["load"]
-
-INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 def load(
@@ -160,7 +159,7 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
     import torch
     from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-    kinds = {value.name: INTEGERS.get(value.type, np.int64) for value in session.get_inputs()}
+    kinds = {name: value.dtype for name, value in model_inputs(session).items()}
 
     def run(given: Mapping[str, Any]) -> Any:
         feed = {

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VECTOR_OUTPUTS",
-    "default_output",
     "embed_texts",
     "output_name",
     "pool",
+    "preferred_output",
     "run_texts",
     "shorten",
 ]
@@ -33,7 +33,7 @@ VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
 """Names that exporters give to the embedding of a text and to hidden states, the best first."""
 
 
-def default_output(names: Sequence[str], *, scores: bool = False) -> str:
+def preferred_output(names: Sequence[str], *, scores: bool = False) -> str:
     """The output from which embeddings or scores are computed, by its name; else the first one.
 
     A graph with an embedding and hidden states gives the embedding, which it pools itself.
@@ -94,7 +94,7 @@ def run_texts(
 
 
 def output_name(names: Sequence[str], name: str | None, *, scores: bool = False) -> str:
-    """The name of an output, which must be one of ``names``; for None see ``default_output``.
+    """The name of an output, which must be one of ``names``; for None see ``preferred_output``.
 
     Raises:
         InvalidArgument: The model has no such output.
@@ -106,7 +106,7 @@ def output_name(names: Sequence[str], name: str | None, *, scores: bool = False)
             " become part of the graph",
             code="text.output",
         )
-    return name or default_output(names, scores=scores)
+    return name or preferred_output(names, scores=scores)
 
 
 def pool(

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from attnserve.literals import Activation, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output
+from attnserve.models.embeddings import VECTOR_OUTPUTS, preferred_output
 from attnserve.models.folder_settings import POOLINGS, PROBLEMS
 from attnserve.models.record import Record
 from attnserve.models.settings_files import LEGACY_MODES, Mode
@@ -166,7 +166,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
         return None
     values = {value.name or "": value for value in graph.graph.outputs}
     is_scores = "logits" in values and not values.keys() & set(VECTOR_OUTPUTS)
-    output = record.output or default_output([*values], scores=is_scores)
+    output = record.output or preferred_output([*values], scores=is_scores)
     if output not in values or output not in (*VECTOR_OUTPUTS, "logits"):
         return None
     shape = _shape(graph, values[output])

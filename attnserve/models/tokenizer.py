@@ -572,41 +572,26 @@ def _kept(
     share, and it keeps the rest of both texts of a pair in all combinations.
     """
     count = len(encoding)
-    right = side == "right"
+    order = range(count)[::-1] if side == "right" else range(count)
     if isinstance(encoding, Encoding):
-        return list(range(limit) if right else range(count - limit, count))
-    if spans is not None:
+        dropped = [*order]
+    elif spans is not None:
         offsets: list[tuple[int, int]] = encoding.offsets  # each access makes a new list
-        order = range(count)[::-1] if right else range(count)
-        droppable = [
+        dropped = [
             index
             for start, end in reversed(spans)
             for index in order
             if start <= offsets[index][0] and offsets[index][1] <= end
         ]
-        gone = set(droppable[: max(count - limit, 0)])
-        return [index for index in range(count) if index not in gone]
-    sequences: list[int | None] = encoding.sequence_ids
-    counts = [sequences.count(0), sequences.count(1)]
-    sizes = counts
-    text_limit = max(limit - sequences.count(None), 0)
-    short_size = min(counts)
-    if sum(counts) > text_limit:
-        long_size = max(text_limit - short_size, (text_limit + 1) // 2)
-        short_size = text_limit - long_size
-        sizes = [short_size, long_size] if counts[0] <= counts[1] else [long_size, short_size]
-    firsts = [0 if right else n - size for n, size in zip(counts, sizes, strict=True)]
-    positions: list[int] = []
-    counts_seen = [0, 0]
-    for index, sequence in enumerate(sequences):
-        if sequence is None:
-            positions.append(index)
-            continue
-        place = counts_seen[sequence] - firsts[sequence]
-        counts_seen[sequence] += 1
-        if 0 <= place < sizes[sequence]:
-            positions.append(index)
-    return positions
+    else:
+        sequences: list[int | None] = encoding.sequence_ids
+        texts = [[index for index in order if sequences[index] == text] for text in (0, 1)]
+        short, long = sorted(texts, key=len)
+        room = max(limit - sequences.count(None), 0)
+        long_size = max(room - len(short), (room + 1) // 2)
+        dropped = long[: max(len(long) - long_size, 0)] + short[: len(short) + long_size - room]
+    gone = set(dropped[: max(count - limit, 0)])
+    return [index for index in range(count) if index not in gone]
 
 
 def _select(encoding: Any, positions: Sequence[int]) -> Encoding:

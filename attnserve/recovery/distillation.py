@@ -160,7 +160,7 @@ class Distillation:
     def batches(self) -> list[list[Batch]]:
         """The batches of each training step, inputs of the original."""
         inputs = (*self.job.original.graph.inputs, *self.rewritten.graph.inputs)
-        rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
+        rows, tokens = fixed_axes(value.shape for value in inputs)
         return regroup(
             self.data.fit,
             self.job.context.seed,
@@ -216,17 +216,13 @@ class Distillation:
         meter = self.job.meter(data=self.data, split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
-            outputs_by_name = _by_name(model, session.run(None, self.feed(batch)))
-            pairs = zip(self.job.original.graph.outputs, targets, strict=True)
-            meter.add(
-                targets,
-                [outputs_by_name.get(value.name or "", array) for value, array in pairs],
-                batch,
-            )
+            outputs = session.run(None, self.feed(batch))
+            by_name = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
+            pairs = zip(self._output_names, targets, strict=True)
+            meter.add(targets, [by_name.get(name, array) for name, array in pairs], batch)
         labeled_loss = 0.0
         if self.labels is not None:
-            feeds = map(self.feed, (labeled.batch for labeled in self.labels.choose))
-            outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
+            outputs = self.labels.outputs(session, self.labels.choose, self.feed)
             labeled_loss = self.labels.held_out_loss(outputs)
         return largest_loss(meter.results(), bounded=True) + labeled_loss
 
@@ -347,10 +343,6 @@ def _check_outputs(module: GraphModule, batch: Batch, expected: Sequence[np.ndar
                 "report the model: one of its operators is computed differently",
                 code="recovery.mismatch",
             )
-
-
-def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:
-    return dict(zip((v.name or "" for v in model.graph.outputs), arrays, strict=True))
 
 
 def _relative_error(a: np.ndarray, b: np.ndarray) -> float:

@@ -10,7 +10,7 @@ Both losses are 1 for the best constant predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from attnserve.data.file_rows import wanted_inputs
 from attnserve.data.text_files import read_number, read_table
 from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import default_output
+from attnserve.models.embeddings import output_name
 from attnserve.models.tokenizer import Encoding, load_encoder
 from attnserve.recovery.batches import TOKENS, row_contents
 from attnserve.recovery.loss import served_vectors
@@ -127,13 +127,7 @@ class Labels:
         self.pooling: Pooling = artifact.pooling
         self.dimensions = artifact.dimensions
         outputs = [value.name or "" for value in teacher.graph.outputs]
-        self.output = artifact.output or default_output(outputs, scores=task != "sts")
-        if self.output not in outputs:
-            raise InvalidArgument(
-                f"`output` is {self.output!r}: the outputs of the model are {', '.join(outputs)}",
-                "correct it in attnserve.json",
-                code="recovery.output",
-            )
+        self.output = output_name(outputs, artifact.output, scores=task != "sts")
         input_names = wanted_inputs(teacher)
         encoder = load_encoder(artifact, tokenizer)
         all_encodings = encoder.encode([text for row in rows for text in row.texts])
@@ -170,21 +164,14 @@ class Labels:
         return self.fit[int(order[place])]
 
     def outputs(
-        self,
-        model: ir.Model,
-        rows: Sequence[LabeledBatch],
-        feeds: Iterable[Batch],
-        session: Session,
+        self, session: Session, rows: Sequence[LabeledBatch], feed: Callable[[Batch], Batch]
     ) -> list[tuple[LabeledBatch, np.ndarray]]:
         """The output of the task for batches of labeled rows.
 
         Args:
-            feeds: The inputs of the model for each of the rows.
-            session: A session of the model.
+            feed: Makes the inputs of the model from those of the original.
         """
-        place = [value.name for value in model.graph.outputs].index(self.output)
-        pairs = zip(rows, feeds, strict=True)
-        return [(labeled, session.run(None, feed)[place]) for labeled, feed in pairs]
+        return [(labeled, session.run([self.output], feed(labeled.batch))[0]) for labeled in rows]
 
     def loss(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The weighted loss of a batch."""
