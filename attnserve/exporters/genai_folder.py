@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,6 @@ class GenaiFolder:
     layers: int
     context_length: int
     provider: Provider
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, for the output of the command."""
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,6 @@ def embed_texts(
     pooling: Pooling,
     normalize: bool,
     dimensions: int | None = None,
-    max_length: int | None = None,
     batch_size: int = 32,
     output: str | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -197,12 +196,12 @@ def embed_texts(
 
     Raises:
         InvalidData: ``texts`` is empty or does not fit the model.
-        InvalidArgument: ``pooling``, ``dimensions``, ``max_length`` or ``batch_size`` is invalid.
+        InvalidArgument: ``pooling``, ``dimensions`` or ``batch_size`` is invalid.
         CheckFailed: The model returns NaN or infinity.
     """
     if not texts:
         raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
-    encodings = encoder.encode(texts, max_length=max_length)
+    encodings = encoder.encode(texts)
     vectors: np.ndarray | None = None
     runs = run_texts(
         session, encoder, encodings, batch_size=batch_size, output=output, progress=progress

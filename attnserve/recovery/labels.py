@@ -29,7 +29,7 @@ from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import output_name
 from attnserve.models.tokenizer import Encoding, load_encoder
-from attnserve.recovery.batches import TOKENS, row_contents
+from attnserve.recovery.batches import grouped, place_of_step, row_contents
 from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -159,9 +159,8 @@ class Labels:
 
     def step(self, number: int, seed: int) -> LabeledBatch:
         """The batch of a training step; each epoch has its own random order."""
-        epoch, place = divmod(number, len(self.fit))
-        order = np.random.default_rng((seed, epoch, len(self.fit))).permutation(len(self.fit))
-        return self.fit[int(order[place])]
+        count = len(self.fit)
+        return self.fit[place_of_step(number, count, seed, count)]
 
     def outputs(
         self, session: Session, rows: Sequence[LabeledBatch], feed: Callable[[Batch], Batch]
@@ -286,13 +285,12 @@ def _level(
 
 def _grouped(part: Sequence[int], rows: Sequence[Sequence[Encoding]]) -> list[list[int]]:
     """Rows of similar length with about ``TOKENS`` tokens together."""
-    groups: list[list[int]] = [[]]
-    for place in sorted(part, key=lambda place: max(map(len, rows[place]))):
-        tokens = (len(groups[-1]) + 1) * len(rows[place]) * max(map(len, rows[place]))
-        least = MIN_PAIRS if len(rows[place]) > 1 else 1
-        if tokens > TOKENS and len(groups[-1]) >= least:
-            groups.append([])
-        groups[-1].append(place)
+
+    def tokens(place: int) -> int:
+        return len(rows[place]) * max(map(len, rows[place]))
+
+    least = MIN_PAIRS if len(rows[0]) > 1 else 1
+    groups = grouped(sorted(part, key=tokens), tokens, least)
     if len(groups) > 1 and len(groups[-1]) < MIN_PAIRS:
         last = groups.pop()
         groups[-1] += last

@@ -14,7 +14,7 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnserve.models.training_result import TrainingResult
-from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
+from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed, place_of_step
 from attnserve.recovery.distillation import Distillation
 from attnserve.recovery.module import memory_errors
 from attnserve.recovery.teacher import remembered
@@ -151,7 +151,6 @@ class _Trainer:
         self.optimizer = self._new_optimizer()
         self.result = TrainingResult()
         self._targets = remembered(self.teacher, halved)  # later epochs use them again
-        self._order = np.zeros(0, int)
         self._device = self.module.device.type
         self._half = half_type(self._device)
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
@@ -250,7 +249,7 @@ class _Trainer:
 
         From the second epoch on, texts are mixed as augmentation against overfitting.
         """
-        index = self._index(step)
+        index = place_of_step(step, len(self.batches), self.seed)
         batches = self.batches[index]
         if not any(map(can_be_mixed, batches)):
             return batches, [self._targets((index, at), one) for at, one in enumerate(batches)]
@@ -258,14 +257,6 @@ class _Trainer:
             random = np.random.default_rng((self.seed, step))
             batches = [mixed(batch, random) for batch in batches]
         return batches, [self.teacher(batch) for batch in batches]
-
-    def _index(self, step: int) -> int:
-        """The place of a step; each epoch has its own random order."""
-        epoch, place = divmod(step, len(self.batches))
-        if place == 0 or not len(self._order):
-            random = np.random.default_rng((self.seed, epoch))
-            self._order = random.permutation(len(self.batches))
-        return int(self._order[place])
 
     def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
         """Measure the averaged weights, keep them if they are the best, and save the state."""

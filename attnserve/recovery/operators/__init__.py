@@ -16,22 +16,20 @@ from attnserve.recovery.operators import (
 )
 from attnserve.recovery.operators.registry import (
     HALF,
-    HOST_INPUTS,
+    ON_HOST,
     OPERATORS,
     Call,
     Operator,
-    dtype_of,
     tensor_of,
 )
 
 __all__ = [
     "HALF",
-    "HOST_INPUTS",
+    "ON_HOST",
     "OPERATORS",
     "Call",
     "Operator",
     "attention",
-    "dtype_of",
     "elementwise",
     "images",
     "normalization",
