@@ -249,8 +249,8 @@ def _token_settings(artifact: Artifact, width: Any) -> tuple[dict[str, Any], dic
     vocabulary = width if isinstance(width, int) else values.get("vocab_size")
     for key, is_valid in (
         ("eos_token_id", all(map(_is_count, ends))),
-        ("max_position_embeddings", _is_count(length) and length > 0),
-        ("vocab_size", _is_count(vocabulary) and vocabulary > 0),
+        ("max_position_embeddings", _is_count(length, least=1)),
+        ("vocab_size", _is_count(vocabulary, least=1)),
     ):
         if not is_valid:
             raise InvalidModel(
@@ -270,6 +270,6 @@ def _token_settings(artifact: Artifact, width: Any) -> tuple[dict[str, Any], dic
     return {**tokens, "vocab_size": vocabulary, "context_length": length}, search
 
 
-def _is_count(value: Any) -> bool:
-    """Whether a value is an integer of at least 0."""
-    return type(value) is int and value >= 0
+def _is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is an integer of at least ``least``."""
+    return type(value) is int and value >= least
