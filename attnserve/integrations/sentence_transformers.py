@@ -62,6 +62,7 @@ def load(
     Raises:
         MissingExtra: sentence-transformers or the runtime is not installed.
         InvalidModel: The folder is invalid, or has no embeddings or scores of texts.
+        InvalidData: The inputs of the model are not integers.
         InvalidArgument: The provider is not available.
     """
     artifact = open_artifact(folder)
@@ -86,22 +87,13 @@ def load(
     tokenizer = artifact.tokenizer
     assert tokenizer is not None
     modules = _modules(view, session, str(config.parent), str(tokenizer.parent))
-    settings: dict[str, Any] = {
-        "device": "cpu",
-        "prompts": view.record.prompts,
-        "default_prompt_name": view.default_prompt,
-    }
-    if view.is_embedding:
-        settings |= {
-            "similarity_fn_name": view.record.similarity or "cosine",
-            "truncate_dim": view.record.dimensions,
-        }
-        return library.SentenceTransformer(modules=modules, **{**settings, **options})
+    settings = {**view.files()["config_sentence_transformers.json"], "device": "cpu"}
+    kind = getattr(library, settings.pop("model_type"))
     if view.activation is not None:
         import torch
 
         settings["activation_fn"] = getattr(torch.nn, view.activation.rpartition(".")[2])()
-    return library.CrossEncoder(modules=modules, **{**settings, **options})
+    return kind(modules=modules, **{**settings, **options})
 
 
 def _import_library() -> Any:
