@@ -20,7 +20,7 @@ from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, TextEncoder, TextInput, load_encoder, text_input
+from attnserve.models.tokenizer import Encoding, TextInput, load_encoder, text_input
 from attnserve.options import Lengths
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
@@ -108,15 +108,21 @@ def read_file(
             joiner = TextJoiner(encoder, texts, lengths, sequence)
     # Without a mask, rows cannot be padded.
     size = fixed_rows or (BATCH_SIZE if "attention_mask" in inputs else 1)
+
+    def batches(rows: Sequence[Encoding], info: RowInfo) -> list[Batch]:
+        rows = filled(rows, size) if fixed_rows else rows
+        return [
+            RowBatch(feed, replace(info, lists=lists_of_rows([rows[i] for i in indices])))
+            for indices, feed in encoder.batches(rows, size, inputs)
+        ]
+
     return FileRows(
         path=path,
         rows=rows,
         lengths=lengths,
         sizes=lengths,
         roles=roles,
-        batches=partial(
-            _text_batches, encoder=encoder, inputs=inputs, size=size, fill=fixed_rows is not None
-        ),
+        batches=batches,
         joiner=joiner if joiner is not None and joiner.is_needed else None,
     )
 
@@ -166,19 +172,3 @@ def wanted_inputs(model: ir.Model) -> dict[str, TextInput]:
         for value in model.graph.inputs
         if value.name and value.name not in model.graph.initializers and value.dtype is not None
     }
-
-
-def _text_batches(
-    rows: Sequence[Encoding],
-    info: RowInfo,
-    *,
-    encoder: TextEncoder,
-    inputs: dict[str, TextInput],
-    size: int,
-    fill: bool,
-) -> list[Batch]:
-    rows = filled(rows, size) if fill else rows
-    return [
-        RowBatch(feed, replace(info, lists=lists_of_rows([rows[i] for i in indices])))
-        for indices, feed in encoder.batches(rows, size, inputs)
-    ]

@@ -658,7 +658,9 @@ def _add_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
         InvalidModel: A token would get another id.
     """
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for number, entry in sorted((config.added_tokens_decoder or {}).items(), key=_number):
+    for number, entry in sorted(
+        (config.added_tokens_decoder or {}).items(), key=lambda item: int(item[0])
+    ):
         content, size = entry["content"], tokenizer.get_vocab_size()
         if tokenizer.token_to_id(content) is None and size != int(number):
             raise InvalidModel(
@@ -670,10 +672,6 @@ def _add_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
         token = AddedToken(content, **{flag: entry[flag] for flag in flags if flag in entry})
         add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
         add([token])
-
-
-def _number(item: tuple[str, object]) -> int:
-    return int(item[0])
 
 
 def _content(token: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -133,7 +132,8 @@ class CollaborativeAttention(AttentionLayer):
             if head_size is not None:
                 raise rotary_error("`head_size` (sparse mixing)")
             return SharedKeyAttention.from_trained(layer, rank=rank, moments=moments)
-        q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
+        parts = (layer.query, layer.key, layer.query_bias)
+        q, k, bias = (part.double().cpu().numpy() for part in parts)
         if head_size is None:
             factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
         else:
@@ -205,11 +205,6 @@ class CollaborativeAttention(AttentionLayer):
         if self.content is not None:
             logits = logits + (self.content(key) * self.scale).transpose(1, 2).unsqueeze(2)
         return logits
-
-
-def _array(weight: Tensor) -> np.ndarray:
-    """The weight as a float64 array."""
-    return weight.double().cpu().numpy()
 
 
 def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -140,8 +140,11 @@ class Labels:
             return encoder.batch_inputs(row_encodings, input_names)
 
         held_out = _contents(data.choose), _contents(data.to_verify)
-        levels = [_level(row, inputs, held_out) for row in encodings]
-        parts = [[i for i, level in enumerate(levels) if level == part] for part in range(3)]
+        parts: list[list[int]] = [[], [], []]
+        for place, row in enumerate(encodings):
+            contents = _contents([inputs([text]) for text in row])
+            held = [number for number, part in enumerate(held_out, start=1) if contents & part]
+            parts[max(held, default=0)].append(place)
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
         self.largest = labels.max()
@@ -271,16 +274,6 @@ def _check_shapes(model: ir.Model) -> None:
 
 def _contents(batches: Sequence[Batch]) -> set[bytes]:
     return {content for batch in batches for content in row_contents(batch)}
-
-
-def _level(
-    encodings: Sequence[Encoding],
-    inputs: Callable[[Sequence[Encoding]], Batch],
-    held_out: Sequence[set[bytes]],
-) -> int:
-    """The part of a row: 0 to fit, 1 to choose, 2 to verify."""
-    contents = {content for text in encodings for content in row_contents(inputs([text]))}
-    return max((n for n, part in enumerate(held_out, start=1) if contents & part), default=0)
 
 
 def _grouped(part: Sequence[int], rows: Sequence[Sequence[Encoding]]) -> list[list[int]]:

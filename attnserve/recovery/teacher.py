@@ -49,11 +49,6 @@ def _is_inside(model: ir.Model, value: ir.Value) -> bool:
     return node is not None and node.graph is model.graph and not value.is_graph_output()
 
 
-def _value_named(model: ir.Model, name: str | None) -> ir.Value:
-    """The value of the main graph with this name."""
-    return next(value for node in model.graph for value in node.outputs if value.name == name)
-
-
 def open_teacher(
     model: ir.Model, states: Sequence[ir.Value], context: RunContext
 ) -> Callable[[Batch], list[np.ndarray]]:
@@ -62,9 +57,10 @@ def open_teacher(
     States are in float32. The function raises InvalidData if the model refuses the batch.
     """
     model = model.clone()
+    values = {value.name: value for node in model.graph for value in node.outputs}
     for state in states:
         # A cast needs no element type, and numpy has none for bfloat16.
-        cast = ir.node("Cast", [_value_named(model, state.name)], {"to": ir.DataType.FLOAT})
+        cast = ir.node("Cast", [values[state.name]], {"to": ir.DataType.FLOAT})
         output = cast.outputs[0]
         output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
         model.graph.append(cast)

@@ -182,7 +182,8 @@ class _Trainer:
                 continue
             began = self.clock()
             self._measure(began - start, losses)
-            if self._is_too_fast():
+            _, first = result.since
+            if not result.is_better and len(result.history) - first >= TOO_FAST:
                 self._restart()
             last_measured, losses = self.clock(), []
             interval = max(interval, 5 * (last_measured - began))  # at most a sixth of the time
@@ -275,11 +276,6 @@ class _Trainer:
             "result": asdict(result),
         }
         self.checkpoint.write(lambda file: torch.save(state, file))
-
-    def _is_too_fast(self) -> bool:
-        _, first = self.result.since
-        losses = [loss for _, _, loss in self.result.history[first:]]
-        return not self.result.is_better and len(losses) >= TOO_FAST
 
     def _restart(self) -> None:
         """Start again from the initial weights, with a lower learning rate."""
