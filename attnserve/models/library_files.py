@@ -169,7 +169,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     output = record.output or preferred_output([*values], scores=is_scores)
     if output not in values or output not in (*VECTOR_OUTPUTS, "logits"):
         return None
-    shape = _shape(graph, values[output])
+    shape = infer_shapes_small(graph, batch=2, sequence=5).shape(values[output]) or ()
     if len(shape) not in (2, 3):
         return None
     is_pooled, width, longest = len(shape) == 2, shape[-1], longest_text(artifact)
@@ -192,8 +192,3 @@ def write_library_files(model: LibraryModel, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _shape(graph: ir.Model, value: ir.Value) -> tuple[int, ...]:
-    """The shape of an output for two texts of five tokens; () if it is unknown."""
-    return tuple(infer_shapes_small(graph, batch=2, sequence=5).shape(value) or ())
