@@ -36,7 +36,8 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import embed_texts, output_name, run_texts
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.interface import RunFailed, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 

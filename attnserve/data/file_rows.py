@@ -20,7 +20,8 @@ from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, TextInput, load_encoder, text_input
+from attnserve.models.tokenizer import Encoding, TextInput, text_input
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.options import Lengths
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData

@@ -60,7 +60,7 @@ from attnserve.models.outputs import (
 from attnserve.models.provenance import state_provenance
 from attnserve.models.record import Record, write_record
 from attnserve.models.recorded import without_empty
-from attnserve.models.tokenizer import UNBOUNDED, lower_case
+from attnserve.models.tokenizer_files import UNBOUNDED, lower_case
 from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from attnserve.runtime.openvino_runtime import require_openvino

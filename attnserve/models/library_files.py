@@ -22,7 +22,7 @@ from attnserve.models.embeddings import VECTOR_OUTPUTS, preferred_output
 from attnserve.models.folder_settings import POOLINGS, PROBLEMS
 from attnserve.models.record import Record
 from attnserve.models.settings_files import LEGACY_MODES, Mode
-from attnserve.models.tokenizer import longest_text
+from attnserve.models.tokenizer_files import longest_text
 from graph_passes.analysis.shapes import infer_shapes_small
 
 __all__ = ["LIBRARY_FILES", "LibraryModel", "library_model", "write_library_files"]

@@ -28,7 +28,8 @@ from attnserve.data.text_files import read_number, read_table
 from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import output_name
-from attnserve.models.tokenizer import Encoding, load_encoder
+from attnserve.models.tokenizer import Encoding
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.recovery.batches import grouped, place_of_step, row_contents
 from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session

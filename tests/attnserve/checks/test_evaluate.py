@@ -20,7 +20,7 @@ from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spea
 from attnserve.intervals import bootstrap_interval
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import embed_texts
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import (

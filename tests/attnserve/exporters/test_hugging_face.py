@@ -21,7 +21,7 @@ from attnserve.checks.inspect import inspect
 from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import run_texts
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,

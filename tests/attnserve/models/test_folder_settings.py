@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from attnserve.models.artifact import open_artifact
 from attnserve.models.folder_settings import read_settings
 from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library, Transformer
-from attnserve.models.tokenizer import BERT_MODELS, BERT_TOKENIZERS, load_encoder
+from attnserve.models.tokenizer_files import BERT_MODELS, BERT_TOKENIZERS, load_encoder
 from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import write_modules
 from tests.errors import raises
