@@ -31,7 +31,7 @@ from attnserve.recovery.batches import regroup
 from attnserve.recovery.labels import Labels
 from attnserve.recovery.loss import DistillationLoss
 from attnserve.recovery.module import GraphModule
-from attnserve.recovery.operators import HALF
+from attnserve.recovery.operators.registry import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.teacher import matching_states, open_teacher, remembered, without_caches
 from attnserve.recovery.weights import rotary_constants

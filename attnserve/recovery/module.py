@@ -11,13 +11,7 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.recovery.operators import (
-    ON_HOST,
-    OPERATORS,
-    Call,
-    Operator,
-    tensor_of,
-)
+from attnserve.recovery.operators.registry import ON_HOST, OPERATORS, Call, Operator, tensor_of
 from attnserve.recovery.weights import trainable_weights
 from graph_passes.analysis.operator_sets import is_quantized
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.recovery.operators import HALF
+from attnserve.recovery.operators.registry import HALF
 from graph_passes.matching.find import find_attention
 
 __all__ = ["rotary_constants", "trainable_weights"]

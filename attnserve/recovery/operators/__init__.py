@@ -1,4 +1,4 @@
-"""ONNX operators in PyTorch, by domain and name.
+"""ONNX operators in PyTorch, by domain and name (``registry``).
 
 Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An omitted input is
 None. Shapes, axes and other integers that an operator reads on the host are tensors on the CPU
@@ -14,21 +14,8 @@ from attnserve.recovery.operators import (
     reductions,
     shapes,
 )
-from attnserve.recovery.operators.registry import (
-    HALF,
-    ON_HOST,
-    OPERATORS,
-    Call,
-    Operator,
-    tensor_of,
-)
 
 __all__ = [
-    "HALF",
-    "ON_HOST",
-    "OPERATORS",
-    "Call",
-    "Operator",
     "attention",
     "elementwise",
     "images",
@@ -36,5 +23,4 @@ __all__ = [
     "products",
     "reductions",
     "shapes",
-    "tensor_of",
 ]
