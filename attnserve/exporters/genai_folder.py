@@ -95,7 +95,8 @@ def write_genai_folder(
         InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
     """
     artifact = open_artifact(model)
-    for source in filter(None, (artifact.folder, artifact.shared)):
+    sources = [path for path in (artifact.folder, artifact.shared) if path is not None]
+    for source in sources:
         check_output(folder, source=source, force=force)
     graph = load_model(artifact)
     described = _describe(artifact, graph, provider)

@@ -49,7 +49,7 @@ from attnserve.exporters.transformers_model import (
 from attnserve.fusion import fused_for_libraries
 from attnserve.literals import Attention, Exporter
 from attnserve.models.artifact import COMPANIONS, Artifact
-from attnserve.models.folder_settings import FolderSettings, read_settings
+from attnserve.models.folder_settings import FolderSettings, given, read_settings
 from attnserve.models.onnx_files import save_model
 from attnserve.models.outputs import (
     check_output,
@@ -59,7 +59,6 @@ from attnserve.models.outputs import (
 )
 from attnserve.models.provenance import state_provenance
 from attnserve.models.record import Record, write_record
-from attnserve.models.recorded import without_empty
 from attnserve.models.tokenizer_files import UNBOUNDED, lower_case
 from attnserve.options import check_seed
 from attnserve.paths import StrPath
@@ -259,7 +258,7 @@ def _embeddings(
         InvalidModel: The weights of a module have other sizes.
         InvalidArgument: ``dimensions`` is more than the size of the embeddings.
     """
-    embedding = settings.embedding | without_empty(dimensions=dimensions)
+    embedding = settings.embedding | given(dimensions=dimensions)
     kind = TASKS["feature-extraction"]
     head = None
     width = network.config.hidden_size
@@ -282,7 +281,7 @@ def _pair_scores(torch: Any, settings: FolderSettings, network: Any, tokenizer: 
     with quiet():
         network, head = scorer(torch, network, token_score(settings, tokenizer))
     activation = settings.activation(1, of_problem=False)
-    fields = without_empty(activation=activation, template=template)
+    fields = given(activation=activation, template=template)
     return _Outputs(SCORING, network, head, NO_EMBEDDING | fields)
 
 
@@ -301,7 +300,7 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
-    fields = without_empty(
+    fields = given(
         prompts=settings.prompts,
         default_prompt=settings.default_prompt,
         activation=settings.activation(classes, of_problem=task != "rerank"),

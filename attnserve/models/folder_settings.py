@@ -17,7 +17,6 @@ from pydantic import TypeAdapter, ValidationError
 from attnserve.literals import Activation, Pooling
 from attnserve.models.json_files import read_json
 from attnserve.models.record import Record
-from attnserve.models.recorded import without_empty
 from attnserve.models.settings_files import (
     MODULES,
     TRANSFORMER_FILES,
@@ -37,6 +36,7 @@ __all__ = [
     "ACTIVATIONS",
     "FolderSettings",
     "Module",
+    "given",
     "parse_settings",
     "read_settings",
     "torch_name",
@@ -162,7 +162,7 @@ class FolderSettings:
         return {
             "pooling": self._simple_pooling or default,
             "normalize": bool(steps) and _normalizes(steps[-1]),
-            **without_empty(
+            **given(
                 dimensions=self.library.truncate_dim,
                 prompts=self.prompts,
                 default_prompt=self.default_prompt,
@@ -217,18 +217,16 @@ class FolderSettings:
 
     def _stated(self) -> dict[str, Any]:
         """The fields of ``record``."""
-        values = self.stated_of_text() | without_empty(max_length=self.transformer.max_length)
+        values = self.stated_of_text() | given(max_length=self.transformer.max_length)
         kinds = {module.kind for module in self.modules} - {"Dropout"}
         if kinds == {"LogitScore"}:
             return values
         embedding = self.embedding
         if kinds:
-            return (
-                embedding | without_empty(output="sentence_embedding" if self.head else "") | values
-            )
+            return embedding | given(output="sentence_embedding" if self.head else "") | values
         if embedding["pooling"] != "mean":
             values["pooling"] = embedding["pooling"]
-        return values | without_empty(
+        return values | given(
             prompts=self.prompts,
             default_prompt=self.default_prompt,
             activation=self.activation(self.model.classes),
@@ -236,7 +234,7 @@ class FolderSettings:
 
     def stated_of_text(self) -> dict[str, Any]:
         """The fields of a record that concern the text."""
-        return without_empty(
+        return given(
             lower_case=self.transformer.do_lower_case,
             truncation_side=self.transformer.tokenizer_args.truncation_side,
         )
@@ -382,6 +380,11 @@ def parse_settings(path: Path, kind: type[File]) -> File:
         return kind.model_validate(content)
     except ValidationError as error:
         raise _invalid(path, error) from error
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The values that are not None or empty, for fields of a record."""
+    return {name: value for name, value in values.items() if value}
 
 
 def torch_name(name: str) -> str:

@@ -34,10 +34,10 @@ from attnserve.planning.plans.state import State
 from attnserve.planning.plans.steps import TRAININGS
 from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import LabeledRow, Labels, read_labeled
+from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.report import RecoverReport, write_recovered
 from attnserve.recovery.training import torch_threads
 from attnserve.recovery.verification import VerifiedModel, labeled_outputs, verify_model
-from attnserve.recovery.weights import trainable_weights
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.openvino_runtime import OpenVino

@@ -30,11 +30,10 @@ from attnserve.precision.schemes import SCHEMES
 from attnserve.recovery.batches import regroup
 from attnserve.recovery.labels import Labels
 from attnserve.recovery.loss import DistillationLoss
-from attnserve.recovery.module import GraphModule
+from attnserve.recovery.module import GraphModule, rotary_constants
 from attnserve.recovery.operators.registry import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.teacher import matching_states, open_teacher, remembered, without_caches
-from attnserve.recovery.weights import rotary_constants
 from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData

@@ -15,9 +15,13 @@ import attnserve  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.example_inputs import random_batches  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.recovery.module import GraphModule, memory_errors  # noqa: E402
+from attnserve.recovery.module import (  # noqa: E402  # noqa: E402
+    GraphModule,
+    memory_errors,
+    rotary_constants,
+    trainable_weights,
+)
 from attnserve.recovery.teacher import matching_states  # noqa: E402
-from attnserve.recovery.weights import rotary_constants, trainable_weights  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes import FuseAttention, FuseGelu, find_attention, find_feed_forward  # noqa: E402
 from graph_passes.errors import CannotRewrite, InvalidModel  # noqa: E402
