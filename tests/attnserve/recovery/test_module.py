@@ -15,7 +15,7 @@ import attnserve  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.example_inputs import random_batches  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.recovery.module import (  # noqa: E402  # noqa: E402
+from attnserve.recovery.module import (  # noqa: E402
     GraphModule,
     memory_errors,
     rotary_constants,
