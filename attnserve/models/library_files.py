@@ -169,7 +169,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     output = record.output or preferred_output([*values], scores=is_scores)
     if output not in values or output not in (*VECTOR_OUTPUTS, "logits"):
         return None
-    shape = infer_shapes_small(graph, batch=2, sequence=5).shape(values[output]) or ()
+    shape = tuple(infer_shapes_small(graph, batch=2, sequence=5).shape(values[output]) or ())
     if len(shape) not in (2, 3):
         return None
     is_pooled, width, longest = len(shape) == 2, shape[-1], longest_text(artifact)
