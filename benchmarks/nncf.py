@@ -32,7 +32,8 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_encoder, model_inputs
+from attnserve.models.tokenizer import model_inputs
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions
 from attnserve.runtime.session import open_session
 from benchmarks._common import (

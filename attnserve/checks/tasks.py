@@ -33,10 +33,11 @@ from attnserve.data.file_rows import wanted_inputs
 from attnserve.data.text_files import read_number, read_pairs, read_table
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import embed_texts, output_name, run_texts
+from attnserve.models.embeddings import output_name, pool, run_texts
 from attnserve.models.onnx_files import load_model
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, TextEncoder, load_encoder
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.interface import RunFailed, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
@@ -83,35 +84,52 @@ class OpenModel:
         return self.context.stage("evaluate")
 
     def embed(self, texts: Sequence[str], normalize: bool) -> Float[np.ndarray, "N D"]:
-        """The embeddings of texts with their prompts, in float64."""
-        vectors = embed_texts(
-            self.session,
-            self.encoder,
-            texts,
-            pooling=self.pooling,
-            normalize=normalize,
-            dimensions=self.artifact.dimensions,
-            batch_size=self.batch_size,
-            output=self.artifact.output,
-            progress=self.progress,
-        )
+        """The embeddings of texts with their prompts, in float64; long texts are truncated.
+
+        Raises:
+            InvalidData: ``texts`` is empty or does not fit the model.
+            InvalidArgument: The options do not fit the model.
+            CheckFailed: The model returns NaN or infinity.
+        """
+        if not texts:
+            raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
+        parts = [
+            (indices, pool(hidden, mask, self.pooling, normalize, self.artifact.dimensions))
+            for indices, hidden, mask in self._runs(
+                self.encoder.encode(texts), self.artifact.output
+            )
+        ]
+        order = np.argsort(np.concatenate([indices for indices, _ in parts]))
+        vectors = np.concatenate([pooled for _, pooled in parts])[order]
+        if not np.isfinite(vectors).all():
+            raise CheckFailed(
+                "the model returns NaN or infinity for text"
+                f" {np.flatnonzero(~np.isfinite(vectors).all(axis=1))[0]}",
+                "check its weights; half precision may overflow",
+                code="text.not_finite",
+            )
         return vectors.astype(np.float64)
 
     def logits(
         self, encodings: Sequence[Encoding], axes: str
     ) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """(indices, finite logits, mask) of batches; ``axes`` describes the logits to a reader."""
-        runs = run_texts(
+        for indices, logits, mask in self._runs(encodings, self.output):
+            check_logits(logits, axes)
+            yield indices, logits, mask
+
+    def _runs(
+        self, encodings: Sequence[Encoding], output: str | None
+    ) -> Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """(indices, a model output, mask) of batches."""
+        return run_texts(
             self.session,
             self.encoder,
             encodings,
             batch_size=self.batch_size,
-            output=self.output,
+            output=output,
             progress=self.progress,
         )
-        for indices, logits, mask in runs:
-            check_logits(logits, axes)
-            yield indices, logits, mask
 
 
 def check_logits(logits: np.ndarray, axes: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -79,9 +80,10 @@ def export(
     if show.json_:
         print_json(report.to_json())
         return
+    record = report.record
     print_line(
-        f"wrote {report.path}: {report.exporter} exporter, opset {report.opset}, "
-        f"{report.attention} attention, relative difference to PyTorch "
+        f"wrote {report.path}: {record.exporter} exporter, opset {record.opset}, "
+        f"{record.attention} attention, relative difference to PyTorch "
         f"{report.relative_error:.0e}, {report.seconds:.0f} s"
     )
 
@@ -152,7 +154,7 @@ def triton(
         force=write.force,
     )
     if show.json_:
-        print_json(entry.to_json())
+        print_json(asdict(entry))
         return
     batches = f"batches of up to {entry.max_batch_size}" if entry.max_batch_size else "no batching"
     print_line(f"wrote {entry.folder}: {batches}, {entry.instances} instance(s), {entry.provider}")
@@ -180,7 +182,7 @@ def genai(
     set_log_level(show)
     result = write_genai_folder(model, folder, provider=run.provider, force=write.force)
     if show.json_:
-        print_json(result.to_json())
+        print_json(asdict(result))
         return
     print_line(
         f"wrote {result.folder}: {result.layers} layers, up to {result.context_length} tokens,"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from collections import Counter
@@ -115,13 +116,13 @@ def print_line(text: str) -> None:
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """Print a value as indented JSON on stdout."""
+    """Print a value as indented JSON on stdout; paths as text."""
     import orjson  # Ctrl-C during this import ends Python with a segmentation fault
 
     try:
-        text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+        text = orjson.dumps(value, default=os.fspath, option=orjson.OPT_INDENT_2).decode()
     except TypeError:  # an integer of more than 64 bits, for example the cost of a damaged model
-        text = json.dumps(value, indent=2)
+        text = json.dumps(value, indent=2, default=os.fspath)
     sys.stdout.write(text + "\n")
 
 

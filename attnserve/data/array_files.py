@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from attnserve.data.row_batches import RowBatch, RowInfo
 from attnserve.models.masks import is_mask, padding_value
-from attnserve.models.rows import filled
+from attnserve.models.rows import filled, join_rows
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 
@@ -110,7 +111,7 @@ def with_unequal_lengths(row: Batch, longest: int | None) -> Batch:
     return arrays
 
 
-def array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch]:
+def array_batches(rows: Sequence[Batch], info: RowInfo, *, size: int, fill: bool) -> list[Batch]:
     """Batches of rows with equal shapes; all of ``size`` rows if ``fill``."""
     groups: dict[tuple[tuple[int, ...], ...], list[Batch]] = {}
     for row in rows:
@@ -118,7 +119,6 @@ def array_batches(rows: Sequence[Batch], *, size: int, fill: bool) -> list[Batch
     batches: list[Batch] = []
     for group in groups.values():
         group = filled(group, size) if fill else group
-        for start in range(0, len(group), size):
-            chunk = group[start : start + size]
-            batches.append({n: np.concatenate([row[n] for row in chunk]) for n in chunk[0]})
+        chunks = (group[start : start + size] for start in range(0, len(group), size))
+        batches += [RowBatch(join_rows(chunk), info) for chunk in chunks]
     return batches

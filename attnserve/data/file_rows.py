@@ -20,7 +20,8 @@ from attnserve.literals import Role
 from attnserve.models.artifact import Artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.rows import filled, fixed_axes
-from attnserve.models.tokenizer import Encoding, TextEncoder, TextInput, load_encoder, text_input
+from attnserve.models.tokenizer import Encoding, TextInput, text_input
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.options import Lengths
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
@@ -79,7 +80,7 @@ def read_file(
     if path.is_dir() or path.suffix.lower() == ".npz":
         return _read_array_file(path, model, artifact)
     inputs = wanted_inputs(model)
-    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
+    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs)
     encoder_path = tokenizer or artifact.tokenizer
     if encoder_path is None:
         raise InvalidData(
@@ -108,22 +109,28 @@ def read_file(
             joiner = TextJoiner(encoder, texts, lengths, sequence)
     # Without a mask, rows cannot be padded.
     size = fixed_rows or (BATCH_SIZE if "attention_mask" in inputs else 1)
+
+    def batches(rows: Sequence[Encoding], info: RowInfo) -> list[Batch]:
+        rows = filled(rows, size) if fixed_rows else rows
+        return [
+            RowBatch(feed, replace(info, lists=lists_of_rows([rows[i] for i in indices])))
+            for indices, feed in encoder.batches(rows, size, inputs)
+        ]
+
     return FileRows(
         path=path,
         rows=rows,
         lengths=lengths,
         sizes=lengths,
         roles=roles,
-        batches=partial(
-            _text_batches, encoder=encoder, inputs=inputs, size=size, fill=fixed_rows is not None
-        ),
+        batches=batches,
         joiner=joiner if joiner is not None and joiner.is_needed else None,
     )
 
 
 def _read_array_file(path: Path, model: ir.Model, artifact: Artifact) -> FileRows:
     """Read an .npz file, or a folder of .npz files."""
-    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs if value.shape)
+    fixed_rows, tokens = fixed_axes(value.shape for value in model.graph.inputs)
     dtypes = {name: value.dtype for name, value in wanted_inputs(model).items()}
     rows = read_arrays(path, dtypes, {} if ROLE in dtypes else {ROLE: np.dtype(str)})
     roles = _take_roles(path, rows, dtypes)
@@ -140,7 +147,7 @@ def _read_array_file(path: Path, model: ir.Model, artifact: Artifact) -> FileRow
         ],
         sizes=sizes,
         roles=roles,
-        batches=partial(_array_batches, size=fixed_rows or BATCH_SIZE, fill=fixed_rows is not None),
+        batches=partial(array_batches, size=fixed_rows or BATCH_SIZE, fill=fixed_rows is not None),
     )
 
 
@@ -166,23 +173,3 @@ def wanted_inputs(model: ir.Model) -> dict[str, TextInput]:
         for value in model.graph.inputs
         if value.name and value.name not in model.graph.initializers and value.dtype is not None
     }
-
-
-def _text_batches(
-    rows: Sequence[Encoding],
-    info: RowInfo,
-    *,
-    encoder: TextEncoder,
-    inputs: dict[str, TextInput],
-    size: int,
-    fill: bool,
-) -> list[Batch]:
-    rows = filled(rows, size) if fill else rows
-    return [
-        RowBatch(feed, replace(info, lists=lists_of_rows([rows[i] for i in indices])))
-        for indices, feed in encoder.batches(rows, size, inputs)
-    ]
-
-
-def _array_batches(rows: Sequence[Batch], info: RowInfo, *, size: int, fill: bool) -> list[Batch]:
-    return [RowBatch(batch, info) for batch in array_batches(rows, size=size, fill=fill)]

@@ -69,13 +69,10 @@ def read_sentences(path: Path) -> list[str]:
     Raises:
         InvalidData: The file has no text, cannot be read as UTF-8, or is a malformed table.
     """
-    # str.splitlines also splits at U+2028 and form feeds, which may be part of a sentence.
-    lines = read_text(path).split("\n")
-    if path.suffix.lower() == ".tsv":
-        header = _header(lines)
-        if columns := [(name,) for name in TEXT_COLUMNS if name in header]:
-            return [text for _, texts in read_table(path, *columns) for text in texts]
-    sentences = [line.strip() for line in lines if line.strip()]
+    header = _header(path)
+    if columns := [(name,) for name in TEXT_COLUMNS if name in header]:
+        return [text for _, texts in read_table(path, *columns) for text in texts]
+    sentences = [line.strip() for line in _lines(path) if line.strip()]
     if not sentences:
         raise InvalidData(
             f"{path}: the file has no text", "write one sentence per line", code="text.empty_file"
@@ -89,9 +86,7 @@ def read_roles(path: Path) -> list[Role]:
     Raises:
         InvalidData: The table is malformed, or ``check_roles`` refuses its roles.
     """
-    if path.suffix.lower() != ".tsv":
-        return []
-    header = _header(read_text(path).split("\n"))
+    header = _header(path)
     texts = sum(name in header for name in TEXT_COLUMNS)
     if not texts or ROLE not in header:
         return []
@@ -136,8 +131,8 @@ def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[s
     Raises:
         InvalidData: A column or a field is missing or empty, or there is no row.
     """
-    lines = read_text(path).split("\n")
-    header = _header(lines)
+    lines = _lines(path)
+    header = _names(lines[0])
     places: list[int] = []
     for names in columns:
         column = next((name for name in names if name in header), None)
@@ -180,9 +175,7 @@ def read_table(path: Path, *columns: tuple[str, ...]) -> list[tuple[int, tuple[s
 
 def has_pairs(path: Path) -> bool:
     """Whether a file is a .tsv whose first line names columns of queries and documents."""
-    if path.suffix.lower() != ".tsv":
-        return False
-    header = _header(read_text(path).split("\n"))
+    header = _header(path)
     return all(any(name in header for name in names) for names in (QUERY, DOCUMENT))
 
 
@@ -196,7 +189,7 @@ def read_pairs(path: Path, *, labeled: bool = True) -> list[QueryDocument]:
         InvalidData: A relevance is not a finite number; otherwise see ``read_table``.
     """
     columns = (QUERY, DOCUMENT)
-    if labeled or any(name in RELEVANCE for name in _header(read_text(path).split("\n"))):
+    if labeled or any(name in RELEVANCE for name in _header(path)):
         rows = read_table(path, *columns, RELEVANCE)
         return [
             QueryDocument(query, document, read_number(path, line, relevance, "relevance"))
@@ -227,6 +220,16 @@ def read_number(path: Path, line: int, text: str, name: str = "score") -> float:
     return value
 
 
-def _header(lines: list[str]) -> list[str]:
-    """The names of the columns of a table."""
-    return [name.strip().lower() for name in lines[0].split("\t")]
+def _lines(path: Path) -> list[str]:
+    # str.splitlines also splits at U+2028 and form feeds, which may be part of a sentence.
+    return read_text(path).split("\n")
+
+
+def _names(line: str) -> list[str]:
+    """The names of the columns of a table, in lower case."""
+    return [name.strip().lower() for name in line.split("\t")]
+
+
+def _header(path: Path) -> list[str]:
+    """The names of the columns of a .tsv file; empty for other files."""
+    return _names(_lines(path)[0]) if path.suffix.lower() == ".tsv" else []

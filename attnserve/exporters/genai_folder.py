@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import onnx_ir as ir
 from attnserve.context import Provider
 from attnserve.data.file_rows import wanted_inputs
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
-from attnserve.models.json_files import read_json
+from attnserve.models.json_files import json_object
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import RECORD
@@ -60,10 +60,6 @@ class GenaiFolder:
     layers: int
     context_length: int
     provider: Provider
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, for the output of the command."""
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
                 "use a model that was made without `collab_cache`",
                 code="genai.cache_shape",
             )
-    tokens = _Tokens.read(artifact, logits.shape[-1])
+    tokens, search = _token_settings(artifact, logits.shape[-1])
     cache = inputs[past.keys % 0].cache or (0, 0)
     facts = {
         "hidden_size": artifact.config.get("hidden_size"),
@@ -169,9 +165,7 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
     return {
         "model": {
             "type": "decoder",
-            **tokens.ids,
-            "vocab_size": tokens.vocabulary,
-            "context_length": tokens.context_length,
+            **tokens,
             "decoder": {
                 "filename": "model.onnx",
                 "session_options": {
@@ -192,8 +186,8 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
             },
         },
         "search": {
-            **tokens.search,
-            "max_length": tokens.context_length,
+            **search,
+            "max_length": tokens["context_length"],
             "past_present_share_buffer": False,  # the graph may concatenate past and new keys
         },
     }
@@ -227,83 +221,56 @@ def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
     return _Caches(keys, values, len(layers))
 
 
-@dataclass(frozen=True)
-class _Tokens:
-    """Settings of config.json and generation_config.json.
+def _token_settings(artifact: Artifact, width: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read config.json and generation_config.json.
 
-    Attributes:
-        ids: The ids of special tokens, by the key in genai_config.json.
-        vocabulary: The number of tokens.
-        context_length: The number of positions.
-        search: The settings of ``SEARCH``.
+    Args:
+        artifact: The folder with the files.
+        width: The last axis of the logits, as in the graph.
+
+    Returns:
+        The tokens and the positions, and the settings of ``SEARCH``, by the keys of
+        genai_config.json.
+
+    Raises:
+        InvalidModel: The end token, the number of positions or the number of tokens is missing.
     """
-
-    ids: Mapping[str, Any]
-    vocabulary: int
-    context_length: int
-    search: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, artifact: Artifact, width: Any) -> _Tokens:
-        """Read the settings of a model.
-
-        Args:
-            artifact: The folder with the files.
-            width: The last axis of the logits, as in the graph.
-
-        Raises:
-            InvalidModel: The end token, the number of positions or the number of tokens is missing.
-        """
-        path = artifact.companion("generation_config.json")
-        generation: Any = read_json(path) if path else {}
-        generation = generation if isinstance(generation, dict) else {}
-        text: Any = artifact.config.get("text_config")  # models for text and images
-        sources = (text if isinstance(text, dict) else {}, artifact.config, generation)
-        values: dict[str, Any] = {}
-        for source in sources:  # null and lists of null count as missing
-            values |= {key: value for key, value in source.items() if _states(value)}
-        lengths = [values[key] for key in POSITIONS if values.get(key) is not None]
-        length = lengths[0] if lengths else artifact.max_length
-        end: Any = values.get("eos_token_id")
-        if isinstance(end, list):
-            end = [token for token in end if token is not None]
-        ends: list[Any] = end if isinstance(end, list) else [end]
-        vocabulary = width if isinstance(width, int) else values.get("vocab_size")
-        if not ends or not all(map(_is_count, ends)):
-            raise _unstated(artifact, "eos_token_id")
-        if not _is_count(length) or not length:
-            raise _unstated(artifact, "max_position_embeddings")
-        if not _is_count(vocabulary) or not vocabulary:
-            raise _unstated(artifact, "vocab_size")
-        pad = values.get("pad_token_id")
-        begin = values.get("bos_token_id")
-        ids = {"eos_token_id": end, "pad_token_id": pad if _is_count(pad) else ends[0]}
-        if _is_count(begin):
-            ids["bos_token_id"] = begin
-        search = {
-            key: value
-            for key in SEARCH
-            if isinstance(value := generation.get(key), int | float) and math.isfinite(value)
-        }
-        return cls(ids, vocabulary, length, search)
+    path = artifact.companion("generation_config.json")
+    generation = json_object(path) if path else {}
+    text: Any = artifact.config.get("text_config")  # models for text and images
+    sources = (text if isinstance(text, dict) else {}, artifact.config, generation)
+    values: dict[str, Any] = {}
+    for key, value in (entry for source in sources for entry in source.items()):
+        stated = [item for item in value if item is not None] if isinstance(value, list) else value
+        if stated not in (None, []):  # null and lists of null count as missing
+            values[key] = stated
+    length = next((values[key] for key in POSITIONS if key in values), artifact.max_length)
+    end: Any = values.get("eos_token_id")
+    ends: list[Any] = end if isinstance(end, list) else [end]
+    vocabulary = width if isinstance(width, int) else values.get("vocab_size")
+    for key, is_valid in (
+        ("eos_token_id", all(map(_is_count, ends))),
+        ("max_position_embeddings", _is_count(length, least=1)),
+        ("vocab_size", _is_count(vocabulary, least=1)),
+    ):
+        if not is_valid:
+            raise InvalidModel(
+                f"{artifact.folder}: config.json has no valid {key}",
+                "copy config.json of the model to the folder of the .onnx file",
+                code="genai.config",
+            )
+    pad, begin = values.get("pad_token_id"), values.get("bos_token_id")
+    tokens = {"eos_token_id": end, "pad_token_id": pad if _is_count(pad) else ends[0]}
+    if _is_count(begin):
+        tokens["bos_token_id"] = begin
+    search = {
+        key: value
+        for key in SEARCH
+        if isinstance(value := generation.get(key), int | float) and math.isfinite(value)
+    }
+    return {**tokens, "vocab_size": vocabulary, "context_length": length}, search
 
 
-def _states(value: Any) -> bool:
-    """Whether a value of a JSON file is neither null nor a list of nulls."""
-    if isinstance(value, list):
-        return any(item is not None for item in value)
-    return value is not None
-
-
-def _is_count(value: Any) -> bool:
-    """Whether a value is an integer of at least 0."""
-    return type(value) is int and value >= 0
-
-
-def _unstated(artifact: Artifact, key: str) -> InvalidModel:
-    """The error of a missing or invalid setting."""
-    return InvalidModel(
-        f"{artifact.folder}: config.json has no valid {key}",
-        "copy config.json of the model to the folder of the .onnx file",
-        code="genai.config",
-    )
+def _is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is an integer of at least ``least``."""
+    return type(value) is int and value >= least

@@ -13,7 +13,8 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ from attnserve.exporters.transformers_model import (
     weights_sha256,
 )
 from attnserve.fusion import fused_for_libraries
-from attnserve.literals import Activation, Attention, Exporter, Pooling
+from attnserve.literals import Attention, Exporter
 from attnserve.models.artifact import COMPANIONS, Artifact
-from attnserve.models.folder_settings import EmbeddingSettings, FolderSettings, read_settings
+from attnserve.models.folder_settings import FolderSettings, given, read_settings
 from attnserve.models.onnx_files import save_model
 from attnserve.models.outputs import (
     check_output,
@@ -58,7 +59,7 @@ from attnserve.models.outputs import (
 )
 from attnserve.models.provenance import state_provenance
 from attnserve.models.record import Record, write_record
-from attnserve.models.tokenizer import UNBOUNDED, lower_case
+from attnserve.models.tokenizer_files import UNBOUNDED, lower_case
 from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from attnserve.runtime.openvino_runtime import require_openvino
@@ -70,11 +71,14 @@ __all__ = ["ExportReport", "export"]
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
 """Opsets that each exporter writes without a conversion of the graph."""
 
+PACKAGES = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
+"""Packages whose versions a record states."""
+
 DEFAULT_OPSET = {"dynamo": 18, "torchscript": 17}
 """The opset of each exporter by default."""
 
-NO_EMBEDDING = EmbeddingSettings(pooling="none")
-"""The settings of a graph whose outputs are not embeddings, or are pooled in the graph."""
+NO_EMBEDDING = {"pooling": "none", "normalize": False}
+"""The fields of the record of a graph whose outputs are not embeddings of tokens."""
 
 
 @dataclass(frozen=True)
@@ -83,47 +87,31 @@ class ExportReport:
 
     Attributes:
         path: The written model.onnx.
+        record: The record of the model: the options of the export, and the settings of texts and
+            outputs.
         inputs: The names of the inputs.
         outputs: The names of the outputs.
-        embedding: The settings that turn the outputs into embeddings.
-        activation: The function from logits to scores; None without a classifier.
-        template: The text of a pair, with {query} and {document}; None if the tokenizer joins them.
-        max_length: Maximum tokens of a text; None for no limit.
-        max_abs_error: The largest difference between ONNX Runtime and PyTorch, without padding.
-        relative_error: ``max_abs_error`` relative to the largest output.
+        relative_error: ``max_abs_error`` of the record relative to the largest output.
         seconds: The duration of the export.
     """
 
     path: Path
-    task: str
-    exporter: Exporter
-    opset: int
-    attention: Attention
+    record: Record
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    embedding: EmbeddingSettings
-    activation: Activation | None
-    template: str | None
-    max_length: int | None
-    max_abs_error: float
     relative_error: float
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, for the output of the command."""
-        embedding = self.embedding.to_json()
-        fields = {key: value for key, value in asdict(self).items() if key != "embedding"}
-        return {**fields, **embedding, "path": str(self.path)}
-
-    @property
-    def pooling(self) -> Pooling:
-        """The pooling of hidden states after the graph."""
-        return self.embedding.pooling
-
-    @property
-    def normalize(self) -> bool:
-        """Whether embeddings are normalized after the graph."""
-        return self.embedding.normalize
+        """The fields, and those of the record, for the output of the command."""
+        unknown = dict.fromkeys(("activation", "template"))
+        fields = ("inputs", "outputs", "relative_error", "seconds")
+        return {
+            "path": str(self.path),
+            **unknown,
+            **self.record.to_json("source", "versions"),
+            **{name: getattr(self, name) for name in fields},
+        }
 
 
 def export(
@@ -220,28 +208,28 @@ def export(
         absolute, relative = compare(
             torch, wrapper, stage / "model.onnx", feeds, module.kind.per_token
         )
-        report = ExportReport(
-            path=folder / "model.onnx",
-            task=name,
-            exporter=exporter,
-            opset=opset,
-            attention=attention,
-            inputs=inputs,
-            outputs=module.kind.outputs,
-            embedding=module.embedding,
-            activation=module.activation,
-            template=module.template,
-            max_length=max_length,
-            max_abs_error=absolute,
-            relative_error=relative,
-            seconds=time.perf_counter() - start,
+        record = Record.model_validate(
+            {
+                **settings.stated_of_text(),
+                **module.fields,
+                "max_length": max_length,
+                "task": name,
+                "exporter": exporter,
+                "opset": opset,
+                "attention": attention,
+                "max_abs_error": absolute,
+                "source": model,
+                "versions": package_versions(PACKAGES),
+            }
         )
-        record = _record(report, settings, model)
         write_record(stage, record)
         written = Artifact(stage / "model.onnx", record)
         fused = fused_for_libraries(graph) if openvino else None
         write_for_libraries(written, graph, stage, folder, openvino=fused)
-    return report
+    seconds = time.perf_counter() - start
+    return ExportReport(
+        folder / "model.onnx", record, inputs, module.kind.outputs, relative, seconds
+    )
 
 
 @dataclass(frozen=True)
@@ -252,17 +240,13 @@ class _Outputs:
         kind: The fields of the network's output, and whether they have an axis of tokens.
         network: The module of transformers.
         head: A module that computes the output from the hidden states; None for the network's own.
-        embedding: The settings that turn the outputs into embeddings.
-        activation: The function from logits to scores, if any.
-        template: The text of a pair, if the tokenizer does not join its texts.
+        fields: The fields of the record that turn the outputs into embeddings or scores.
     """
 
     kind: Task
     network: Any
-    head: Any = None
-    embedding: EmbeddingSettings = NO_EMBEDDING
-    activation: Activation | None = None
-    template: str | None = None
+    head: Any
+    fields: Mapping[str, Any]
 
 
 def _embeddings(
@@ -274,19 +258,17 @@ def _embeddings(
         InvalidModel: The weights of a module have other sizes.
         InvalidArgument: ``dimensions`` is more than the size of the embeddings.
     """
-    embedding = settings.embedding
-    embedding = replace(embedding, dimensions=dimensions or embedding.dimensions)
+    embedding = settings.embedding | given(dimensions=dimensions)
     kind = TASKS["feature-extraction"]
     head = None
     width = network.config.hidden_size
-    if embedding.head:
-        head = embedding_head(torch, embedding.head)
+    if settings.head:
+        head = embedding_head(torch, settings.head)
         kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
         width = _head_width(torch, head, width, source)
-    if (embedding.dimensions or 0) > width:
+    if (kept := embedding.get("dimensions", 0)) > width:
         raise InvalidArgument(
-            f"`dimensions` is {embedding.dimensions}: expected at most {width}, the size of the"
-            " embeddings",
+            f"`dimensions` is {kept}: expected at most {width}, the size of the embeddings",
             "reduce it",
             code="export.dimensions",
         )
@@ -299,7 +281,8 @@ def _pair_scores(torch: Any, settings: FolderSettings, network: Any, tokenizer: 
     with quiet():
         network, head = scorer(torch, network, token_score(settings, tokenizer))
     activation = settings.activation(1, of_problem=False)
-    return _Outputs(SCORING, network, head, activation=activation, template=template)
+    fields = given(activation=activation, template=template)
+    return _Outputs(SCORING, network, head, NO_EMBEDDING | fields)
 
 
 def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _Outputs:
@@ -309,7 +292,7 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
         InvalidArgument: A reranker has several classes.
     """
     if task not in ("rerank", "sequence-classification"):
-        return _Outputs(TASKS[task], network)
+        return _Outputs(TASKS[task], network, None, NO_EMBEDDING)
     classes = network.config.num_labels
     if task == "rerank" and classes != 1:
         raise InvalidArgument(
@@ -317,11 +300,12 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
-    embedding = replace(
-        NO_EMBEDDING, prompts=settings.prompts, default_prompt=settings.default_prompt
+    fields = given(
+        prompts=settings.prompts,
+        default_prompt=settings.default_prompt,
+        activation=settings.activation(classes, of_problem=task != "rerank"),
     )
-    activation = settings.activation(classes, of_problem=task != "rerank")
-    return _Outputs(TASKS[task], network, embedding=embedding, activation=activation)
+    return _Outputs(TASKS[task], network, None, NO_EMBEDDING | fields)
 
 
 def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:
@@ -415,25 +399,3 @@ def _max_length(settings: FolderSettings, tokenizer: Any, limit: int | None) -> 
     # transformers sets 1e30 for a tokenizer without a limit.
     bounded = tokenizer.model_max_length if tokenizer.model_max_length <= UNBOUNDED else None
     return min((n for n in (bounded, limit) if n), default=None)
-
-
-def _record(report: ExportReport, settings: FolderSettings, source: str) -> Record:
-    """The record of the artifact.
-
-    Args:
-        source: The exported model, as the caller named it.
-    """
-    fields = asdict(report)
-    kept = ("max_length", "task", "exporter", "opset", "attention", "max_abs_error")
-    scores = {key: fields[key] for key in ("activation", "template") if fields[key] is not None}
-    packages = ("attnserve", "torch", "transformers", "onnx-ir", "onnxruntime")
-    return Record.model_validate(
-        {
-            **settings.stated_of_text(),
-            **report.embedding.to_json(),
-            **scores,
-            **{key: fields[key] for key in kept},
-            "source": source,
-            "versions": package_versions(packages),
-        }
-    )

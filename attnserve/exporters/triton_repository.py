@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +110,6 @@ class TritonModel:
     max_delay_us: int
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields, for the output of the command."""
-        return {**asdict(self), "folder": str(self.folder)}
 
 
 def write_repository(

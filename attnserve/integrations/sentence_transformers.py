@@ -21,6 +21,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import check_checksums
 from attnserve.models.library_files import LibraryModel, library_model
 from attnserve.models.onnx_files import load_model
+from attnserve.models.tokenizer import model_inputs
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import RunFailed, Session, SessionOptions
 from attnserve.runtime.session import open_session
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from sentence_transformers import CrossEncoder, SentenceTransformer
 
 __all__ = ["load"]
-
-INTEGERS = {"tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
 
 def load(
@@ -63,6 +62,7 @@ def load(
     Raises:
         MissingExtra: sentence-transformers or the runtime is not installed.
         InvalidModel: The folder is invalid, or has no embeddings or scores of texts.
+        InvalidData: The inputs of the model are not integers.
         InvalidArgument: The provider is not available.
     """
     artifact = open_artifact(folder)
@@ -87,22 +87,13 @@ def load(
     tokenizer = artifact.tokenizer
     assert tokenizer is not None
     modules = _modules(view, session, str(config.parent), str(tokenizer.parent))
-    settings: dict[str, Any] = {
-        "device": "cpu",
-        "prompts": view.record.prompts,
-        "default_prompt_name": view.default_prompt,
-    }
-    if view.is_embedding:
-        settings |= {
-            "similarity_fn_name": view.record.similarity or "cosine",
-            "truncate_dim": view.record.dimensions,
-        }
-        return library.SentenceTransformer(modules=modules, **{**settings, **options})
+    settings = {**view.files()["config_sentence_transformers.json"], "device": "cpu"}
+    kind = getattr(library, settings.pop("model_type"))
     if view.activation is not None:
         import torch
 
         settings["activation_fn"] = getattr(torch.nn, view.activation.rpartition(".")[2])()
-    return library.CrossEncoder(modules=modules, **{**settings, **options})
+    return kind(modules=modules, **{**settings, **options})
 
 
 def _import_library() -> Any:
@@ -160,7 +151,7 @@ def _network(view: LibraryModel, session: Session, config: Any) -> Any:
     import torch
     from transformers.modeling_outputs import BaseModelOutput, SequenceClassifierOutput
 
-    kinds = {value.name: INTEGERS.get(value.type, np.int64) for value in session.get_inputs()}
+    kinds = {name: value.dtype for name, value in model_inputs(session).items()}
 
     def run(given: Mapping[str, Any]) -> Any:
         feed = {

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import Any, cast
+from typing import Any
 
 from attnserve.literals import Activation, Pooling, Similarity
 from attnserve.models.folder_settings import parse_settings, read_settings
-from attnserve.models.json_files import read_json
+from attnserve.models.json_files import json_object
 from attnserve.models.lineage import LineageEntry, OptimizeEntry
 from attnserve.models.measured import Fidelity
 from attnserve.models.record import RECORD, Record, parse_record, read_record
@@ -152,8 +152,7 @@ class Artifact:
             InvalidModel: The file is not JSON.
         """
         path = self.companion("config.json")
-        config: Any = read_json(path) if path else {}
-        return cast(dict[str, Any], config) if isinstance(config, dict) else {}
+        return json_object(path) if path else {}
 
     @cached_property
     def settings(self) -> TransformersConfig:

@@ -14,17 +14,16 @@ from attnserve.literals import Pooling
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, TextEncoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
+from graph_passes.errors import InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 __all__ = [
     "VECTOR_OUTPUTS",
-    "default_output",
-    "embed_texts",
     "output_name",
     "pool",
+    "preferred_output",
     "run_texts",
     "shorten",
 ]
@@ -33,7 +32,7 @@ VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
 """Names that exporters give to the embedding of a text and to hidden states, the best first."""
 
 
-def default_output(names: Sequence[str], *, scores: bool = False) -> str:
+def preferred_output(names: Sequence[str], *, scores: bool = False) -> str:
     """The output from which embeddings or scores are computed, by its name; else the first one.
 
     A graph with an embedding and hidden states gives the embedding, which it pools itself.
@@ -94,7 +93,7 @@ def run_texts(
 
 
 def output_name(names: Sequence[str], name: str | None, *, scores: bool = False) -> str:
-    """The name of an output, which must be one of ``names``; for None see ``default_output``.
+    """The name of an output, which must be one of ``names``; for None see ``preferred_output``.
 
     Raises:
         InvalidArgument: The model has no such output.
@@ -106,7 +105,7 @@ def output_name(names: Sequence[str], name: str | None, *, scores: bool = False)
             " become part of the graph",
             code="text.output",
         )
-    return name or default_output(names, scores=scores)
+    return name or preferred_output(names, scores=scores)
 
 
 def pool(
@@ -177,47 +176,4 @@ def shorten(
     if normalize:
         length = np.linalg.norm(vectors, axis=-1, keepdims=True)  # B 1
         vectors = vectors / np.maximum(length, np.finfo(np.float32).tiny)
-    return vectors
-
-
-def embed_texts(
-    session: Session,
-    encoder: TextEncoder,
-    texts: Sequence[str],
-    *,
-    pooling: Pooling,
-    normalize: bool,
-    dimensions: int | None = None,
-    max_length: int | None = None,
-    batch_size: int = 32,
-    output: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> Float[np.ndarray, "N D"]:
-    """The embeddings of ``texts`` in order; texts that are too long are truncated.
-
-    Raises:
-        InvalidData: ``texts`` is empty or does not fit the model.
-        InvalidArgument: ``pooling``, ``dimensions``, ``max_length`` or ``batch_size`` is invalid.
-        CheckFailed: The model returns NaN or infinity.
-    """
-    if not texts:
-        raise InvalidData("`texts` is empty", "pass at least one text", code="text.no_texts")
-    encodings = encoder.encode(texts, max_length=max_length)
-    vectors: np.ndarray | None = None
-    runs = run_texts(
-        session, encoder, encodings, batch_size=batch_size, output=output, progress=progress
-    )
-    for indices, hidden, mask in runs:
-        pooled = pool(hidden, mask, pooling, normalize, dimensions)  # B D
-        if not np.isfinite(pooled).all():
-            index = indices[np.flatnonzero(~np.isfinite(pooled).all(axis=1))[0]]
-            raise CheckFailed(
-                f"the model returns NaN or infinity for text {index}",
-                "check its weights; half precision may overflow",
-                code="text.not_finite",
-            )
-        if vectors is None:
-            vectors = np.empty((len(texts), pooled.shape[1]), np.float32)
-        vectors[indices] = pooled
-    assert vectors is not None
     return vectors

@@ -104,9 +104,7 @@ def random_batches(
         InvalidArgument, InvalidData: The model runs at none of the shapes.
     """
     session = open_session(model)
-    fixed_batch, fixed_sequence = fixed_axes(
-        value.shape for value in model.graph.inputs if value.shape
-    )
+    fixed_batch, fixed_sequence = fixed_axes(value.shape for value in model.graph.inputs)
     batches: list[Batch] = []
     failure: InvalidArgument | InvalidData | None = None
     for shapes in (RANDOM_SHAPES, AUDIO_SHAPES):

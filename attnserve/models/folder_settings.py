@@ -7,14 +7,14 @@ Export, ONNX files of the hub and the service share this reader. The files and t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from attnserve.literals import Activation, Pooling, Similarity
+from attnserve.literals import Activation, Pooling
 from attnserve.models.json_files import read_json
 from attnserve.models.record import Record
 from attnserve.models.settings_files import (
@@ -34,9 +34,9 @@ from graph_passes.errors import InvalidModel
 
 __all__ = [
     "ACTIVATIONS",
-    "EmbeddingSettings",
     "FolderSettings",
     "Module",
+    "given",
     "parse_settings",
     "read_settings",
     "torch_name",
@@ -78,33 +78,6 @@ class Module:
     @property
     def weights(self) -> Path:
         return self.path.with_name("model.safetensors")
-
-
-@dataclass(frozen=True)
-class EmbeddingSettings:
-    """Conversion of hidden states to an embedding, by the keys of attnserve.json.
-
-    ``dimensions`` is the number of dimensions to keep, None for all; ``prompts`` are texts before
-    an input by name, and ``default_prompt`` the name of the prompt for inputs that name none.
-    ``head`` lists the modules after the network, in order, if ``pooling`` and ``normalize`` cannot
-    express them. ``pooling`` is then "none", and the graph must compute the modules.
-    """
-
-    pooling: Pooling = "mean"
-    normalize: bool = False
-    dimensions: int | None = None
-    prompts: dict[str, str] = field(default_factory=dict[str, str])
-    default_prompt: str | None = None
-    similarity: Similarity = "cosine"
-    head: tuple[Module, ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The fields of a record; those without a value are left out."""
-        default = EmbeddingSettings()
-        names = ("dimensions", "prompts", "default_prompt", "similarity")
-        stated = {key: getattr(self, key) for key in names}
-        stated = {key: x for key, x in stated.items() if x != getattr(default, key)}
-        return {"pooling": self.pooling, "normalize": self.normalize, **stated}
 
 
 @dataclass(frozen=True)
@@ -159,30 +132,43 @@ class FolderSettings:
         return self.token_score is not None or self.model.is_for("ForCausalLM")
 
     @property
-    def embedding(self) -> EmbeddingSettings:
-        """The embedding; without modules it is the mean, or the last token of a language model.
+    def _steps(self) -> tuple[Module, ...]:
+        """The modules that make an embedding from hidden states, in order."""
+        return tuple(module for module in self.modules if module.kind in EMBEDDING_MODULES)
+
+    @property
+    def head(self) -> tuple[Module, ...]:
+        """``_steps``, if ``pooling`` and ``normalize`` of a record cannot express them.
+
+        The graph must compute them.
+        """
+        return () if self._simple_pooling else self._steps
+
+    @property
+    def embedding(self) -> dict[str, Any]:
+        """The fields of a record that make an embedding of hidden states.
+
+        Without modules the pooling is the mean, or the last token of a language model. With a
+        ``head`` it is "none".
 
         Raises:
             InvalidModel: A module is not supported, or the pooling leaves out prompts.
         """
         self._check_encoder()
-        steps = tuple(module for module in self.modules if module.kind in EMBEDDING_MODULES)
+        steps = self._steps
         is_decoder = self.model.is_for("ForCausalLM") and self.model.is_causal is not False
-        pooling: Pooling = "last" if is_decoder else "mean"
-        normalize = bool(steps) and _normalizes(steps[-1])
-        head: tuple[Module, ...] = ()
-        if steps:
-            simple = self._simple_pooling(steps)
-            pooling, head = (simple, ()) if simple else ("none", steps)
-        return EmbeddingSettings(
-            pooling=pooling,
-            normalize=normalize,
-            dimensions=self.library.truncate_dim,
-            prompts=self.prompts,
-            default_prompt=self.default_prompt,
-            similarity=self.library.similarity_fn_name or "cosine",
-            head=head,
-        )
+        default = "none" if steps else "last" if is_decoder else "mean"
+        similarity = self.library.similarity_fn_name
+        return {
+            "pooling": self._simple_pooling or default,
+            "normalize": bool(steps) and _normalizes(steps[-1]),
+            **given(
+                dimensions=self.library.truncate_dim,
+                prompts=self.prompts,
+                default_prompt=self.default_prompt,
+                similarity=None if similarity == "cosine" else similarity,
+            ),
+        }
 
     def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
         """The function from logits to scores.
@@ -231,37 +217,37 @@ class FolderSettings:
 
     def _stated(self) -> dict[str, Any]:
         """The fields of ``record``."""
-        length = self.transformer.max_length
-        values = self.stated_of_text() | ({} if length is None else {"max_length": length})
+        values = self.stated_of_text() | given(max_length=self.transformer.max_length)
         kinds = {module.kind for module in self.modules} - {"Dropout"}
         if kinds == {"LogitScore"}:
             return values
         embedding = self.embedding
         if kinds:
-            output = {"output": "sentence_embedding"} if embedding.head else {}
-            return {**embedding.to_json(), **output, **values}
-        if embedding.pooling != "mean":
-            values["pooling"] = embedding.pooling
-        activation = self.activation(self.model.classes)
-        scores = {
-            "prompts": self.prompts,
-            "default_prompt": self.default_prompt,
-            "activation": activation,
-        }
-        return values | {key: value for key, value in scores.items() if value}
+            return embedding | given(output="sentence_embedding" if self.head else "") | values
+        if embedding["pooling"] != "mean":
+            values["pooling"] = embedding["pooling"]
+        return values | given(
+            prompts=self.prompts,
+            default_prompt=self.default_prompt,
+            activation=self.activation(self.model.classes),
+        )
 
     def stated_of_text(self) -> dict[str, Any]:
         """The fields of a record that concern the text."""
-        side = self.transformer.tokenizer_args.truncation_side
-        lower = {"lower_case": True} if self.transformer.do_lower_case else {}
-        return lower | ({"truncation_side": side} if side else {})
+        return given(
+            lower_case=self.transformer.do_lower_case,
+            truncation_side=self.transformer.tokenizer_args.truncation_side,
+        )
 
-    def _simple_pooling(self, steps: tuple[Module, ...]) -> Pooling | None:
+    @property
+    def _simple_pooling(self) -> Pooling | None:
         """The pooling, if it is one of attnserve.json and nothing but normalization follows."""
-        first = steps[0].settings
-        if not isinstance(first, PoolingFile) or not all(map(_normalizes, steps[1:])):
+        if not self._steps:
             return None
-        return POOLINGS.get("+".join(first.modes))
+        first, *others = self._steps
+        if not isinstance(first.settings, PoolingFile) or not all(map(_normalizes, others)):
+            return None
+        return POOLINGS.get("+".join(first.settings.modes))
 
     def _check_encoder(self) -> None:
         """Check that the modules make embeddings of texts, and that all of them are known."""
@@ -275,14 +261,13 @@ class FolderSettings:
             )
         for module in self.modules:
             self._check_module(module)
-        steps = [module for module in self.modules if module.kind in EMBEDDING_MODULES]
-        if steps and not any(module.kind == "Pooling" for module in steps):
+        if self._steps and not any(module.kind == "Pooling" for module in self._steps):
             raise InvalidModel(
                 f"{listed}: no module Pooling: expected one, which makes one vector of a text",
                 "add it, or remove modules.json to use the encoder with mean pooling",
                 code="export.pooling",
             )
-        if steps:
+        if self._steps:
             self._check_output()
 
     def _check_module(self, one: Module) -> None:
@@ -395,6 +380,11 @@ def parse_settings(path: Path, kind: type[File]) -> File:
         return kind.model_validate(content)
     except ValidationError as error:
         raise _invalid(path, error) from error
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The values that are not None or empty, for fields of a record."""
+    return {name: value for name, value in values.items() if value}
 
 
 def torch_name(name: str) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
 from graph_passes.errors import InvalidModel
 
-__all__ = ["first_problem", "read_json"]
+__all__ = ["first_problem", "json_object", "read_json"]
 
 
 def read_json(path: Path) -> Any:
@@ -26,6 +26,16 @@ def read_json(path: Path) -> Any:
         raise InvalidModel(
             f"{path}: not valid JSON: {error}", "copy or remove the file", code="artifact.json"
         ) from error
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file beside a model; empty if it is not an object.
+
+    Raises:
+        InvalidModel: The file is not JSON.
+    """
+    content = read_json(path)
+    return cast(dict[str, Any], content) if isinstance(content, dict) else {}
 
 
 def first_problem(error: ValidationError) -> str:

@@ -18,11 +18,11 @@ import onnx_ir as ir
 
 from attnserve.literals import Activation, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import VECTOR_OUTPUTS, default_output
+from attnserve.models.embeddings import VECTOR_OUTPUTS, preferred_output
 from attnserve.models.folder_settings import POOLINGS, PROBLEMS
 from attnserve.models.record import Record
 from attnserve.models.settings_files import LEGACY_MODES, Mode
-from attnserve.models.tokenizer import longest_text
+from attnserve.models.tokenizer_files import longest_text
 from graph_passes.analysis.shapes import infer_shapes_small
 
 __all__ = ["LIBRARY_FILES", "LibraryModel", "library_model", "write_library_files"]
@@ -166,10 +166,10 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
         return None
     values = {value.name or "": value for value in graph.graph.outputs}
     is_scores = "logits" in values and not values.keys() & set(VECTOR_OUTPUTS)
-    output = record.output or default_output([*values], scores=is_scores)
+    output = record.output or preferred_output([*values], scores=is_scores)
     if output not in values or output not in (*VECTOR_OUTPUTS, "logits"):
         return None
-    shape = _shape(graph, values[output])
+    shape = tuple(infer_shapes_small(graph, batch=2, sequence=5).shape(values[output]) or ())
     if len(shape) not in (2, 3):
         return None
     is_pooled, width, longest = len(shape) == 2, shape[-1], longest_text(artifact)
@@ -192,8 +192,3 @@ def write_library_files(model: LibraryModel, folder: Path) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _shape(graph: ir.Model, value: ir.Value) -> tuple[int, ...]:
-    """The shape of an output for two texts of five tokens; () if it is unknown."""
-    return tuple(infer_shapes_small(graph, batch=2, sequence=5).shape(value) or ())

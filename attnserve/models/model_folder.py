@@ -53,7 +53,9 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, ModelLocation]]]:
     for folder in sorted(path.iterdir()):
         versions: dict[str, ModelLocation] = {}
         with suppress(PermissionError):
-            if not folder.is_dir() or folder.name.startswith(".") or not _is_text(folder.name):
+            # Any bytes can name a folder; only text can be written in a URL and in JSON.
+            is_text = folder.name.encode(errors="ignore").decode() == folder.name
+            if not folder.is_dir() or folder.name.startswith(".") or not is_text:
                 continue
             versions = {
                 child.name: ModelLocation(child, folder)
@@ -64,12 +66,3 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, ModelLocation]]]:
                 versions = {"1": ModelLocation(folder)}
         if versions:
             yield folder.name, versions
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name can be written in a URL and in JSON: any bytes can name a folder."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

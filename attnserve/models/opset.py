@@ -29,26 +29,23 @@ def raise_opset(model: ir.Model, opset: int) -> None:
 
     raised = model.clone()  # a failing converter leaves a partly converted model
     map_external_data(raised)  # the fallback converter loses the folder of external tensors
+    failure: Exception | None = None
     try:
         with _without_warnings("onnxscript.version_converter"):
             convert_version(raised, opset, fallback=True)
     except Exception as error:  # the libraries raise exceptions of many types
-        raise _refused(old_opset, opset) from error
-    if raised.opset_imports.get("", 0) < opset:
-        raise _refused(old_opset, opset)
+        failure = error
+    if failure is not None or raised.opset_imports.get("", 0) < opset:
+        raise CannotRewrite(
+            f"the model cannot be converted from opset {old_opset} to {opset}",
+            "export it again with a newer opset, or keep its attention operators",
+            code="opset.not_converted",
+        ) from failure
     model.graph = raised.graph
     model.functions.clear()  # they were inlined
     model.functions.update(raised.functions)
     with Analyses.of(model) as analyses:
         analyses.invalidate()
-
-
-def _refused(before: int, opset: int) -> CannotRewrite:
-    return CannotRewrite(
-        f"the model cannot be converted from opset {before} to {opset}",
-        "export it again with a newer opset, or keep its attention operators",
-        code="opset.not_converted",
-    )
 
 
 @contextmanager

@@ -146,12 +146,8 @@ def _multiplies_int8(node: ir.Node) -> bool:
         return node.op_type in INT8_PRODUCTS
     # ONNX Runtime converts a product to QLinearMatMul if all its factors are dequantized.
     users = [user for user, _ in node.outputs[0].uses() if user.op_type in FACTORS]
-    return any(_is_dequantized(value) for user in users for value in user.inputs[:1])
-
-
-def _is_dequantized(value: ir.Value | None) -> bool:
-    producer = None if value is None else value.producer()
-    return producer is not None and producer.op_type == "DequantizeLinear"
+    sources = [value.producer() for user in users for value in user.inputs[:1] if value is not None]
+    return any(one is not None and one.op_type == "DequantizeLinear" for one in sources)
 
 
 def int8_warning(model: ir.Model) -> str | None:

@@ -59,14 +59,14 @@ def filled(rows: Sequence[T], size: int) -> list[T]:
     return [*rows, *islice(cycle(rows), -len(rows) % size)]
 
 
-def fixed_axes(shapes: Iterable[Iterable[Any]]) -> tuple[int | None, int | None]:
+def fixed_axes(shapes: Iterable[Iterable[Any] | None]) -> tuple[int | None, int | None]:
     """The fixed numbers of rows and of tokens of inputs; None if dynamic.
 
     Args:
-        shapes: The shapes of the inputs, with integers for fixed axes. Tokens are on axis 1 of a
-            matrix.
+        shapes: The shapes of the inputs, with integers for fixed axes; None if unknown. Tokens are
+            on axis 1 of a matrix.
     """
-    ranked = [shape for shape in map(tuple, shapes) if len(shape) > 1]
+    ranked = [shape for shape in (tuple(shape or ()) for shape in shapes) if len(shape) > 1]
     rows = (shape[0] for shape in ranked)
     tokens = (shape[1] for shape in ranked if len(shape) == 2)
     first, second = (
@@ -82,13 +82,9 @@ def with_fixed_sizes(model: ir.Model, workload: Workload) -> Workload:
     A size is fixed if no input has a free axis there. Tokens are axis 1 of ids and of hidden states
     (B, T, D).
     """
-    inputs = [
-        v
-        for v in model.graph.inputs
-        if v.shape is not None and v.name not in model.graph.initializers
-    ]
+    inputs = [v for v in model.graph.inputs if v.name not in model.graph.initializers]
     axes = {min(position, 1) for position in named_axes(model.graph).values()}
-    rows, _ = fixed_axes(value.shape for value in inputs if value.shape)
+    rows, _ = fixed_axes(value.shape for value in inputs)
     lengths = (
         value.shape[1]
         for value in inputs

@@ -15,85 +15,41 @@ from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Tokenizer
 
 from attnserve.literals import Padding, Side
-from attnserve.models.artifact import Artifact
-from attnserve.models.folder_settings import parse_settings
-from attnserve.models.settings_files import TokenizerConfig, TransformersConfig
 from attnserve.runtime.interface import Session
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
     InvalidData,
-    InvalidModel,
 )
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
 
 __all__ = [
-    "UNBOUNDED",
     "Encoding",
     "Text",
     "TextEncoder",
     "TextInput",
     "Token",
-    "load_encoder",
-    "longest_text",
-    "lower_case",
     "model_inputs",
     "text_input",
+    "tokenizer_errors",
 ]
 
 FILLED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
 FLOATS = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-PAD_TOKENS = ("[PAD]", "<pad>")
-UNBOUNDED = 1_000_000
-"""Values of ``model_max_length`` from which there is no limit; Hugging Face writes 1e30."""
-
 FAILS_ON_TEXT = (
     InvalidData, "the tokenizer fails on a text", "use another text, or check the tokenizer",
     "text.tokenizer_failed",
 )  # fmt: skip
-"""The error of a text on which a tokenizer fails; see ``_errors_as``."""
-
-BERT_TOKENIZERS = frozenset(
-    f"{name}Tokenizer"
-    for name in (
-        "Bert", "ConvBert", "DPRContextEncoder", "DPRQuestionEncoder", "DPRReader", "DistilBert",
-        "Electra", "Funnel", "LayoutLM", "Lxmert", "MPNet", "MobileBert", "RetriBert", "Splinter",
-        "SqueezeBert",
-    )
-)  # fmt: skip
-"""Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
-
-GPT2_TOKENIZERS = frozenset(
-    f"{name}Tokenizer" for name in ("Bart", "Deberta", "GPT2", "LED", "Longformer", "Roberta")
-)
-"""Values of ``tokenizer_class`` whose space before a text is that of tokenizer_config.json."""
-
-BERT_MODELS = frozenset({
-    "align", "bark", "bert", "blip", "bros", "chinese_clip", "convbert", "distilbert", "dpr",
-    "electra", "ernie", "flava", "funnel", "git", "grounding-dino", "layoutlm", "lxmert",
-    "megatron-bert", "mm-grounding-dino", "mobilebert", "mpnet", "nezha", "nomic_bert", "qdqbert",
-    "realm", "retribert", "splinter", "squeezebert", "tvp", "vilt", "visual_bert",
-})  # fmt: skip
-"""Values of ``model_type`` whose tokenizers are in ``BERT_TOKENIZERS`` if no file names a class."""
-
-SENTENCEPIECE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "albert": ("do_lower_case", "keep_accents", "add_prefix_space"),
-    "debertav2": ("do_lower_case", "split_by_punct", "add_prefix_space"),
-    "xlnet": ("do_lower_case",),
-    **dict.fromkeys(("barthez", "bigbird", "camembert", "xlmroberta"), ("add_prefix_space",)),
-}
-"""Keys of tokenizer_config.json that transformers 5 applies and transformers 4 does not, by the
-class of the tokenizer, or by ``model_type``, in lower case."""
+"""The error of a text on which a tokenizer fails; see ``tokenizer_errors``."""
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
@@ -235,7 +191,7 @@ class TextEncoder:
         """
         self._check_length(max_length)
         limit = max_length or self.max_length
-        with _errors_as(*FAILS_ON_TEXT):
+        with tokenizer_errors(*FAILS_ON_TEXT):
             try:
                 new_encodings = iter(
                     self._encode_batch([x for x in texts if not isinstance(x, Encoding)])
@@ -271,7 +227,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on a text.
         """
-        with _errors_as(*FAILS_ON_TEXT):
+        with tokenizer_errors(*FAILS_ON_TEXT):
             raws = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
         return [
             [
@@ -289,7 +245,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on the ids.
         """
-        with _errors_as(*FAILS_ON_TEXT):
+        with tokenizer_errors(*FAILS_ON_TEXT):
             return self._tokenizer.decode_batch(
                 [list(row) for row in rows], skip_special_tokens=skip_special
             )
@@ -326,7 +282,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on it.
         """
-        with _errors_as(*FAILS_ON_TEXT):
+        with tokenizer_errors(*FAILS_ON_TEXT):
             raw = self._tokenizer.encode(list(words), is_pretokenized=True)
         kept = _kept(raw, self.max_length or len(raw), self.truncation_side)
         places: list[int | None] = [None] * len(words)
@@ -423,87 +379,6 @@ class TextEncoder:
             )
 
 
-def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncoder:
-    """The text encoder of an artifact.
-
-    The maximum length of a text comes from the record, else from tokenizer_config.json. It is
-    limited by the table of positions. Texts lose tokens at the side that the record names, else
-    tokenizer_config.json, else tokenizer.json.
-
-    Args:
-        tokenizer: Another tokenizer.json, or its folder; None for that of the artifact.
-            tokenizer_config.json is read in the same folder, if it exists.
-
-    Raises:
-        InvalidData: The file does not exist.
-        InvalidModel: The file is not a valid tokenizer.json, or tokenizer_config.json or
-            config.json is invalid.
-        InvalidArgument: The maximum length allows only special tokens.
-    """
-    path = tokenizer or artifact.tokenizer or artifact.folder
-    file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        raise InvalidData(
-            f"{file}: no such file; text input needs the model's tokenizer",
-            "pass the path of its tokenizer.json as `tokenizer`",
-            code="text.no_tokenizer",
-        )
-    with _errors_as(
-        InvalidModel,
-        f"{file}: not a tokenizer.json",
-        "copy it again; convert a vocab.txt or .model file first",
-        "text.not_tokenizer",
-    ):
-        file_tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    config = parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
-    settings, record = artifact.settings, artifact.record
-    with _errors_as(
-        InvalidModel, f"{file}: the tokenizer fails", "copy it again", "text.tokenizer_failed"
-    ):
-        side = (file_tokenizer.truncation or {}).get("direction", "right")
-        _configure(file_tokenizer, config, settings)
-        if record.lower_case:
-            lower_case(file_tokenizer)
-        return TextEncoder(
-            file_tokenizer,
-            pad_id=_pad_id(file_tokenizer, config),
-            max_length=_longest(artifact, config),
-            padding=record.padding or "right",
-            template=record.template,
-            first_position=artifact.first_position,
-            truncation_side=record.truncation_side or config.truncation_side or side,
-        )
-
-
-def longest_text(artifact: Artifact) -> int | None:
-    """The maximum number of tokens of a text, as of ``load_encoder``; None for no limit.
-
-    Raises:
-        InvalidModel: tokenizer_config.json or config.json is invalid.
-    """
-    file = artifact.tokenizer or artifact.folder / "tokenizer.json"
-    return _longest(
-        artifact, parse_settings(file.with_name("tokenizer_config.json"), TokenizerConfig)
-    )
-
-
-def _longest(artifact: Artifact, config: TokenizerConfig) -> int | None:
-    settings = artifact.settings
-    limits = [artifact.max_length, settings.table_size]
-    if artifact.max_length is None:
-        stated_length = config.model_max_length
-        is_bounded = isinstance(stated_length, int) and 0 < stated_length <= UNBOUNDED
-        limits = [stated_length if is_bounded else None, settings.positions]
-    return min((limit for limit in limits if limit), default=None)
-
-
-def lower_case(tokenizer: Tokenizer) -> None:
-    """Convert texts to lower case before anything else, as ``do_lower_case`` does."""
-    normalizer: Any = tokenizer.normalizer
-    rest = [] if normalizer is None else [normalizer]
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rest])
-
-
 def model_inputs(session: Session) -> dict[str, TextInput]:
     """The inputs of a model that takes texts, by name.
 
@@ -525,7 +400,7 @@ def model_inputs(session: Session) -> dict[str, TextInput]:
 
 
 @contextmanager
-def _errors_as(kind: type[AttnserveError], what: str, fix: str, code: str) -> Generator[None]:
+def tokenizer_errors(kind: type[AttnserveError], what: str, fix: str, code: str) -> Generator[None]:
     """Raise errors of ``tokenizers`` as ``kind``.
 
     The library raises ``Exception``. A panic in its Rust code raises ``PanicException``, a
@@ -572,133 +447,28 @@ def _kept(
     share, and it keeps the rest of both texts of a pair in all combinations.
     """
     count = len(encoding)
-    right = side == "right"
+    order = range(count)[::-1] if side == "right" else range(count)
     if isinstance(encoding, Encoding):
-        return list(range(limit) if right else range(count - limit, count))
-    if spans is not None:
+        dropped = [*order]
+    elif spans is not None:
         offsets: list[tuple[int, int]] = encoding.offsets  # each access makes a new list
-        order = range(count)[::-1] if right else range(count)
-        droppable = [
+        dropped = [
             index
             for start, end in reversed(spans)
             for index in order
             if start <= offsets[index][0] and offsets[index][1] <= end
         ]
-        gone = set(droppable[: max(count - limit, 0)])
-        return [index for index in range(count) if index not in gone]
-    sequences: list[int | None] = encoding.sequence_ids
-    counts = [sequences.count(0), sequences.count(1)]
-    sizes = counts
-    text_limit = max(limit - sequences.count(None), 0)
-    short_size = min(counts)
-    if sum(counts) > text_limit:
-        long_size = max(text_limit - short_size, (text_limit + 1) // 2)
-        short_size = text_limit - long_size
-        sizes = [short_size, long_size] if counts[0] <= counts[1] else [long_size, short_size]
-    firsts = [0 if right else n - size for n, size in zip(counts, sizes, strict=True)]
-    positions: list[int] = []
-    counts_seen = [0, 0]
-    for index, sequence in enumerate(sequences):
-        if sequence is None:
-            positions.append(index)
-            continue
-        place = counts_seen[sequence] - firsts[sequence]
-        counts_seen[sequence] += 1
-        if 0 <= place < sizes[sequence]:
-            positions.append(index)
-    return positions
+    else:
+        sequences: list[int | None] = encoding.sequence_ids
+        texts = [[index for index in order if sequences[index] == text] for text in (0, 1)]
+        short, long = sorted(texts, key=len)
+        room = max(limit - sequences.count(None), 0)
+        long_size = max(room - len(short), (room + 1) // 2)
+        dropped = long[: max(len(long) - long_size, 0)] + short[: len(short) + long_size - room]
+    gone = set(dropped[: max(count - limit, 0)])
+    return [index for index in range(count) if index not in gone]
 
 
 def _select(encoding: Any, positions: Sequence[int]) -> Encoding:
     ids, type_ids = encoding.ids, encoding.type_ids  # each access makes a new list
     return Encoding([ids[i] for i in positions], [type_ids[i] for i in positions])
-
-
-def _configure(tokenizer: Tokenizer, config: TokenizerConfig, model: TransformersConfig) -> None:
-    """Apply the settings that transformers applies after reading tokenizer.json."""
-    stated = config.tokenizer_class or model.tokenizer_class
-    name = str(stated).removesuffix("Fast")
-    if name in BERT_TOKENIZERS or (stated is None and model.model_type in BERT_MODELS):
-        tokenizer.normalizer = normalizers.BertNormalizer(
-            handle_chinese_chars=bool(config.tokenize_chinese_chars),
-            strip_accents=config.strip_accents,
-            lowercase=bool(config.do_lower_case),
-        )
-    if config.split_special_tokens:
-        tokenizer.encode_special_tokens = True
-    kind = re.sub(r"[-_]|Tokenizer.*", "", str(stated or model.model_type)).lower()
-    _check_keys(tokenizer, config, SENTENCEPIECE_KEYS.get(kind, ()))
-    before: Any = tokenizer.pre_tokenizer
-    if name in GPT2_TOKENIZERS and isinstance(before, pre_tokenizers.ByteLevel):
-        before.add_prefix_space = bool(config.add_prefix_space)
-        tokenizer.pre_tokenizer = before
-    # A token without an id would get one that the network does not have.
-    _add_tokens(tokenizer, config)
-    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-    texts = map(_content, config.additional_special_tokens or [])
-    tokenizer.add_special_tokens(
-        [text for text in texts if text not in known and tokenizer.token_to_id(text) is not None]
-    )
-
-
-def _check_keys(tokenizer: Tokenizer, config: TokenizerConfig, keys: Sequence[str]) -> None:
-    """Check that tokenizer.json does what these keys state.
-
-    Raises:
-        InvalidModel: tokenizer.json does the opposite.
-    """
-    parts: tuple[Any, Any] = (tokenizer.normalizer, tokenizer.pre_tokenizer)
-    normalizer, before = (b"" if part is None else part.__getstate__() for part in parts)
-    done = {
-        "do_lower_case": b'"Lowercase"' in normalizer,
-        "keep_accents": b'"StripAccents"' not in normalizer,
-        "split_by_punct": b'"Punctuation"' in before,
-        "add_prefix_space": b'"prepend_scheme":"never"' not in before,
-    }
-    for key in keys:
-        stated = getattr(config, key)
-        if key in config.model_fields_set and bool(stated) != done[key]:
-            raise InvalidModel(
-                f"tokenizer_config.json: {key} is {stated}, but tokenizer.json does the opposite:"
-                " versions of transformers differ",
-                "correct the one that the model was not trained with",
-                code="text.contradiction",
-            )
-
-
-def _add_tokens(tokenizer: Tokenizer, config: TokenizerConfig) -> None:
-    """Add the tokens of ``added_tokens_decoder``; their flags override those of tokenizer.json.
-
-    Raises:
-        InvalidModel: A token would get another id.
-    """
-    flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
-    for number, entry in sorted((config.added_tokens_decoder or {}).items(), key=_number):
-        content, size = entry["content"], tokenizer.get_vocab_size()
-        if tokenizer.token_to_id(content) is None and size != int(number):
-            raise InvalidModel(
-                f"tokenizer_config.json: added_tokens_decoder: the id of {content!r} is {number},"
-                f" but tokenizer.json has {size} tokens without it",
-                "remove it, or add it to tokenizer.json",
-                code="text.contradiction",
-            )
-        token = AddedToken(content, **{flag: entry[flag] for flag in flags if flag in entry})
-        add = tokenizer.add_special_tokens if token.special else tokenizer.add_tokens
-        add([token])
-
-
-def _number(item: tuple[str, object]) -> int:
-    return int(item[0])
-
-
-def _content(token: Any) -> str:
-    """The text of a token in tokenizer_config.json, which is a string or an object."""
-    return str(token.get("content") if isinstance(token, dict) else token)
-
-
-def _pad_id(tokenizer: Tokenizer, config: TokenizerConfig) -> int:
-    """The pad id of tokenizer.json, else of tokenizer_config.json, else ``PAD_TOKENS``, else 0."""
-    if tokenizer.padding is not None:
-        return int(tokenizer.padding["pad_id"])
-    ids = map(tokenizer.token_to_id, (_content(config.pad_token), *PAD_TOKENS))
-    return next((found for found in ids if found is not None), 0)

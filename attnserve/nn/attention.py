@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from attnserve.nn.latest_call import FeatureMaps, Latest, PassedOn
-from attnserve.nn.trained import TrainedAttention, require_trained
+from attnserve.nn.trained import LayerOptions, TrainedAttention, require_trained
 from graph_passes.errors import InvalidArgument
 
 __all__ = [
@@ -314,9 +314,8 @@ class FixedHeadAttention(AttentionLayer):
     Args:
         embed_dim: D.
         num_heads: H; it need not divide D.
-        head_size: K, and V unless ``value_head_size`` is given.
-        scale: Default: 1/sqrt(K).
-        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
+        head_size: K, and V by default.
+        options: See ``AttentionLayer``. The scale is 1/sqrt(K) by default.
 
     Attributes:
         rotary: Whether the layer was made from a layer with rotary positions.
@@ -327,21 +326,12 @@ class FixedHeadAttention(AttentionLayer):
         embed_dim: int,
         num_heads: int,
         head_size: int,
-        *,
-        value_head_size: int | None = None,
-        scale: float | None = None,
-        bias: bool = True,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         check_size("head_size", head_size)
-        super().__init__(
-            embed_dim,
-            num_heads,
-            value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale,
-            bias=bias,
-            **options,
-        )
+        options = {"value_head_size": head_size, "scale": head_size**-0.5, **options}
+        super().__init__(embed_dim, num_heads, **options)
+        bias = options.get("bias", True)
         self.head_size = head_size
         self.rotary = False
         self.q_proj = input_projection(embed_dim, num_heads * head_size, bias=bias)
@@ -450,12 +440,13 @@ def check_size(name: str, size: int) -> None:
         )
 
 
-def value_size(embed_dim: int, num_heads: int, given: int | None) -> int:
-    """V: the given size, or else D/H.
+def value_size(embed_dim: int, num_heads: int, options: LayerOptions) -> int:
+    """V: the size in the options, or else D/H.
 
     Raises:
         InvalidArgument: D/H is not an integer.
     """
+    given = options.get("value_head_size")
     if given is None and embed_dim % num_heads:
         raise InvalidArgument(
             f"`embed_dim` is {embed_dim}: not a multiple of `num_heads` = {num_heads}",

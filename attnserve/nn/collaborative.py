@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +16,7 @@ from attnserve.nn.attention import (
     value_size,
 )
 from attnserve.nn.shared_keys import SharedKeyAttention
-from attnserve.nn.trained import TrainedAttention, require_trained
+from attnserve.nn.trained import LayerOptions, TrainedAttention, require_trained
 from graph_passes.errors import InvalidArgument
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
@@ -44,12 +43,10 @@ class CollaborativeAttention(AttentionLayer):
             logits have nearly the same variance: all heads start from similar logits of all
             dimensions. Training from scratch is slower from mean 0, and from a concatenation.
         support: The entries of M that are learned, (H, R), boolean; None for all (dense mixing).
-        value_head_size: V; default: D/H.
-        scale: Default: 1/sqrt(R/H), as for the concatenated heads.
-        bias: Whether there are content vectors v_h (the query biases of standard attention, eq. 12)
-            and biases of the value and output projections. The key bias does not change the
-            softmax.
-        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
+        options: See ``AttentionLayer``. V is D/H by default, and the scale 1/sqrt(R/H), as for the
+            concatenated heads. With ``bias``, there are content vectors v_h (the query biases of
+            standard attention, eq. 12) and biases of the value and output projections. The key bias
+            does not change the softmax.
 
     Attributes:
         q_proj: W~Q, a linear map from D to R.
@@ -68,25 +65,21 @@ class CollaborativeAttention(AttentionLayer):
         *,
         mixing: Literal["concatenation", "random"] = "concatenation",
         support: Tensor | None = None,
-        value_head_size: int | None = None,
-        scale: float | None = None,
-        bias: bool = True,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         check_size("rank", rank)
         check_size("num_heads", num_heads)
-        super().__init__(
-            embed_dim,
-            num_heads,
-            value_head_size=value_size(embed_dim, num_heads, value_head_size),
-            scale=(rank / num_heads) ** -0.5 if scale is None else scale,
-            bias=bias,
+        options = {
+            "value_head_size": value_size(embed_dim, num_heads, options),
+            "scale": (rank / num_heads) ** -0.5,
             **options,
-        )
+        }
+        super().__init__(embed_dim, num_heads, **options)
         self.rank = rank
         self.q_proj = input_projection(embed_dim, rank, bias=False)
         self.k_proj = input_projection(self.kdim, rank, bias=False)
-        self.content = nn.Linear(self.kdim, num_heads, bias=False) if bias else None
+        has_content = options.get("bias", True)
+        self.content = nn.Linear(self.kdim, num_heads, bias=False) if has_content else None
         if self.content is not None:
             nn.init.zeros_(self.content.weight)
         if mixing not in ("concatenation", "random"):
@@ -139,7 +132,8 @@ class CollaborativeAttention(AttentionLayer):
             if head_size is not None:
                 raise rotary_error("`head_size` (sparse mixing)")
             return SharedKeyAttention.from_trained(layer, rank=rank, moments=moments)
-        q, k, bias = (_array(part) for part in (layer.query, layer.key, layer.query_bias))
+        parts = (layer.query, layer.key, layer.query_bias)
+        q, k, bias = (part.double().cpu().numpy() for part in parts)
         if head_size is None:
             factors = collaborative_factors(q, k, rank, query_bias=bias, moments=moments)
         else:
@@ -211,11 +205,6 @@ class CollaborativeAttention(AttentionLayer):
         if self.content is not None:
             logits = logits + (self.content(key) * self.scale).transpose(1, 2).unsqueeze(2)
         return logits
-
-
-def _array(weight: Tensor) -> np.ndarray:
-    """The weight as a float64 array."""
-    return weight.double().cpu().numpy()
 
 
 def _columns(support: Tensor, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from attnserve.nn.attention import AttentionLayer, FixedHeadAttention, Rotation
-from attnserve.nn.trained import TrainedAttention
+from attnserve.nn.trained import LayerOptions, TrainedAttention
 from attnserve.planning.heads.selection import parse_reuse, reused_layers
 from graph_passes.errors import InvalidArgument
 
@@ -27,13 +27,13 @@ class ReuseAttention(AttentionLayer):
     Args:
         embed_dim: D.
         num_heads: H.
-        head_size: K of queries and keys, and V unless ``value_head_size`` is given.
+        head_size: K of queries and keys, and V by default.
         reused_heads: The number of reused heads, 1 to H.
         source: The earlier layer. It must be called first, on the same tokens and masks, in the
             same thread: the probabilities of its latest call are reused, so no call may skip it (as
             the layer dropout of BART does). Gradient checkpointing must not be reentrant, and needs
             a backward pass after each call of the model.
-        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
+        options: See ``AttentionLayer``. The scale is 1/sqrt(K) by default.
     """
 
     def __init__(
@@ -44,10 +44,7 @@ class ReuseAttention(AttentionLayer):
         *,
         reused_heads: int,
         source: AttentionLayer,
-        value_head_size: int | None = None,
-        scale: float | None = None,
-        bias: bool = True,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         max_heads = min(num_heads, source.num_heads)
         if not 1 <= reused_heads <= max_heads:
@@ -56,14 +53,8 @@ class ReuseAttention(AttentionLayer):
                 "reuse at most all heads of the layer before",
                 code="nn.reused_heads",
             )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            value_head_size=value_head_size or head_size,
-            scale=head_size**-0.5 if scale is None else scale,
-            bias=bias,
-            **options,
-        )
+        options = {"value_head_size": head_size, "scale": head_size**-0.5, **options}
+        super().__init__(embed_dim, num_heads, **options)
         self.reused_heads = reused_heads
         self.reused_parts = _first_heads(source.part_heads, reused_heads)
         self.source = source.passed_on  # not the layer: it would become a part of this one
@@ -77,7 +68,7 @@ class ReuseAttention(AttentionLayer):
                 head_size,
                 value_head_size=1,
                 scale=self.scale,
-                bias=bias,
+                bias=options.get("bias", True),
                 kdim=self.kdim,
             )
             # Only the queries and keys of ``own`` are used.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from attnserve.nn.attention import (
     rotated,
     value_size,
 )
-from attnserve.nn.trained import TrainedAttention
+from attnserve.nn.trained import LayerOptions, TrainedAttention
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.factorize.rotary import RotaryHeads, shared_keys
 
@@ -37,9 +37,7 @@ class SharedKeyAttention(AttentionLayer):
         embed_dim: D.
         num_heads: H.
         planes: f(n), the index of the angle of each complex number, (R/2,).
-        value_head_size: V; default: D/H.
-        scale: Default: 1/sqrt(R).
-        options: ``dropout``, ``kdim``, ``vdim`` and ``batch_first`` of ``AttentionLayer``.
+        options: See ``AttentionLayer``. V is D/H by default, and the scale 1/sqrt(R).
 
     Attributes:
         q_proj: The queries of all heads, a linear map from D to H*R.
@@ -53,23 +51,15 @@ class SharedKeyAttention(AttentionLayer):
         embed_dim: int,
         num_heads: int,
         planes: Tensor,
-        *,
-        value_head_size: int | None = None,
-        scale: float | None = None,
-        bias: bool = True,
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> None:
         rank = 2 * len(planes)
         check_size("planes", rank)
         check_size("num_heads", num_heads)
-        super().__init__(
-            embed_dim,
-            num_heads,
-            value_head_size=value_size(embed_dim, num_heads, value_head_size),
-            scale=rank**-0.5 if scale is None else scale,
-            bias=bias,
-            **options,
-        )
+        size = value_size(embed_dim, num_heads, options)
+        options = {"value_head_size": size, "scale": rank**-0.5, **options}
+        super().__init__(embed_dim, num_heads, **options)
+        bias = options.get("bias", True)
         self.rank = rank
         self.q_proj = input_projection(embed_dim, num_heads * rank, bias=bias)
         self.k_proj = input_projection(self.kdim, rank, bias=bias)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["TrainedAttention", "read_trained_attention", "require_trained"]
+__all__ = ["LayerOptions", "TrainedAttention", "read_trained_attention", "require_trained"]
+
+
+class LayerOptions(TypedDict, total=False):
+    """The keyword arguments of ``AttentionLayer``."""
+
+    value_head_size: int
+    scale: float
+    dropout: float
+    bias: bool
+    kdim: int | None
+    vdim: int | None
+    batch_first: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +80,7 @@ class TrainedAttention:
         return self.query.shape[1], self.key.shape[1], self.value.shape[1]
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> LayerOptions:
         """The arguments of an ``AttentionLayer`` with the same values and scale."""
         _, E, F = self.sizes
         return {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -11,7 +11,18 @@ from attnserve.models.masks import is_sequence, padding_value, text_mask
 from attnserve.models.rows import row_content, split_rows
 from attnserve.runtime.interface import Batch
 
-__all__ = ["TOKENS", "can_be_mixed", "count_tokens", "mixed", "regroup", "row_contents"]
+__all__ = [
+    "TOKENS",
+    "can_be_mixed",
+    "count_tokens",
+    "grouped",
+    "mixed",
+    "place_of_step",
+    "regroup",
+    "row_contents",
+]
+
+Item = TypeVar("Item")
 
 TOKENS = 1000
 """Tokens of a training batch."""
@@ -35,6 +46,34 @@ def regroup(
     if fixed_rows:
         return _steps([batches[i] for i in np.random.default_rng(seed).permutation(len(batches))])
     return [[batch] for batch in _regrouped(batches, seed, fixed_length)]
+
+
+def place_of_step(step: int, count: int, seed: int, *stream: int) -> int:
+    """The place of a step among ``count`` ones; each epoch has its own random order.
+
+    Args:
+        stream: Numbers that distinguish the order from others of the same seed.
+    """
+    epoch, place = divmod(step, count)
+    return int(np.random.default_rng((seed, epoch, *stream)).permutation(count)[place])
+
+
+def grouped(
+    items: Iterable[Item], tokens_of: Callable[[Item], int], least: int = 1
+) -> list[list[Item]]:
+    """Consecutive items in groups of about ``TOKENS`` tokens, all as long as the last one.
+
+    Args:
+        tokens_of: The tokens of an item. Items are sorted by it.
+        least: The fewest items of a group, except of the last one.
+    """
+    groups: list[list[Item]] = [[]]
+    for item in items:
+        tokens = (len(groups[-1]) + 1) * tokens_of(item)
+        if tokens > TOKENS and len(groups[-1]) >= least:
+            groups.append([])
+        groups[-1].append(item)
+    return groups
 
 
 def _steps(batches: Sequence[Batch]) -> list[list[Batch]]:
@@ -61,12 +100,7 @@ def _regrouped(batches: Sequence[Batch], seed: int, fixed_length: bool) -> list[
     random = np.random.default_rng(seed)
     texts = [texts[i] for i in random.permutation(len(texts))]
     pads, is_left = _padding(batches)
-    texts.sort(key=_length)
-    groups: list[list[Batch]] = []
-    for row in texts:
-        if not groups or (len(groups[-1]) + 1) * _length(row) > TOKENS:
-            groups.append([])
-        groups[-1].append(row)
+    groups = grouped(sorted(texts, key=_length), _length) if texts else []
     merged = [_joined(group, pads, is_left=is_left) for group in groups]
     for rows in others.values():
         rows = [rows[i] for i in random.permutation(len(rows))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -31,10 +31,10 @@ from attnserve.recovery.batches import regroup
 from attnserve.recovery.labels import Labels
 from attnserve.recovery.loss import DistillationLoss
 from attnserve.recovery.module import GraphModule, rotary_constants
-from attnserve.recovery.operators import HALF
+from attnserve.recovery.operators.registry import HALF
 from attnserve.recovery.quantization import fake_operators
-from attnserve.recovery.teacher import matching_states, open_teacher, remembered
-from attnserve.runtime.interface import Batch
+from attnserve.recovery.teacher import matching_states, open_teacher, remembered, without_caches
+from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
@@ -149,9 +149,9 @@ class Distillation:
         return open_teacher(self.job.original, self.states, self.job.context)
 
     @cached_property
-    def _expected(self) -> Callable[[int, Batch], list[np.ndarray]]:
-        """The outputs of the original for the rows to choose."""
-        return remembered(self.teacher, self._output_names)
+    def _expected(self) -> Callable[[Hashable, Batch], list[np.ndarray]]:
+        """The outputs of the original for the rows to choose; caches are empty."""
+        return remembered(without_caches(self.teacher, self._output_names), owned)
 
     @property
     def _output_names(self) -> list[str]:
@@ -160,7 +160,7 @@ class Distillation:
     def batches(self) -> list[list[Batch]]:
         """The batches of each training step, inputs of the original."""
         inputs = (*self.job.original.graph.inputs, *self.rewritten.graph.inputs)
-        rows, tokens = fixed_axes(value.shape for value in inputs if value.shape)
+        rows, tokens = fixed_axes(value.shape for value in inputs)
         return regroup(
             self.data.fit,
             self.job.context.seed,
@@ -216,17 +216,13 @@ class Distillation:
         meter = self.job.meter(data=self.data, split="choose")
         for index, batch in enumerate(self.data.choose):
             targets = self._expected(index, batch)
-            outputs_by_name = _by_name(model, session.run(None, self.feed(batch)))
-            pairs = zip(self.job.original.graph.outputs, targets, strict=True)
-            meter.add(
-                targets,
-                [outputs_by_name.get(value.name or "", array) for value, array in pairs],
-                batch,
-            )
+            outputs = session.run(None, self.feed(batch))
+            by_name = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
+            pairs = zip(self._output_names, targets, strict=True)
+            meter.add(targets, [by_name.get(name, array) for name, array in pairs], batch)
         labeled_loss = 0.0
         if self.labels is not None:
-            feeds = map(self.feed, (labeled.batch for labeled in self.labels.choose))
-            outputs = self.labels.outputs(model, self.labels.choose, feeds, session)
+            outputs = self.labels.outputs(session, self.labels.choose, self.feed)
             labeled_loss = self.labels.held_out_loss(outputs)
         return largest_loss(meter.results(), bounded=True) + labeled_loss
 
@@ -347,10 +343,6 @@ def _check_outputs(module: GraphModule, batch: Batch, expected: Sequence[np.ndar
                 "report the model: one of its operators is computed differently",
                 code="recovery.mismatch",
             )
-
-
-def _by_name(model: ir.Model, arrays: Sequence[np.ndarray]) -> Mapping[str, np.ndarray]:
-    return dict(zip((v.name or "" for v in model.graph.outputs), arrays, strict=True))
 
 
 def _relative_error(a: np.ndarray, b: np.ndarray) -> float:

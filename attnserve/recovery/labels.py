@@ -10,7 +10,7 @@ Both losses are 1 for the best constant predictor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,9 +27,10 @@ from attnserve.data.file_rows import wanted_inputs
 from attnserve.data.text_files import read_number, read_table
 from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
-from attnserve.models.embeddings import default_output
-from attnserve.models.tokenizer import Encoding, load_encoder
-from attnserve.recovery.batches import TOKENS, row_contents
+from attnserve.models.embeddings import output_name
+from attnserve.models.tokenizer import Encoding
+from attnserve.models.tokenizer_files import load_encoder
+from attnserve.recovery.batches import grouped, place_of_step, row_contents
 from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
@@ -127,13 +128,7 @@ class Labels:
         self.pooling: Pooling = artifact.pooling
         self.dimensions = artifact.dimensions
         outputs = [value.name or "" for value in teacher.graph.outputs]
-        self.output = artifact.output or default_output(outputs, scores=task != "sts")
-        if self.output not in outputs:
-            raise InvalidArgument(
-                f"`output` is {self.output!r}: the outputs of the model are {', '.join(outputs)}",
-                "correct it in attnserve.json",
-                code="recovery.output",
-            )
+        self.output = output_name(outputs, artifact.output, scores=task != "sts")
         input_names = wanted_inputs(teacher)
         encoder = load_encoder(artifact, tokenizer)
         all_encodings = encoder.encode([text for row in rows for text in row.texts])
@@ -146,8 +141,11 @@ class Labels:
             return encoder.batch_inputs(row_encodings, input_names)
 
         held_out = _contents(data.choose), _contents(data.to_verify)
-        levels = [_level(row, inputs, held_out) for row in encodings]
-        parts = [[i for i, level in enumerate(levels) if level == part] for part in range(3)]
+        parts: list[list[int]] = [[], [], []]
+        for place, row in enumerate(encodings):
+            contents = _contents([inputs([text]) for text in row])
+            held = [number for number, part in enumerate(held_out, start=1) if contents & part]
+            parts[max(held, default=0)].append(place)
         labels = np.array([row.label for row in rows])
         self._check_rows(parts, labels)
         self.largest = labels.max()
@@ -165,26 +163,18 @@ class Labels:
 
     def step(self, number: int, seed: int) -> LabeledBatch:
         """The batch of a training step; each epoch has its own random order."""
-        epoch, place = divmod(number, len(self.fit))
-        order = np.random.default_rng((seed, epoch, len(self.fit))).permutation(len(self.fit))
-        return self.fit[int(order[place])]
+        count = len(self.fit)
+        return self.fit[place_of_step(number, count, seed, count)]
 
     def outputs(
-        self,
-        model: ir.Model,
-        rows: Sequence[LabeledBatch],
-        feeds: Iterable[Batch],
-        session: Session,
+        self, session: Session, rows: Sequence[LabeledBatch], feed: Callable[[Batch], Batch]
     ) -> list[tuple[LabeledBatch, np.ndarray]]:
         """The output of the task for batches of labeled rows.
 
         Args:
-            feeds: The inputs of the model for each of the rows.
-            session: A session of the model.
+            feed: Makes the inputs of the model from those of the original.
         """
-        place = [value.name for value in model.graph.outputs].index(self.output)
-        pairs = zip(rows, feeds, strict=True)
-        return [(labeled, session.run(None, feed)[place]) for labeled, feed in pairs]
+        return [(labeled, session.run([self.output], feed(labeled.batch))[0]) for labeled in rows]
 
     def loss(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The weighted loss of a batch."""
@@ -287,25 +277,14 @@ def _contents(batches: Sequence[Batch]) -> set[bytes]:
     return {content for batch in batches for content in row_contents(batch)}
 
 
-def _level(
-    encodings: Sequence[Encoding],
-    inputs: Callable[[Sequence[Encoding]], Batch],
-    held_out: Sequence[set[bytes]],
-) -> int:
-    """The part of a row: 0 to fit, 1 to choose, 2 to verify."""
-    contents = {content for text in encodings for content in row_contents(inputs([text]))}
-    return max((n for n, part in enumerate(held_out, start=1) if contents & part), default=0)
-
-
 def _grouped(part: Sequence[int], rows: Sequence[Sequence[Encoding]]) -> list[list[int]]:
     """Rows of similar length with about ``TOKENS`` tokens together."""
-    groups: list[list[int]] = [[]]
-    for place in sorted(part, key=lambda place: max(map(len, rows[place]))):
-        tokens = (len(groups[-1]) + 1) * len(rows[place]) * max(map(len, rows[place]))
-        least = MIN_PAIRS if len(rows[place]) > 1 else 1
-        if tokens > TOKENS and len(groups[-1]) >= least:
-            groups.append([])
-        groups[-1].append(place)
+
+    def tokens(place: int) -> int:
+        return len(rows[place]) * max(map(len, rows[place]))
+
+    least = MIN_PAIRS if len(rows[0]) > 1 else 1
+    groups = grouped(sorted(part, key=tokens), tokens, least)
     if len(groups) > 1 and len(groups[-1]) < MIN_PAIRS:
         last = groups.pop()
         groups[-1] += last

@@ -11,9 +11,9 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from attnserve.recovery.operators import (
+from attnserve.recovery.operators.registry import (
     HALF,
-    HOST_INPUTS,
+    ON_HOST,
     OPERATORS,
     Call,
     Operator,
@@ -24,6 +24,7 @@ from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 from graph_passes.matching.find import find_attention
 
 __all__ = ["GraphModule", "memory_errors", "rotary_constants", "trainable_weights"]
+
 
 LARGEST_WEIGHT = 1000.0
 """Largest absolute weight; constants with larger elements are masks."""
@@ -235,8 +236,8 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
     for node in model.graph:
         if node not in nodes:
             continue
-        function = OPERATORS.get((node.domain, node.op_type))
-        if function is None:
+        key = (node.domain, node.op_type)
+        if key not in OPERATORS:
             name = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
             raise InvalidModel(
                 f"operator {name} of node {node.name!r} cannot be trained",
@@ -245,11 +246,9 @@ def _steps(model: ir.Model, outputs: Sequence[ir.Value]) -> list[_Step]:
                 else "report the operator, or recover the model before it was fused",
                 code="recovery.operator",
             )
-        version = model.opset_imports.get(node.domain, 1)
-        on_host = () if node.domain else HOST_INPUTS.get(node.op_type, ())
-        steps.append(
-            _Step(Call(node, version), function, tuple(node.inputs), tuple(node.outputs), on_host)
-        )
+        call = Call(node, model.opset_imports.get(node.domain, 1))
+        inputs, outputs = tuple(node.inputs), tuple(node.outputs)
+        steps.append(_Step(call, OPERATORS[key], inputs, outputs, ON_HOST[key]))
     return steps
 
 

@@ -28,7 +28,7 @@ from attnserve.precision.int8_grids import (
     product_groups,
 )
 from attnserve.precision.products import Product, Range, WeightKey
-from attnserve.recovery.operators import OPERATORS, Call, Operator
+from attnserve.recovery.operators.registry import OPERATORS, Call, Operator
 from graph_passes.analysis.constants import constant_array
 
 __all__ = ["fake_operators"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,15 +10,15 @@ import onnx_ir as ir
 
 from attnserve.context import RunContext
 from attnserve.models.output_kinds import is_cache_name
-from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 
-__all__ = ["matching_states", "open_teacher", "remembered"]
+__all__ = ["matching_states", "open_teacher", "remembered", "without_caches"]
 
 KEPT_BYTES = 2**30
-"""Memory for cached teacher outputs on held-out batches."""
+"""Memory for the outputs of a teacher that one ``remembered`` keeps."""
 
 
 def matching_states(teacher: ir.Model, student: ir.Model) -> list[tuple[ir.Value, ir.Value]]:
@@ -49,11 +49,6 @@ def _is_inside(model: ir.Model, value: ir.Value) -> bool:
     return node is not None and node.graph is model.graph and not value.is_graph_output()
 
 
-def _value_named(model: ir.Model, name: str | None) -> ir.Value:
-    """The value of the main graph with this name."""
-    return next(value for node in model.graph for value in node.outputs if value.name == name)
-
-
 def open_teacher(
     model: ir.Model, states: Sequence[ir.Value], context: RunContext
 ) -> Callable[[Batch], list[np.ndarray]]:
@@ -62,9 +57,10 @@ def open_teacher(
     States are in float32. The function raises InvalidData if the model refuses the batch.
     """
     model = model.clone()
+    values = {value.name: value for node in model.graph for value in node.outputs}
     for state in states:
         # A cast needs no element type, and numpy has none for bfloat16.
-        cast = ir.node("Cast", [_value_named(model, state.name)], {"to": ir.DataType.FLOAT})
+        cast = ir.node("Cast", [values[state.name]], {"to": ir.DataType.FLOAT})
         output = cast.outputs[0]
         output.name, output.type = f"{state.name}.float", ir.TensorType(ir.DataType.FLOAT)
         model.graph.append(cast)
@@ -72,26 +68,36 @@ def open_teacher(
     return partial(open_session(model, context.device).run, None)
 
 
-def remembered(
+def without_caches(
     teacher: Callable[[Batch], list[np.ndarray]], names: Sequence[str]
-) -> Callable[[int, Batch], list[np.ndarray]]:
-    """Return a function that caches the outputs for the held-out batches of all measurements.
+) -> Callable[[Batch], list[np.ndarray]]:
+    """Return a function of a batch to one output for each name; caches are empty arrays."""
 
-    The function takes the index of a batch and the batch, and returns one array for each name.
-    Outputs are kept up to ``KEPT_BYTES``; outputs of other batches are computed again. Caches,
-    which are not measured, are empty.
+    def outputs(batch: Batch) -> list[np.ndarray]:
+        pairs = zip(names, teacher(batch), strict=False)
+        return [np.empty(0, np.float32) if is_cache_name(name) else array for name, array in pairs]
+
+    return outputs
+
+
+def remembered(
+    teacher: Callable[[Batch], list[np.ndarray]], kept: Callable[[np.ndarray], np.ndarray]
+) -> Callable[[Hashable, Batch], list[np.ndarray]]:
+    """Return a function of a key and a batch that caches the outputs for this batch.
+
+    Outputs are kept up to ``KEPT_BYTES``; outputs of other batches are computed again.
+
+    Args:
+        kept: Converts an output to the array that is kept.
     """
-    known: dict[int, list[np.ndarray]] = {}
+    known: dict[Hashable, list[np.ndarray]] = {}
 
-    def outputs(index: int, batch: Batch) -> list[np.ndarray]:
-        if index in known:
-            return known[index]
-        arrays = [
-            np.empty(0, np.float32) if is_cache_name(name) else array
-            for name, array in zip(names, teacher(batch), strict=False)
-        ]
-        if sum(array.nbytes for kept in known.values() for array in kept) < KEPT_BYTES:
-            known[index] = [owned(array) for array in arrays]
+    def outputs(key: Hashable, batch: Batch) -> list[np.ndarray]:
+        if key in known:
+            return known[key]
+        arrays = teacher(batch)
+        if sum(array.nbytes for others in known.values() for array in others) < KEPT_BYTES:
+            known[key] = [kept(array) for array in arrays]
         return arrays
 
     return outputs

@@ -14,9 +14,10 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from attnserve.models.training_result import TrainingResult
-from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed
+from attnserve.recovery.batches import can_be_mixed, count_tokens, mixed, place_of_step
 from attnserve.recovery.distillation import Distillation
 from attnserve.recovery.module import memory_errors
+from attnserve.recovery.teacher import remembered
 from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.machine import has_bfloat16_product
@@ -61,9 +62,6 @@ MEASUREMENTS = 8
 
 PATIENCE = 6
 """Number of measurements in a row without improvement after which training ends (``is_stuck``)."""
-
-CACHE_BYTES = 2**30
-"""Memory for cached teacher outputs, which later epochs use again, in half precision."""
 
 
 def train(distillation: Distillation, seconds: float, checkpoint: Checkpoint) -> TrainingResult:
@@ -152,9 +150,7 @@ class _Trainer:
         self.best = [weight.detach().clone() for weight in self.weights]
         self.optimizer = self._new_optimizer()
         self.result = TrainingResult()
-        self._known: dict[int, list[list[np.ndarray]]] = {}
-        self._known_bytes = 0
-        self._order = np.zeros(0, int)
+        self._targets = remembered(self.teacher, halved)  # later epochs use them again
         self._device = self.module.device.type
         self._half = half_type(self._device)
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
@@ -186,7 +182,8 @@ class _Trainer:
                 continue
             began = self.clock()
             self._measure(began - start, losses)
-            if self._is_too_fast():
+            _, first = result.since
+            if not result.is_better and len(result.history) - first >= TOO_FAST:
                 self._restart()
             last_measured, losses = self.clock(), []
             interval = max(interval, 5 * (last_measured - began))  # at most a sixth of the time
@@ -253,32 +250,14 @@ class _Trainer:
 
         From the second epoch on, texts are mixed as augmentation against overfitting.
         """
-        index = self._index(step)
+        index = place_of_step(step, len(self.batches), self.seed)
         batches = self.batches[index]
         if not any(map(can_be_mixed, batches)):
-            return batches, self._targets(index)
+            return batches, [self._targets((index, at), one) for at, one in enumerate(batches)]
         if step >= len(self.batches):
             random = np.random.default_rng((self.seed, step))
             batches = [mixed(batch, random) for batch in batches]
         return batches, [self.teacher(batch) for batch in batches]
-
-    def _index(self, step: int) -> int:
-        """The place of a step; each epoch has its own random order."""
-        epoch, place = divmod(step, len(self.batches))
-        if place == 0 or not len(self._order):
-            random = np.random.default_rng((self.seed, epoch))
-            self._order = random.permutation(len(self.batches))
-        return int(self._order[place])
-
-    def _targets(self, index: int) -> list[list[np.ndarray]]:
-        """The teacher's outputs for the batches of a step."""
-        if index in self._known:
-            return self._known[index]
-        targets = [self.teacher(batch) for batch in self.batches[index]]
-        if self._known_bytes < CACHE_BYTES:
-            self._known[index] = [[halved(array) for array in arrays] for arrays in targets]
-            self._known_bytes += sum(a.nbytes for arrays in self._known[index] for a in arrays)
-        return targets
 
     def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
         """Measure the averaged weights, keep them if they are the best, and save the state."""
@@ -297,11 +276,6 @@ class _Trainer:
             "result": asdict(result),
         }
         self.checkpoint.write(lambda file: torch.save(state, file))
-
-    def _is_too_fast(self) -> bool:
-        _, first = self.result.since
-        losses = [loss for _, _, loss in self.result.history[first:]]
-        return not self.result.is_better and len(losses) >= TOO_FAST
 
     def _restart(self) -> None:
         """Start again from the initial weights, with a lower learning rate."""

@@ -66,5 +66,4 @@ def labeled_outputs(
     """The output of the task on the labeled rows to verify."""
     empty = empty_axes(job.original, model)
     session = open_session(model, job.context.device)
-    feeds = (shaped_for(model, labeled.batch, empty) for labeled in labels.verify)
-    return labels.outputs(model, labels.verify, feeds, session)
+    return labels.outputs(session, labels.verify, lambda batch: shaped_for(model, batch, empty))

@@ -19,13 +19,8 @@ from attnserve.context import Provider
 from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import (
-    Encoding,
-    Text,
-    load_encoder,
-    longest_text,
-    model_inputs,
-)
+from attnserve.models.tokenizer import Encoding, Text, model_inputs
+from attnserve.models.tokenizer_files import load_encoder, longest_text
 from attnserve.runtime.by_load import IS_ALONE, run_together
 from attnserve.runtime.inference_precision import precision_in
 from attnserve.runtime.interface import Feed, RunFailed, Session

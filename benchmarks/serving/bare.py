@@ -25,7 +25,8 @@ import numpy as np
 from attnserve.context import Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
-from attnserve.models.tokenizer import load_encoder, model_inputs
+from attnserve.models.tokenizer import model_inputs
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
 
 

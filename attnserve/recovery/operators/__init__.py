@@ -1,4 +1,4 @@
-"""ONNX operators in PyTorch, by domain and name.
+"""ONNX operators in PyTorch, by domain and name (``registry``).
 
 Each operator is a function (call, inputs ...) -> output, or a tuple of outputs. An omitted input is
 None. Shapes, axes and other integers that an operator reads on the host are tensors on the CPU
@@ -14,29 +14,13 @@ from attnserve.recovery.operators import (
     reductions,
     shapes,
 )
-from attnserve.recovery.operators.registry import (
-    HALF,
-    HOST_INPUTS,
-    OPERATORS,
-    Call,
-    Operator,
-    dtype_of,
-    tensor_of,
-)
 
 __all__ = [
-    "HALF",
-    "HOST_INPUTS",
-    "OPERATORS",
-    "Call",
-    "Operator",
     "attention",
-    "dtype_of",
     "elementwise",
     "images",
     "normalization",
     "products",
     "reductions",
     "shapes",
-    "tensor_of",
 ]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from attnserve.recovery.operators.registry import OPERATORS, Call, Operator, dtype_of, operator
+from attnserve.recovery.operators.registry import Call, Operator, dtype_of, operator
 
 __all__ = ["UNARY"]
 
@@ -80,10 +80,10 @@ def _folded(function: Callable[[Tensor, Tensor], Tensor]) -> Operator:
     return apply
 
 
-OPERATORS.update({("", name): _of_tensors(function) for name, function in UNARY.items()})
-OPERATORS.update({("", name): _of_tensors(function) for name, function in _BINARY.items()})
-OPERATORS["", "Where"] = _of_tensors(torch.where)
-OPERATORS.update({("", name): _folded(function) for name, function in _FOLDED.items()})
+for _name, _function in {**UNARY, **_BINARY, "Where": torch.where}.items():
+    operator(_name)(_of_tensors(_function))
+for _name, _function in _FOLDED.items():
+    operator(_name)(_folded(_function))
 
 
 @operator("Div")

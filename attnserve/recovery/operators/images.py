@@ -24,7 +24,7 @@ RESIZE_MODES: dict[tuple[str, ...], dict[str, Any]] = {
 """The forms of Resize that ``interpolate`` of PyTorch has, for images (B, C, height, width)."""
 
 
-@operator("Resize")
+@operator("Resize", on_host=(1, 2, 3))
 def _resize(
     call: Call,
     x: Tensor,

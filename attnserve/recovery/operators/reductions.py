@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from attnserve.recovery.operators.registry import OPERATORS, Call, axes_of, operator
+from attnserve.recovery.operators.registry import Call, axes_of, operator
 
 __all__: list[str] = []
 
@@ -25,6 +25,7 @@ _REDUCED: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 }
 
 
+@operator(*_REDUCED, on_host=(1,))
 def _reduce(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     chosen = axes_of(call, axes)
     if not chosen:
@@ -34,10 +35,7 @@ def _reduce(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     return _REDUCED[call.node.op_type](x, chosen, bool(call.integer("keepdims", 1)))
 
 
-OPERATORS.update({("", name): _reduce for name in _REDUCED})
-
-
-@operator("ReduceProd")
+@operator("ReduceProd", on_host=(1,))
 def _reduce_prod(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     keep = bool(call.integer("keepdims", 1))
     chosen = sorted((axis % x.ndim for axis in axes_of(call, axes) or range(x.ndim)), reverse=True)
@@ -53,7 +51,7 @@ def _argmax(call: Call, x: Tensor) -> Tensor:
     return torch.argmax(x, call.integer("axis", 0), keepdim=bool(call.integer("keepdims", 1)))
 
 
-@operator("TopK")
+@operator("TopK", on_host=(1,))
 def _topk(call: Call, x: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     largest, axis = bool(call.integer("largest", 1)), call.integer("axis", -1)
     # A stable sort takes the first of equal elements, as ONNX says; ``topk`` of PyTorch does not.

@@ -15,7 +15,7 @@ from graph_passes.errors import InvalidModel
 
 __all__ = [
     "HALF",
-    "HOST_INPUTS",
+    "ON_HOST",
     "OPERATORS",
     "Call",
     "Operator",
@@ -61,40 +61,20 @@ Operator = Callable[..., Any]
 OPERATORS: dict[tuple[str, str], Operator] = {}
 """(domain, operator) -> its function; the domain of ONNX is ""."""
 
-HOST_INPUTS: dict[str, tuple[int, ...]] = {
-    "ConstantOfShape": (0,),
-    "CumSum": (1,),
-    "Expand": (1,),
-    "OneHot": (1,),
-    "Pad": (1, 3),
-    "Range": (0, 1, 2),
-    "ReduceL2": (1,),
-    "ReduceMax": (1,),
-    "ReduceMean": (1,),
-    "ReduceMin": (1,),
-    "ReduceProd": (1,),
-    "ReduceSum": (1,),
-    "Reshape": (1,),
-    "Resize": (1, 2, 3),
-    "Slice": (1, 2, 3, 4),
-    "Split": (1,),
-    "Squeeze": (1,),
-    "Tile": (1,),
-    "TopK": (1,),
-    "Trilu": (1,),
-    "Unsqueeze": (1,),
-}
-"""The inputs of an operator that are read on the host."""
+ON_HOST: dict[tuple[str, str], tuple[int, ...]] = {}
+"""The inputs of an operator that its function reads on the host."""
 
 HALF = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
-def operator(*names: str, domain: str = "") -> Callable[[Operator], Operator]:
-    """Register a function for these operators."""
+def operator(
+    *names: str, domain: str = "", on_host: tuple[int, ...] = ()
+) -> Callable[[Operator], Operator]:
+    """Register a function for these operators, which reads some inputs on the host."""
 
     def register(function: Operator) -> Operator:
         for name in names:
-            OPERATORS[domain, name] = function
+            OPERATORS[domain, name], ON_HOST[domain, name] = function, on_host
         return function
 
     return register

@@ -42,7 +42,7 @@ def _size(call: Call, x: Tensor) -> Tensor:
     return torch.tensor(x.numel(), dtype=torch.int64)
 
 
-@operator("Reshape")
+@operator("Reshape", on_host=(1,))
 def _reshape(call: Call, x: Tensor, shape: Tensor) -> Tensor:
     sizes = integers(shape) or []
     if not call.integer("allowzero", 0):
@@ -62,7 +62,7 @@ def _transpose(call: Call, x: Tensor) -> Tensor:
     return x.permute(call.integers("perm") or list(range(x.ndim))[::-1])
 
 
-@operator("Unsqueeze")
+@operator("Unsqueeze", on_host=(1,))
 def _unsqueeze(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     chosen = axes_of(call, axes) or []
     rank = x.ndim + len(chosen)
@@ -71,7 +71,7 @@ def _unsqueeze(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     return x
 
 
-@operator("Squeeze")
+@operator("Squeeze", on_host=(1,))
 def _squeeze(call: Call, x: Tensor, axes: Tensor | None = None) -> Tensor:
     chosen = axes_of(call, axes)
     return x.squeeze() if chosen is None else x.squeeze(tuple(chosen))
@@ -82,7 +82,7 @@ def _concat(call: Call, *values: Tensor) -> Tensor:
     return torch.cat(values, call.integer("axis", 0))
 
 
-@operator("Split")
+@operator("Split", on_host=(1,))
 def _split(call: Call, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
     axis, parts = call.integer("axis", 0), len(call.node.outputs)
     lengths = integers(sizes) if sizes is not None else call.integers("split")
@@ -93,7 +93,7 @@ def _split(call: Call, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, 
     return torch.split(x, lengths, axis)
 
 
-@operator("Slice")
+@operator("Slice", on_host=(1, 2, 3, 4))
 def _slice(
     call: Call,
     x: Tensor,
@@ -118,12 +118,12 @@ def _slice(
     return x
 
 
-@operator("Expand")
+@operator("Expand", on_host=(1,))
 def _expand(call: Call, x: Tensor, shape: Tensor) -> Tensor:
     return x.expand(torch.broadcast_shapes(x.shape, tuple(integers(shape) or ())))
 
 
-@operator("Tile")
+@operator("Tile", on_host=(1,))
 def _tile(call: Call, x: Tensor, repeats: Tensor) -> Tensor:
     return x.repeat(integers(repeats) or [])
 
@@ -178,25 +178,25 @@ def _scatter_nd(call: Call, x: Tensor, indices: Tensor, updates: Tensor) -> Tens
     return x.index_put(places, updates, accumulate=_adds(call))
 
 
-@operator("ConstantOfShape")
+@operator("ConstantOfShape", on_host=(0,))
 def _constant_of_shape(call: Call, shape: Tensor) -> Tensor:
     tensor = call.node.attributes.get_tensor("value", None)
     value = torch.zeros(1) if tensor is None else tensor_of(tensor)
     return value.reshape(()).expand(integers(shape) or ()).clone()
 
 
-@operator("Range")
+@operator("Range", on_host=(0, 1, 2))
 def _range(call: Call, start: Tensor, limit: Tensor, delta: Tensor) -> Tensor:
     return torch.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
-@operator("Trilu")
+@operator("Trilu", on_host=(1,))
 def _trilu(call: Call, x: Tensor, k: Tensor | None = None) -> Tensor:
     diagonal = 0 if k is None else int(k)
     return torch.triu(x, diagonal) if call.integer("upper", 1) else torch.tril(x, diagonal)
 
 
-@operator("OneHot")
+@operator("OneHot", on_host=(1,))
 def _one_hot(call: Call, indices: Tensor, depth: Tensor, values: Tensor) -> Tensor:
     size, axis = int(depth), call.integer("axis", -1)
     ids = indices.long()
@@ -205,7 +205,7 @@ def _one_hot(call: Call, indices: Tensor, depth: Tensor, values: Tensor) -> Tens
     return torch.where(hot.movedim(-1, axis), values[1], values[0])
 
 
-@operator("CumSum")
+@operator("CumSum", on_host=(1,))
 def _cumsum(call: Call, x: Tensor, axis: Tensor) -> Tensor:
     place = int(axis)
     values = x.flip(place) if call.integer("reverse", 0) else x
@@ -214,7 +214,7 @@ def _cumsum(call: Call, x: Tensor, axis: Tensor) -> Tensor:
     return total.flip(place) if call.integer("reverse", 0) else total
 
 
-@operator("Pad")
+@operator("Pad", on_host=(1, 3))
 def _pad(
     call: Call, x: Tensor, pads: Tensor, value: Tensor | None = None, axes: Tensor | None = None
 ) -> Tensor:

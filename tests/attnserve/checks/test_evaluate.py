@@ -18,10 +18,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnserve import evaluate
 from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spearman
+from attnserve.checks.tasks import OpenModel
+from attnserve.context import DEFAULT_CONTEXT
 from attnserve.intervals import bootstrap_interval
 from attnserve.models.artifact import open_artifact
-from attnserve.models.embeddings import embed_texts
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.embeddings import run_texts
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import (
@@ -344,7 +346,7 @@ def test_evaluate_unknown_task_missing_model_or_tokenizer_is_refused(
     evaluate(tokens, task="sts", data=data, tokenizer=tokens / "moved.json")
 
 
-def test_embed_texts_refused_batch_names_its_size(tokens: Path) -> None:
+def test_run_texts_refused_batch_names_its_size(tokens: Path) -> None:
     model = onnx.load(tokens / "model.onnx")
     for value in model.graph.input:
         for axis, size in zip(value.type.tensor_type.shape.dim, (1, 4), strict=True):
@@ -352,9 +354,14 @@ def test_embed_texts_refused_batch_names_its_size(tokens: Path) -> None:
     onnx.save(model, tokens / "model.onnx")
     session, encoder = open_session(tokens / "model.onnx"), load_encoder(open_artifact(tokens))
     with raises(InvalidData, "text.batch_refused", "1 texts x 1 tokens"):
-        embed_texts(session, encoder, ["east", "west"], pooling="mean", normalize=False)
+        list(run_texts(session, encoder, encoder.encode(["east", "west"])))
+
+
+def test_embed_without_texts_is_refused(tokens: Path) -> None:
+    artifact, session = open_artifact(tokens), open_session(tokens / "model.onnx")
+    opened = OpenModel(session, artifact, "mean", None, 32, DEFAULT_CONTEXT)
     with raises(InvalidData, "text.no_texts"):
-        embed_texts(session, encoder, [], pooling="mean", normalize=False)
+        opened.embed([], normalize=False)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

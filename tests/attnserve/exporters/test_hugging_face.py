@@ -21,7 +21,7 @@ from attnserve.checks.inspect import inspect
 from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import run_texts
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     AttnserveError,
@@ -261,7 +261,7 @@ def test_export_inputs_and_max_length_of_architectures(
     transformers.AutoModel.from_config(config).save_pretrained(source)
     report = fast(source, tmp_path / "out", exporter=exporter)
     assert report.inputs == inputs
-    assert report.max_length == max_length
+    assert report.record.max_length == max_length
 
 
 # --- pooling and length of sentence-transformers ------------------------------------------------
@@ -293,7 +293,7 @@ def test_export_other_pooling_is_part_of_the_graph(
     modules(source, "Pooling")
     write_json(source / "1_Pooling" / "config.json", config)
     report = fast(source, tmp_path / "out", exporter=exporter)
-    assert (report.pooling, report.outputs) == ("none", ("sentence_embedding",))
+    assert (report.record.pooling, report.outputs) == ("none", ("sentence_embedding",))
 
 
 def test_export_reads_a_network_in_a_folder_of_its_own(source: Path, tmp_path: Path) -> None:
@@ -309,7 +309,9 @@ def test_export_reads_a_network_in_a_folder_of_its_own(source: Path, tmp_path: P
     write_json(source / "1_Pooling" / "config.json", {"pooling_mode": "cls"})
     report = fast(source, tmp_path / "out", dimensions=20)
     artifact = open_artifact(tmp_path / "out")
-    assert (report.pooling, report.max_length, artifact.record.lower_case) == ("cls", 11, True)
+    record = artifact.record
+    assert report.record == record
+    assert (record.pooling, record.max_length, record.lower_case) == ("cls", 11, True)
     assert artifact.dimensions == 20
 
 

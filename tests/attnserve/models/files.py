@@ -11,7 +11,8 @@ from onnx import numpy_helper, parser
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.record import Record
-from attnserve.models.tokenizer import TextEncoder, load_encoder
+from attnserve.models.tokenizer import TextEncoder
+from attnserve.models.tokenizer_files import load_encoder
 from tests.files import write_json
 
 LINEAR = """<ir_version: 10, opset_import: ["" : 18]>

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from attnserve.models.artifact import open_artifact
 from attnserve.models.folder_settings import read_settings
 from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library, Transformer
-from attnserve.models.tokenizer import BERT_MODELS, BERT_TOKENIZERS, load_encoder
+from attnserve.models.tokenizer_files import BERT_MODELS, BERT_TOKENIZERS, load_encoder
 from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import write_modules
 from tests.errors import raises
@@ -151,10 +151,11 @@ def test_modules_after_the_pooling_keep_their_order(
     hub: Path, names: tuple[str, ...], normalize: bool
 ) -> None:
     write_modules(hub, "Transformer", "Pooling", *names)
-    embedding = read_settings(hub).embedding
-    kinds = [one.kind for one in embedding.head]
+    settings = read_settings(hub)
+    embedding = settings.embedding
+    kinds = [one.kind for one in settings.head]
     assert kinds == ["Pooling", *(name for name in names if name != "Dropout")]
-    assert (embedding.pooling, embedding.normalize) == ("none", normalize)
+    assert (embedding["pooling"], embedding["normalize"]) == ("none", normalize)
     artifact = open_artifact(hub)
     assert (artifact.output, artifact.normalize) == ("sentence_embedding", normalize)
 
@@ -180,7 +181,7 @@ def test_default_pooling_of_a_language_model_is_the_last_token(
 ) -> None:
     (hub / "modules.json").unlink()
     write_json(hub / "config.json", config)
-    assert read_settings(hub).embedding.pooling == open_artifact(hub).pooling == pooling
+    assert read_settings(hub).embedding["pooling"] == open_artifact(hub).pooling == pooling
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from attnserve.literals import Padding, Side
 from attnserve.models.artifact import open_artifact
 from attnserve.models.embeddings import pool
-from attnserve.models.tokenizer import (
-    Encoding,
-    TextEncoder,
-    TextInput,
-    load_encoder,
-    text_input,
-)
+from attnserve.models.tokenizer import Encoding, TextEncoder, TextInput, text_input
+from attnserve.models.tokenizer_files import load_encoder
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.attnserve.models.files import encoder_of
 from tests.errors import raises

@@ -21,7 +21,7 @@ from attnserve.data.text_files import read_sentences
 from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.models.tokenizer import load_encoder
+from attnserve.models.tokenizer_files import load_encoder
 from attnserve.planning.optimize import OptimizeReport
 from attnserve.precision.convert import convert, on_cpu
 from attnserve.runtime.session import open_session

@@ -21,7 +21,7 @@ from attnserve.literals import Pooling  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.embeddings import pool  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.tokenizer import load_encoder  # noqa: E402
+from attnserve.models.tokenizer_files import load_encoder  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
 from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402

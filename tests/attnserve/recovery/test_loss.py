@@ -14,7 +14,8 @@ from attnserve.recovery.loss import HIDDEN_WEIGHT as HIDDEN  # noqa: E402
 from attnserve.recovery.loss import LAST_WEIGHT as LAST  # noqa: E402
 from attnserve.recovery.loss import SERVED_WEIGHT as SERVED  # noqa: E402
 from attnserve.recovery.loss import DistillationLoss  # noqa: E402
-from attnserve.recovery.teacher import remembered  # noqa: E402
+from attnserve.recovery.teacher import remembered, without_caches  # noqa: E402
+from attnserve.runtime.interface import owned  # noqa: E402
 from graph_passes.errors import InvalidData  # noqa: E402
 from tests.attnserve.qualities import quality_of  # noqa: E402
 
@@ -141,7 +142,7 @@ def test_answers_are_kept_up_to_a_limit_and_caches_are_not(monkeypatch: pytest.M
         calls.append(batch["x"][0])
         return [np.float32([batch["x"][0], 1]), np.zeros(1000, np.float32), np.zeros(3)]
 
-    answers = remembered(teacher, ["logits", "present.0.key"])
+    answers = remembered(without_caches(teacher, ["logits", "present.0.key"]), owned)
     batches = [{"x": np.array([i])} for i in range(3)]
     for _ in range(2):
         for index, batch in enumerate(batches):

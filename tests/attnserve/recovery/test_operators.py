@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 from attnserve.recovery.module import GraphModule  # noqa: E402
-from attnserve.recovery.operators import OPERATORS  # noqa: E402
+from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import InvalidModel  # noqa: E402
 from tests.errors import raises  # noqa: E402
@@ -381,7 +381,7 @@ def test_query_without_keys_has_finite_gradient(operator: str):
     hidden = torch.zeros(1, 1, 3, 3, dtype=torch.bool)
     hidden[0, 0, 1] = True
     node = ir.Node("", operator, [], num_outputs=1)
-    from attnserve.recovery.operators import Call
+    from attnserve.recovery.operators.registry import Call
 
     if operator == "Softmax":
         y = OPERATORS["", operator](Call(node, 18), x.masked_fill(hidden, -torch.inf))

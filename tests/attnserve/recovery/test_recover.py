@@ -25,7 +25,7 @@ from attnserve.models.training_result import TrainingResult  # noqa: E402
 from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
-from attnserve.recovery.operators import OPERATORS  # noqa: E402
+from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import VerifiedModel  # noqa: E402
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402

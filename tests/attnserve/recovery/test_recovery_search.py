@@ -29,7 +29,7 @@ from attnserve.planning.plans.plan import Plan  # noqa: E402
 from attnserve.planning.plans.steps import Distill  # noqa: E402
 from attnserve.planning.search import recovery_search, search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
-from attnserve.recovery.operators import OPERATORS  # noqa: E402
+from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
