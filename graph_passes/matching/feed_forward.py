@@ -53,8 +53,8 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     number of neurons) has another reader, or if there are fewer neurons than input elements. Such
     bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
     """
-    with Analyses.of(model) as analyses:
-        runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    analyses = Analyses.of(model)
+    runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = model.graph.all_nodes()
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
     # A quantized product has several outputs, before and after scale and bias: the last one stays.

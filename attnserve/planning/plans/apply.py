@@ -89,22 +89,21 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
         InvalidArgument: A step needs data, or this machine cannot apply it.
         AttnserveError: A step does not fit the model or the data.
     """
-    with state:
-        for step in steps:
-            if step.needs_data and state.job.data is None:
-                raise InvalidArgument(
-                    f"the step {step.name} of the plan needs data",
-                    "give `calib`",
-                    code="plan.needs_data",
-                )
-            if (refusal := step.refusal()) is not None:
-                raise InvalidArgument(
-                    f"{step.name}: {refusal.reason}",
-                    "make the plan for this machine",
-                    code=f"plan.{refusal.code}",
-                )
-            if not isinstance(step, RunPass):
-                state.finish_rewrites()
-            step.apply(state)
-        state.finish_rewrites()
+    for step in steps:
+        if step.needs_data and state.job.data is None:
+            raise InvalidArgument(
+                f"the step {step.name} of the plan needs data",
+                "give `calib`",
+                code="plan.needs_data",
+            )
+        if (refusal := step.refusal()) is not None:
+            raise InvalidArgument(
+                f"{step.name}: {refusal.reason}",
+                "make the plan for this machine",
+                code=f"plan.{refusal.code}",
+            )
+        if not isinstance(step, RunPass):
+            state.finish_rewrites()
+        step.apply(state)
+    state.finish_rewrites()
     return state
