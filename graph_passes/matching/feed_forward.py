@@ -17,7 +17,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.evaluation import evaluate
-from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES
+from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES, operators
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
@@ -31,11 +31,11 @@ LINEAR = frozenset(
 )
 """Element-wise operators that are linear unless they combine two activations."""
 
-NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
-                  "Sigmoid", "HardSigmoid", "Relu", "PRelu", "LeakyRelu", "ThresholdedRelu", "Elu",
-                  "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
-                  "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
-                  "And", "Or", "Not"})  # fmt: skip
+NONLINEAR = operators(
+    "Pow Sqrt Reciprocal Exp Log Abs Sign Erf Tanh Sigmoid HardSigmoid Relu PRelu LeakyRelu"
+    " ThresholdedRelu Elu Celu Selu Gelu Softplus Softsign Swish HardSwish Mish Clip Min Max"
+    " Greater GreaterOrEqual Less LessOrEqual Equal And Or Not"
+)
 """Element-wise operators that are not linear."""
 
 SHAPE_OPERATORS = frozenset(
