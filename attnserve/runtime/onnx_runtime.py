@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.context import Device, Provider
+from attnserve.runtime import profile
 from attnserve.runtime.cuda import DEVICE, Cuda
 from attnserve.runtime.external_data import (
     PROTOBUF_LIMIT_BYTES,
@@ -31,13 +32,11 @@ from attnserve.runtime.external_data import (
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
 from attnserve.runtime.machine import available_cores
 from attnserve.runtime.memory_use import return_freed_memory
-from attnserve.runtime.profile import read_profile
 from attnserve.runtime.stop import STOP
 from attnserve.runtime.workarounds import crashes, safe_copy, safe_graph
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
-    InvalidData,
     InvalidModel,
     MissingExtra,
 )
@@ -105,10 +104,7 @@ class OnnxRuntime:
             profiled = self.open(source, device, SessionOptions(profile=Path(folder) / "runs"))
             for _ in range(2):  # the first run allocates
                 profiled.run(None, feed)
-            try:
-                return read_profile(profiled.end_profiling()).peak_bytes
-            except InvalidData:
-                return None
+            return profile.peak_bytes(profiled.end_profiling())
 
 
 class OnnxSession:
