@@ -26,6 +26,7 @@ from attnserve.runtime.external_data import (
     external_folder,
     map_external_data,
     release_mapped_pages,
+    serialized,
     weight_bytes,
     without_content,
 )
@@ -274,10 +275,7 @@ def _open_in_memory(
             options.add_external_initializers(list(weights), values)
         return OnnxSession(_start(ort, content, name, options, providers), values)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as temporary:
-        path = Path(temporary) / "model.onnx"
-        source = source.clone()
-        map_external_data(source)
-        ir.save(source, path, external_data="model.onnx.data")
+        path = serialized(source, Path(temporary))
         return OnnxSession(_start(ort, str(path), name, options, providers))
 
 
