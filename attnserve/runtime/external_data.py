@@ -88,12 +88,14 @@ def map_external_data(model: ir.Model) -> None:
                 node.attributes[name] = ir.AttrTensors(name, tensors)
 
 
-def serialized(model: ir.Model, folder: Path) -> bytes | Path:
-    """The serialized model, or a file of ``folder`` if the model is too large for bytes."""
+def serialized(
+    model: ir.Model, folder: Path, *, limit_bytes: int = PROTOBUF_LIMIT_BYTES
+) -> bytes | Path:
+    """The serialized model; a file of ``folder`` if the weights have at least ``limit_bytes``."""
     if external_files(model):
         model = model.clone()
         map_external_data(model)
-    if weight_bytes(model) < PROTOBUF_LIMIT_BYTES:
+    if weight_bytes(model) < limit_bytes:
         return ir.to_proto(model).SerializeToString()
     path = folder / "model.onnx"
     ir.save(model, path, external_data="model.onnx.data")

@@ -275,7 +275,7 @@ def _open_in_memory(
             options.add_external_initializers(list(weights), values)
         return OnnxSession(_start(ort, content, name, options, providers), values)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as temporary:
-        path = serialized(source, Path(temporary))
+        path = serialized(source, Path(temporary), limit_bytes=0)
         return OnnxSession(_start(ort, str(path), name, options, providers))
 
 

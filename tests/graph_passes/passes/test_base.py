@@ -403,12 +403,13 @@ def test_analysis_is_computed_once_until_a_pass_changes_the_graph() -> None:
 
 def replace_weight(model: ir.Model) -> None:
     value = next(iter(model.graph.initializers.values()))
-    value.const_value = ir.tensor(value.const_value.numpy() * 2)  # pyright: ignore[reportOptionalMemberAccess]
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy() * 2)
 
 
 def remove_node(model: ir.Model) -> None:
-    node = model.graph[-1]
-    model.graph.outputs[0] = node.inputs[0]  # pyright: ignore[reportArgumentType]
+    (node,) = [user for user, _ in model.graph.inputs[0].uses()][:1]
+    node.outputs[0].replace_all_uses_with(model.graph.inputs[0])
     model.graph.remove(node, safe=True)
 
 
