@@ -90,10 +90,10 @@ def fusion_passes(
         CannotRewrite: No block can be fused.
     """
     opsets = newest_opset(model).opset_imports
-    with Analyses.of(model) as analyses:
-        shapes = small_shapes(analyses)
-        report = analyses.get(find_attention if is_timed_only else read_attention)
-        gelus = fusible_gelus(model)
+    analyses = Analyses.of(model)
+    shapes = small_shapes(analyses)
+    report = analyses.get(find_attention if is_timed_only else read_attention)
+    gelus = fusible_gelus(model)
     reasons = [failure.reason for failure in report.unmatched]
     operators_by_block: dict[str, FusedOperator] = {}
     for block in report.blocks:
@@ -154,14 +154,13 @@ def fuse(model: ir.Model, passes: Sequence[RewritePass], *, is_timed_only: bool 
         CannotRewrite: The model cannot be converted to the opset of an operator.
         InvalidModel: A rewritten block fails certification, or costs more than before.
     """
-    with Analyses.of(model) as analyses:
-        macs_before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
-        raise_opset_for(passes, model)
-        for graph_pass in passes:
-            graph_pass(model)
-        if is_timed_only:
-            return
-        certified = {block.name for block in analyses.get(read_attention).blocks}
+    macs_before = [] if is_timed_only else [count_macs(model, workload) for workload in COUNTED]
+    raise_opset_for(passes, model)
+    for graph_pass in passes:
+        graph_pass(model)
+    if is_timed_only:
+        return
+    certified = {block.name for block in Analyses.of(model).get(read_attention).blocks}
     for workload, old_macs in zip(COUNTED, macs_before, strict=True):
         new_macs = count_macs(model, workload)
         if old_macs is not None and new_macs is not None and new_macs > old_macs:
@@ -235,9 +234,8 @@ def _fused_copy(
 ) -> tuple[ir.Model, tuple[RewritePass, ...]]:
     """A fused copy of a model, and its passes."""
     copy = model.clone()
-    with Analyses.of(copy):  # blocks are found once for the choice and for the first pass
-        passes = fusion_passes(copy, provider, operators, is_timed_only=is_timed_only)
-        fuse(copy, passes, is_timed_only=is_timed_only)
+    passes = fusion_passes(copy, provider, operators, is_timed_only=is_timed_only)
+    fuse(copy, passes, is_timed_only=is_timed_only)
     return copy, passes
 
 

@@ -17,13 +17,13 @@ from attnserve.models.onnx_files import save_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interface import SessionOptions
-from attnserve.runtime.profile import read_runs
 from attnserve.runtime.session import open_session, require_cuda
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
 from benchmarks import cuda
 from benchmarks.gpu.encoder import random_encoder, to_half
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from benchmarks.gpu.profiles import read_runs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import Refusal
 from tests.attnserve.costs import fused_is_faster

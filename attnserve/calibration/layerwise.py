@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.interface import Batch, owned
-from attnserve.runtime.observer import Observer, behind, reads, state_of
+from attnserve.runtime.observer import Observer, behind, dependents, state_of
 
-__all__ = ["LayerwiseRunner", "SegmentedModel", "depending_on"]
+__all__ = ["LayerwiseRunner", "SegmentedModel"]
 
 
 class LayerwiseRunner:
@@ -76,7 +76,7 @@ class LayerwiseRunner:
             return
         inputs_and_cache = self._inputs[0].keys() | self._cache[0].keys()
         # All other values are equal for each batch and not cached.
-        batch_dependent = _dependents(self.model.graph, self.model.graph.inputs)
+        batch_dependent = dependents(self.model.graph, self.model.graph.inputs)
         _, nodes = behind(self.model.graph, values, inputs_and_cache)
         node_outputs = {value for node in nodes for value in node.outputs} & batch_dependent
         tensors = {value for value in node_outputs if _is_tensor(value)}
@@ -156,25 +156,11 @@ def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:
     """
     cuts = [set(graph.outputs)]
     dependent: set[ir.Value] = set()
-    batch_dependent = {value for value in _dependents(graph, graph.inputs) if _is_tensor(value)}
+    batch_dependent = {value for value in dependents(graph, graph.inputs) if _is_tensor(value)}
     for value in reversed(inputs):
-        dependent = _dependents(graph, {*dependent, value})
+        dependent = dependents(graph, {*dependent, value})
         cuts.append(behind(graph, graph.outputs, batch_dependent - dependent)[0])
     return cuts[::-1]
-
-
-def depending_on(graph: ir.Graph, nodes: Collection[ir.Node]) -> set[ir.Value]:
-    """The outputs of these nodes, and all values that depend on them."""
-    return _dependents(graph, [value for node in nodes for value in node.outputs])
-
-
-def _dependents(graph: ir.Graph, values: Collection[ir.Value]) -> set[ir.Value]:
-    """These values, and all values that depend on them."""
-    dependents = set(values)
-    for node in graph:
-        if not dependents.isdisjoint(reads(node)):
-            dependents.update(node.outputs)
-    return dependents
 
 
 def _is_tensor(value: ir.Value) -> bool:

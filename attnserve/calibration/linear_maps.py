@@ -103,8 +103,7 @@ class Site:
 
 def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     """All maps that can be fitted, in execution order; feed-forward layers only if named."""
-    with Analyses.of(model) as analyses:
-        attention = analyses.get(find_attention).blocks
+    attention = Analyses.of(model).get(find_attention).blocks
     blocks = [last_map(b) for b in attention if b.output is not None and not b.is_quantized]
     sites = [*blocks, *map(_of_skipped, skipped(model))]
     site_names = {site.name for site in sites}

@@ -95,10 +95,10 @@ def refit(
         original, names, batches, context
     )
     site_names = [name for name in names if name in original_targets.sequence_first]
-    with Analyses.of(model) as analyses:
-        pin_names(analyses.get(find_attention).blocks)
-        shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
-        sites = find_sites(model, site_names)
+    analyses = Analyses.of(model)
+    pin_names(analyses.get(find_attention).blocks)
+    shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
+    sites = find_sites(model, site_names)
     groups = _names_by_weight(sites, site_names)
     runner = LayerwiseRunner(model, batches, feed=feed, known=known, context=context)
     progress = context.stage("refit outputs")
@@ -140,8 +140,6 @@ def refit(
         group_results = _fit(model, folds.sites, moments, shapes, fit=fit and not is_shared)
         for name, result in group_results.items():
             results[name] = replace(result, is_shared=is_shared)
-        with Analyses.of(model) as analyses:
-            analyses.invalidate()
     share_constants(model, since=original_interface.initializers)
     check_invariants(original_interface, model, after="refit")
     return results

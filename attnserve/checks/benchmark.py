@@ -11,14 +11,13 @@ in text generation, on a prompt without a cache and on one token after a prompt.
 from __future__ import annotations
 
 import platform
-import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -42,6 +41,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
+from attnserve.runtime.memory_use import peak_bytes
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.versions import package_versions
 from graph_passes.analysis.axes import has_cache
@@ -414,7 +414,7 @@ class _Runner:
             return self.sample_of_run(repeats)
 
     def peak_rss_bytes(self) -> int:
-        return _peak_rss_bytes()
+        return peak_bytes()
 
 
 @contextmanager
@@ -476,23 +476,3 @@ def _died(subject: _Subject, error: WorkerCrashed) -> InvalidModel:
         "it ran out of memory, or the graph crashes ONNX Runtime: try a smaller shape",
         code="benchmark.process_died",
     )
-
-
-def _peak_rss_bytes() -> int:
-    """The peak resident memory of this process.
-
-    On Linux ``ru_maxrss`` survives fork and exec, so that a child starts with the peak of its
-    parent; VmHWM does not.
-    """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        lines = status.read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
-    if sys.platform == "win32":
-        import psutil
-
-        return int(cast(Any, psutil.Process().memory_info()).peak_wset)
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak

@@ -127,8 +127,7 @@ def read_attention(model: ir.Model, *, seed: int = 0) -> MatchReport:
     Raises:
         MissingExtra: ONNX Runtime is not installed.
     """
-    with Analyses.of(model) as analyses:
-        blocks, unmatched = analyses.get(find_attention)
+    blocks, unmatched = Analyses.of(model).get(find_attention)
     failures = list(unmatched)
     certified: list[Certified] = []
 

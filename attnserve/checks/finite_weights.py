@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import readers
+from graph_passes.analysis.operator_sets import operators
 from graph_passes.errors import InvalidModel
 
 __all__ = ["require_finite_weights"]
@@ -50,11 +51,11 @@ def _takes_infinity(node: ir.Node, array: np.ndarray) -> bool:
     return node.op_type in INFINITE
 
 
-INFINITE = frozenset({"Add", "Clip", "Compress", "Concat", "Equal", "Exp", "Expand",
-                      "GatherElements", "GatherND", "Greater", "GreaterOrEqual", "If", "IsInf",
-                      "Less", "LessOrEqual", "Loop", "Max", "Min", "Neg", "Pad", "Reshape", "Scan",
-                      "ScatterElements", "ScatterND", "Sigmoid", "Slice", "Softmax", "Sub", "Sum",
-                      "Tanh", "Tile", "Where"})  # fmt: skip
+INFINITE = operators(
+    "Add Clip Compress Concat Equal Exp Expand GatherElements GatherND Greater GreaterOrEqual If"
+    " IsInf Less LessOrEqual Loop Max Min Neg Pad Reshape Scan ScatterElements ScatterND Sigmoid"
+    " Slice Softmax Sub Sum Tanh Tile Where"
+)
 """Operators whose result is a number for an infinite constant and finite activations, or a mask."""
 
 

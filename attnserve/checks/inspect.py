@@ -129,14 +129,14 @@ def inspect(model: StrPath, *, batch: int = 1, sequence: int = 128, seed: int = 
 def inspect_graph(model: ir.Model, *, batch: int, sequence: int, seed: int = 0) -> Inspection:
     """Find and certify the attention blocks of a model in memory; see ``inspect``."""
     workload = with_fixed_sizes(model, Workload.of(batch, sequence))
-    with Analyses.of(model) as analyses:
-        matches = analyses.get(read_attention, seed=seed)
-        gaps = skipped(model)
-        kinds = _rewrites().items()
-        rewrites = {
-            block.name: {name: kind.refusal(block, None, analyses) for name, kind in kinds}
-            for block in matches.blocks
-        }
+    analyses = Analyses.of(model)
+    matches = analyses.get(read_attention, seed=seed)
+    gaps = skipped(model)
+    kinds = _rewrites().items()
+    rewrites = {
+        block.name: {name: kind.refusal(block, None, analyses) for name, kind in kinds}
+        for block in matches.blocks
+    }
     info = infer_at(model, workload)
     total, uncounted = macs_at(info, model.graph)
     return Inspection(

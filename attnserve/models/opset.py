@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import onnx_ir as ir
 
 from attnserve.runtime.external_data import map_external_data
-from graph_passes.analyses import Analyses
 from graph_passes.errors import CannotRewrite
 
 __all__ = ["raise_opset"]
@@ -44,8 +43,6 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     model.graph = raised.graph
     model.functions.clear()  # they were inlined
     model.functions.update(raised.functions)
-    with Analyses.of(model) as analyses:
-        analyses.invalidate()
 
 
 @contextmanager

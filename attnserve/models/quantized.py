@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from attnserve.runtime.machine import has_int8_dot_product
 from graph_passes.analysis.constants import constant_array, constant_tensor, is_constant
-from graph_passes.analysis.operator_sets import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized, operators
 
 __all__ = [
     "FACTORS",
@@ -30,18 +30,9 @@ Int8Activations = Literal["static", "per-row", "dynamic"]
 LARGEST_7_BIT = 64
 """The largest absolute weight with which 16-bit sums of two products never saturate."""
 
-INT8_PRODUCTS = frozenset(
-    {
-        "MatMulInteger",
-        "MatMulIntegerToFloat",
-        "DynamicQuantizeMatMul",
-        "QAttention",
-        "QGemm",
-        "QLinearMatMul",
-        "ConvInteger",
-        "QLinearConv",
-        "DynamicQuantizeLSTM",
-    }
+INT8_PRODUCTS = operators(
+    "MatMulInteger MatMulIntegerToFloat DynamicQuantizeMatMul QAttention QGemm QLinearMatMul"
+    " ConvInteger QLinearConv DynamicQuantizeLSTM"
 )
 """Operators that multiply 8-bit activations by 8-bit weights."""
 

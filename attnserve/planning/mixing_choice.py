@@ -25,7 +25,6 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
-from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -76,9 +75,8 @@ class MixingComparison:
     def sketch(self, plan: Plan) -> ir.Model:
         """Build the graph of a plan with unfitted weights, for timing."""
         model = self.job.original.clone()
-        with Analyses.of(model) as analyses:
-            for graph_pass in plan.passes:
-                graph_pass.unfitted(analyses)(model)
+        for graph_pass in plan.passes:
+            graph_pass.unfitted(model)(model)
         return model
 
     def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:

@@ -47,7 +47,6 @@ from attnserve.precision.convert import check_cpu
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
-from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.workload import Workload
@@ -137,20 +136,19 @@ def optimize(
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
-    with Analyses.of(original):  # no step changes it: its analyses are shared
-        if goal.is_given:
-            job = Job.for_search(artifact, original, goal, data, target, context)
-            rewritten = _search(job, goal)
-        elif saved is not None:
-            job = saved.job(artifact, original, data, target, goal.measure, context)
-            rewritten = _replay(job, saved)
-        else:
-            job = Job.read(
-                artifact, original, data, target,
-                measure=goal.measure, joined=target.sequence, context=context,
-            )  # fmt: skip
-            rewritten = _apply_request(job, rewrites)
-        report = _report(job, goal, rewritten, file)
+    if goal.is_given:
+        job = Job.for_search(artifact, original, goal, data, target, context)
+        rewritten = _search(job, goal)
+    elif saved is not None:
+        job = saved.job(artifact, original, data, target, goal.measure, context)
+        rewritten = _replay(job, saved)
+    else:
+        job = Job.read(
+            artifact, original, data, target,
+            measure=goal.measure, joined=target.sequence, context=context,
+        )  # fmt: skip
+        rewritten = _apply_request(job, rewrites)
+    report = _report(job, goal, rewritten, file)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)

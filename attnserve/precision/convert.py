@@ -17,12 +17,11 @@ from attnserve.precision.int8 import roundings
 from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES, Activations, Conversion, Scheme
-from attnserve.runtime.external_data import map_external_data
+from attnserve.runtime.external_data import all_tensors, map_external_data
 from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import RUNTIMES, open_session
 from attnserve.runtime.silence import silenced
-from graph_passes.analysis.constants import constant_tensor
 from graph_passes.errors import (
     AttnserveError,
     CannotRewrite,
@@ -335,7 +334,7 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
 
 def is_bfloat16(model: ir.Model) -> bool:
     """Whether any constant is bfloat16."""
-    return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in _tensors(model))
+    return any(tensor.dtype == ir.DataType.BFLOAT16 for tensor in all_tensors(model))
 
 
 def precision_of(model: ir.Model) -> str:
@@ -355,7 +354,7 @@ def _sizes(model: ir.Model) -> Counter[str]:
     sizes: Counter[str] = Counter()
     packed = _packed(model)
     masks = _byte_masks(model)
-    for tensor in _tensors(model):
+    for tensor in all_tensors(model):
         dtype = tensor.dtype
         is_byte = dtype in (ir.DataType.INT8, ir.DataType.UINT8)
         if len(tensor.shape) <= 1 or (is_byte and tensor.name in masks):
@@ -407,18 +406,6 @@ def _load(model: ir.Model) -> None:
         if error.code != "session.bfloat16_cpu":
             raise
         open_session(on_cpu(model))
-
-
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    """The tensors of all initializers and Constant nodes."""
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                yield value.const_value
-        for node in graph:
-            tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
-            if tensor is not None:
-                yield tensor
 
 
 def _check_source(model: ir.Model, scheme: Scheme) -> None:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 from attnserve.models.quantized import FACTORS
 from attnserve.runtime.workarounds import part_transposes
 from graph_passes.analysis.constants import is_constant, is_dequantized
-from graph_passes.analysis.operator_sets import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized, operators
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
 from graph_passes.errors import CannotRewrite
@@ -35,10 +35,11 @@ is -inf and no row of probabilities is NaN."""
 SCALES = frozenset({"Cast", "Mul", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Operators between a sum of integer products and the multiplication by its scale."""
 
-CONTAINERS = frozenset({"ConcatFromSequence", "Optional", "OptionalGetElement",
-                        "OptionalHasElement", "SequenceAt", "SequenceConstruct", "SequenceEmpty",
-                        "SequenceErase", "SequenceInsert", "SequenceLength", "SequenceMap",
-                        "SplitToSequence"})  # fmt: skip
+CONTAINERS = operators(
+    "ConcatFromSequence Optional OptionalGetElement OptionalHasElement SequenceAt"
+    " SequenceConstruct SequenceEmpty SequenceErase SequenceInsert SequenceLength SequenceMap"
+    " SplitToSequence"
+)
 """Operators of sequences and optional values."""
 
 

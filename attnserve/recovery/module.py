@@ -19,7 +19,7 @@ from attnserve.recovery.operators.registry import (
     Operator,
     tensor_of,
 )
-from graph_passes.analysis.operator_sets import is_quantized
+from graph_passes.analysis.operator_sets import is_quantized, operators
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidModel
 from graph_passes.matching.find import find_attention
 
@@ -29,16 +29,16 @@ __all__ = ["GraphModule", "memory_errors", "rotary_constants", "trainable_weight
 LARGEST_WEIGHT = 1000.0
 """Largest absolute weight; constants with larger elements are masks."""
 
-WEIGHTED = frozenset({
-    "Add", "Attention", "BiasGelu", "Conv", "Div", "Einsum", "FastGelu",
-    "FusedGemm", "FusedMatMul", "Gemm", "InstanceNormalization", "LayerNormalization", "MatMul",
-    "Mul", "MultiHeadAttention", "RMSNormalization", "SimplifiedLayerNormalization",
-    "SkipLayerNormalization", "SkipSimplifiedLayerNormalization", "Sub", "Sum",
-})  # fmt: skip
+WEIGHTED = operators(
+    "Add Attention BiasGelu Conv Div Einsum FastGelu FusedGemm FusedMatMul Gemm"
+    " InstanceNormalization LayerNormalization MatMul Mul MultiHeadAttention RMSNormalization"
+    " SimplifiedLayerNormalization SkipLayerNormalization SkipSimplifiedLayerNormalization Sub Sum"
+)
 """Operators whose constant inputs are weights, if another input is an activation."""
 
-NO_ACTIVATION = frozenset({"Shape", "Size", "IsNaN", "IsInf", "ArgMax", "Cast", "Equal", "Less",
-                           "Greater", "LessOrEqual", "GreaterOrEqual", "Not"})  # fmt: skip
+NO_ACTIVATION = operators(
+    "Shape Size IsNaN IsInf ArgMax Cast Equal Less Greater LessOrEqual GreaterOrEqual Not"
+)
 """Operators whose output is not an activation, except for Cast to a float type."""
 
 FLOATS = (*HALF, ir.DataType.FLOAT, ir.DataType.DOUBLE)

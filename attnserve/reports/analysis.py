@@ -32,7 +32,6 @@ from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.models.lineage import Calibration
 from attnserve.versions import versions
-from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
 from graph_passes.passes.collaborate import sharing_refusal
@@ -290,8 +289,7 @@ def _measurable(
     indices = {block.name: index for index, block in enumerate(matches.blocks)}
     fused = {b.name: decomposition_refusal(b) for b in matches.blocks if b.softmax is None}
     if fused:
-        with Analyses.of(model) as analyses:
-            decompose_fused(analyses, fused)
+        decompose_fused(model, fused)
         matches = read_attention(model, seed=seed)
     left_out = [
         NotAnalyzed(unmatched.node.name or unmatched.node.op_type, unmatched.reason)

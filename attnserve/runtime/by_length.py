@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from threading import Lock
 
-import numpy as np
-
-from attnserve.runtime.interface import Feed, Session, ValueInfo, row_length
+from attnserve.runtime.interface import Feed, Session, SessionWrapper, row_length
 
 __all__ = ["LengthRunner", "by_length", "runtimes_by_length"]
 
@@ -23,7 +21,7 @@ def runtimes_by_length(name: str) -> tuple[str, str]:
     return short, long or short
 
 
-class LengthRunner:
+class LengthRunner(SessionWrapper[Session]):
     """A session that runs rows up to a length in one session, and longer rows in another.
 
     Args:
@@ -33,6 +31,7 @@ class LengthRunner:
     """
 
     def __init__(self, short: Session, open_long: Callable[[], Session], above: int) -> None:
+        super().__init__(short)
         self.short, self.above = short, above
         self._open_long = open_long
         self._long: Session | None = None
@@ -46,17 +45,5 @@ class LengthRunner:
                 self._long = self._open_long()
             return self._long
 
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.short.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.short.get_outputs()
-
-    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        return self._session(feed).run(names, feed)
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self._session(feed).bind(feed)
-
-    def _session(self, feed: Feed) -> Session:
+    def session_of(self, feed: Feed) -> Session:
         return self.long if (row_length(feed) or 0) > self.above else self.short

@@ -7,14 +7,12 @@ after the other with two threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from threading import Barrier
 
-import numpy as np
-
-from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.interface import Feed, Session, SessionWrapper
 
 __all__ = ["IS_ALONE", "LoadRunner", "run_together"]
 
@@ -22,7 +20,7 @@ IS_ALONE: ContextVar[bool] = ContextVar("is_alone", default=True)
 """Whether no other run of the model is due while the run in this thread takes place."""
 
 
-class LoadRunner:
+class LoadRunner(SessionWrapper[Session]):
     """Choose the session of a run by ``IS_ALONE``.
 
     Args:
@@ -31,22 +29,11 @@ class LoadRunner:
     """
 
     def __init__(self, alone: Session, concurrent: Session) -> None:
-        self.alone, self.concurrent = alone, concurrent
+        super().__init__(alone)
+        self._concurrent = concurrent
 
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.alone.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.alone.get_outputs()
-
-    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
-        return self._session().run(names, feed)
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self._session().bind(feed)
-
-    def _session(self) -> Session:
-        return self.alone if IS_ALONE.get() else self.concurrent
+    def session_of(self, feed: Feed) -> Session:
+        return self.session if IS_ALONE.get() else self._concurrent
 
 
 def run_together(run: Callable[[], object], runs: int) -> None:

@@ -12,12 +12,14 @@ import onnx_ir as ir
 
 __all__ = [
     "PROTOBUF_LIMIT_BYTES",
+    "all_tensors",
     "external_files",
     "external_folder",
     "external_weights",
     "in_memory",
     "map_external_data",
     "release_mapped_pages",
+    "serialized",
     "weight_bytes",
     "without_content",
 ]
@@ -28,7 +30,7 @@ PROTOBUF_LIMIT_BYTES = 2**31 - 2**20
 
 def external_files(model: ir.Model) -> tuple[Path, ...]:
     """The external data files of a model, without duplicates."""
-    paths = (tensor.path for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor))
+    paths = (tensor.path for tensor in all_tensors(model) if isinstance(tensor, ir.ExternalTensor))
     return tuple(dict.fromkeys(map(Path, paths)))
 
 
@@ -42,7 +44,7 @@ def external_folder(model: ir.Model) -> Path | None:
     if not external:
         return None
     folders = {Path(tensor.base_dir).absolute() for tensor in external}
-    everywhere = sum(isinstance(tensor, ir.ExternalTensor) for tensor in _tensors(model))
+    everywhere = sum(isinstance(tensor, ir.ExternalTensor) for tensor in all_tensors(model))
     return folders.pop() if len(folders) == 1 and everywhere == len(external) else None
 
 
@@ -84,6 +86,20 @@ def map_external_data(model: ir.Model) -> None:
                 node.attributes[name] = ir.AttrTensor(name, tensors[0])
             else:
                 node.attributes[name] = ir.AttrTensors(name, tensors)
+
+
+def serialized(
+    model: ir.Model, folder: Path, *, limit_bytes: int = PROTOBUF_LIMIT_BYTES
+) -> bytes | Path:
+    """The serialized model; a file of ``folder`` if the weights have at least ``limit_bytes``."""
+    if external_files(model):
+        model = model.clone()
+        map_external_data(model)
+    if weight_bytes(model) < limit_bytes:
+        return ir.to_proto(model).SerializeToString()
+    path = folder / "model.onnx"
+    ir.save(model, path, external_data="model.onnx.data")
+    return path
 
 
 @contextmanager
@@ -128,8 +144,8 @@ def in_memory(tensor: ir.ExternalTensor, array: np.ndarray | None = None) -> ir.
     )
 
 
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    """The tensors of all initializers and attributes."""
+def all_tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
+    """Yield the tensors of all initializers and attributes."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -27,6 +27,7 @@ __all__ = [
     "Runtime",
     "Session",
     "SessionOptions",
+    "SessionWrapper",
     "ValueInfo",
     "owned",
     "row_length",
@@ -104,6 +105,32 @@ class Session(Protocol):
         Inputs and outputs stay on the device.
         """
         ...
+
+
+S = TypeVar("S", bound=Session)
+
+
+class SessionWrapper(Generic[S]):
+    """A session around another one; subclasses prepare its runs, or choose a session for them."""
+
+    def __init__(self, session: S) -> None:
+        self.session = session
+
+    def get_inputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_inputs()
+
+    def get_outputs(self) -> Sequence[ValueInfo]:
+        return self.session.get_outputs()
+
+    def session_of(self, feed: Feed) -> S:
+        """The session that runs these inputs."""
+        return self.session
+
+    def run(self, names: Sequence[str] | None, feed: Feed) -> list[np.ndarray]:
+        return self.session_of(feed).run(names, feed)
+
+    def bind(self, feed: Feed) -> Callable[[], object]:
+        return self.session_of(feed).bind(feed)
 
 
 @dataclass(frozen=True)

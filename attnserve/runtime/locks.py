@@ -11,12 +11,17 @@ __all__ = ["open_folder", "try_lock"]
 
 
 @contextmanager
-def open_folder(folder: Path | None) -> Generator[int | None]:
-    """Open a folder for locking; None if the system does not support it."""
+def open_folder(folder: Path | None, *, follow: bool = True) -> Generator[int | None]:
+    """Open a folder for locking; None if the system does not support it.
+
+    Args:
+        follow: Whether the folder may be a symbolic link.
+    """
     descriptor = None
     if folder is not None and os.name == "posix":
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
         with suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            descriptor = os.open(folder, flags)
     try:
         yield descriptor
     finally:
@@ -24,10 +29,11 @@ def open_folder(folder: Path | None) -> Generator[int | None]:
             os.close(descriptor)
 
 
-def try_lock(folder: int | None, *, without_locks: bool = True) -> bool:
+def try_lock(folder: int | None, *, is_shared: bool = False, without_locks: bool = True) -> bool:
     """Lock an open folder; False if another process or thread holds the lock.
 
     Args:
+        is_shared: Whether several processes may hold the lock; an exclusive lock tests for them.
         without_locks: Return value on systems without locks.
     """
     if folder is None:
@@ -35,7 +41,7 @@ def try_lock(folder: int | None, *, without_locks: bool = True) -> bool:
     import fcntl
 
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(folder, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # some network file systems

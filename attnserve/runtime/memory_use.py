@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -39,15 +40,21 @@ def _sample(interval: int) -> int:
 
 
 def peak_bytes() -> int:
-    """Peak resident memory of this process; the current value if the peak is unknown.
+    """Peak resident memory of this process.
 
-    ``getrusage`` would return the peak of the parent, if it was higher.
+    On Linux ``ru_maxrss`` survives fork and exec, so that a child starts with the peak of its
+    parent; VmHWM does not.
     """
     with suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text().splitlines()
         peak = next(line for line in lines if line.startswith("VmHWM:"))
         return int(peak.split()[1]) * 1024
-    return psutil.Process().memory_info().rss
+    if sys.platform == "win32":
+        return int(cast(Any, psutil.Process().memory_info()).peak_wset)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def available_bytes(root: Path = Path("/")) -> int:

@@ -11,7 +11,16 @@ from attnserve.context import CPU, DEFAULT_CONTEXT, Device, RunContext
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 
-__all__ = ["Arrays", "Observer", "behind", "extract", "observe", "reads", "state_of"]
+__all__ = [
+    "Arrays",
+    "Observer",
+    "behind",
+    "dependents",
+    "extract",
+    "observe",
+    "reads",
+    "state_of",
+]
 
 Arrays = Mapping[ir.Value, np.ndarray]
 """Arrays of values of a graph."""
@@ -137,6 +146,22 @@ def behind(
             nodes.append(node)
             values_read.update(reads(node))
     return values_read & set(known), nodes
+
+
+def dependents(
+    graph: ir.Graph, values: Collection[ir.Value], *, shapes: bool = True
+) -> set[ir.Value]:
+    """These values, and all values that depend on them.
+
+    Args:
+        shapes: Include values that depend on their shape alone.
+    """
+    found = set(values)
+    for node in graph:
+        reads_shape = node.op_type in ("Shape", "Size") and not node.domain
+        if (shapes or not reads_shape) and not found.isdisjoint(reads(node)):
+            found.update(node.outputs)
+    return found
 
 
 def reads(node: ir.Node) -> Iterator[ir.Value]:

@@ -18,6 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from attnserve.context import Device, Provider
+from attnserve.runtime import profile
 from attnserve.runtime.cuda import DEVICE, Cuda
 from attnserve.runtime.external_data import (
     PROTOBUF_LIMIT_BYTES,
@@ -25,19 +26,18 @@ from attnserve.runtime.external_data import (
     external_folder,
     map_external_data,
     release_mapped_pages,
+    serialized,
     weight_bytes,
     without_content,
 )
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Feed, RunFailed, SessionOptions, ValueInfo
 from attnserve.runtime.machine import available_cores
 from attnserve.runtime.memory_use import return_freed_memory
-from attnserve.runtime.profile import read_profile
 from attnserve.runtime.stop import STOP
 from attnserve.runtime.workarounds import crashes, safe_copy, safe_graph
 from graph_passes.errors import (
     AttnserveError,
     InvalidArgument,
-    InvalidData,
     InvalidModel,
     MissingExtra,
 )
@@ -105,10 +105,7 @@ class OnnxRuntime:
             profiled = self.open(source, device, SessionOptions(profile=Path(folder) / "runs"))
             for _ in range(2):  # the first run allocates
                 profiled.run(None, feed)
-            try:
-                return read_profile(profiled.end_profiling()).peak_bytes
-            except InvalidData:
-                return None
+            return profile.peak_bytes(profiled.end_profiling())
 
 
 class OnnxSession:
@@ -278,10 +275,7 @@ def _open_in_memory(
             options.add_external_initializers(list(weights), values)
         return OnnxSession(_start(ort, content, name, options, providers), values)
     with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as temporary:
-        path = Path(temporary) / "model.onnx"
-        source = source.clone()
-        map_external_data(source)
-        ir.save(source, path, external_data="model.onnx.data")
+        path = serialized(source, Path(temporary), limit_bytes=0)
         return OnnxSession(_start(ort, str(path), name, options, providers))
 
 

@@ -36,12 +36,7 @@ import onnx_ir as ir
 from attnserve.context import Device
 from attnserve.runtime.by_length import LengthRunner
 from attnserve.runtime.cache import read_private, write_atomically
-from attnserve.runtime.external_data import (
-    PROTOBUF_LIMIT_BYTES,
-    external_files,
-    map_external_data,
-    weight_bytes,
-)
+from attnserve.runtime.external_data import serialized
 from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import (
     DEFAULT_OPTIONS,
@@ -375,7 +370,7 @@ def _open(
                 model = core.read_model(source)
             else:
                 described = source
-                model = core.read_model(_serialized(source, Path(folder)))
+                model = core.read_model(serialized(source, Path(folder)))
             _remove_nan_tests(model)
             tables = _observe_indices(model)
             in_bfloat16 = computes_in_bfloat16(described)
@@ -452,7 +447,7 @@ def write_openvino(
     names = [value.name for value in model.graph.outputs]
     try:
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
-            read = openvino.Core().read_model(_serialized(model, Path(folder)))
+            read = openvino.Core().read_model(serialized(model, Path(folder)))
             value = read.get_results()[names.index(output)].input_value(0)
             inputs = read.get_parameters()
             if is_repeated:
@@ -472,18 +467,6 @@ def write_openvino(
             "write the model without `openvino`, for ONNX Runtime",
             code="session.graph_refused",
         ) from error
-
-
-def _serialized(model: ir.Model, folder: Path) -> bytes | Path:
-    """The serialized model, or a file of ``folder`` if the model is too large for bytes."""
-    if external_files(model):
-        model = model.clone()
-        map_external_data(model)
-    if weight_bytes(model) < PROTOBUF_LIMIT_BYTES:
-        return ir.to_proto(model).SerializeToString()
-    path = folder / "model.onnx"
-    ir.save(model, path, external_data="model.onnx.data")
-    return path
 
 
 def _remove_nan_tests(model: Any) -> None:

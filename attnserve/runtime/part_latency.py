@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import time_functions
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
-from attnserve.runtime.observer import Observer, extract, reads, state_of
+from attnserve.runtime.observer import Observer, dependents, extract, reads, state_of
 from attnserve.runtime.session import RUNTIMES, open_session
 from graph_passes.analysis.axes import bind_axes, read_axes
 from graph_passes.analysis.constants import origin
@@ -157,24 +157,11 @@ def _frontiers(model: ir.Model, cuts: Sequence[Cut], feed: Batch) -> list[list[i
     axes = bind_axes(model.graph, Workload.of(*_sizes(feed)))  # of products of axes
     axes |= read_axes(named, {name: feed[name].shape for name in named if name in feed}) or {}
     info = infer_shapes_at(model, axes)
-    varying = _behind(model, inputs, shapes=True)
+    varying = dependents(model.graph, inputs)
     return [
-        _frontier(cut, varying, _behind(model, cut.sources, shapes=False), info) for cut in cuts
+        _frontier(cut, varying, dependents(model.graph, cut.sources, shapes=False), info)
+        for cut in cuts
     ]
-
-
-def _behind(model: ir.Model, values: Collection[ir.Value], *, shapes: bool) -> set[ir.Value]:
-    """These values, and all values that depend on their content.
-
-    Args:
-        shapes: Include values that depend on their shape alone.
-    """
-    behind = set(values)
-    for node in model.graph:
-        reads_shape = node.op_type in ("Shape", "Size") and not node.domain
-        if (shapes or not reads_shape) and not behind.isdisjoint(reads(node)):
-            behind |= set(node.outputs)
-    return behind
 
 
 def _frontier(

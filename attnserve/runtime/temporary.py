@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import time
+
+from attnserve.runtime.locks import open_folder, try_lock
 
 __all__ = ["keep_folder", "temporary_folder"]
 
@@ -23,8 +25,9 @@ def temporary_folder(new_s: float = 60.0) -> Path:
         new_s: Seconds for which a folder without a lock may belong to a starting process.
     """
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if path.stat().st_mtime < time() - new_s and _lock(path, exclusive=True):
+        with suppress(OSError), open_folder(path, follow=False) as descriptor:
+            is_old = path.stat().st_mtime < time() - new_s
+            if is_old and _is_own(descriptor) and try_lock(descriptor, without_locks=False):
                 shutil.rmtree(path, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     keep_folder(folder)
@@ -34,32 +37,16 @@ def temporary_folder(new_s: float = 60.0) -> Path:
 def keep_folder(folder: Path) -> None:
     """Keep other processes from deleting ``folder``, until this process ends.
 
-    systemd-tmpfiles also leaves files of any age in a locked folder.
+    systemd-tmpfiles also leaves files of any age in a locked folder. A process id in the name would
+    not suffice, because containers with a shared folder have separate ids.
     """
-    with suppress(OSError):
-        _lock(folder, exclusive=False)
+    try_lock(_kept.enter_context(open_folder(folder, follow=False)), is_shared=True)
 
 
-def _lock(folder: Path, *, exclusive: bool) -> bool:
-    """Lock a folder; False for another user's folder, without locks, or if the lock is held.
+_kept = ExitStack()
+"""The locked folders of this process."""
 
-    A process id in the name would not suffice, because containers with a shared folder have
-    separate ids. The kernel releases a lock when the process ends. Owners hold a shared lock; an
-    exclusive lock tests for owners.
-    """
-    if os.name != "posix":
-        return False
-    import fcntl
 
-    file = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC)
-    if os.fstat(file).st_uid != os.geteuid():
-        os.close(file)
-        return False
-    try:
-        fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except OSError:
-        os.close(file)
-        return False
-    if exclusive:
-        os.close(file)
-    return True
+def _is_own(descriptor: int | None) -> bool:
+    """Whether an open folder is this user's."""
+    return descriptor is not None and os.fstat(descriptor).st_uid == os.geteuid()

@@ -19,14 +19,14 @@ from attnserve.context import CPU, Device
 from attnserve.runtime.by_length import LengthRunner
 from attnserve.runtime.by_load import LoadRunner
 from attnserve.runtime.cuda import PARITY, ArenaShrinkPolicy, Cuda
-from attnserve.runtime.interface import Feed, LongRows, Session, SessionOptions
+from attnserve.runtime.interface import Feed, LongRows, Session, SessionOptions, SessionWrapper
 from attnserve.runtime.io_binding import InputBuffers, run_bound, run_options
 from attnserve.runtime.machine import available_cores
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, stoppable
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.serving.buckets import Buckets
 from attnserve.serving.cuda_graphs import GraphRunner
-from attnserve.serving.padding import PaddingRunner, SessionWrapper
+from attnserve.serving.padding import PaddingRunner
 from graph_passes.errors import InvalidModel
 
 __all__ = [

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.runtime.interface import Feed
+from attnserve.runtime.interface import Feed, SessionWrapper
 from attnserve.runtime.io_binding import run_bound, run_options
 from attnserve.runtime.onnx_runtime import BufferDevice, OnnxSession, placed
 from attnserve.serving.buckets import Bucket, Buckets
-from attnserve.serving.padding import Layout, SessionWrapper
+from attnserve.serving.padding import Layout
 
 __all__ = ["GraphRunner"]
 

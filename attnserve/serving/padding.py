@@ -9,20 +9,20 @@ request.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from attnserve.runtime.by_load import run_together
-from attnserve.runtime.interface import Feed, Session, ValueInfo
+from attnserve.runtime.interface import Feed, Session, SessionWrapper
 from attnserve.serving.buckets import Bucket
 from attnserve.serving.signature import Axes
 
-__all__ = ["Layout", "PaddingRunner", "PaddingSession", "SessionWrapper", "run_overhead"]
+__all__ = ["Layout", "PaddingRunner", "PaddingSession", "run_overhead"]
 
 LARGEST = 512
 """Maximum tokens of a run that is compiled before the first request."""
@@ -108,25 +108,6 @@ class Layout:
             slice(sizes[axis]) if isinstance(axis, str) and axis in sizes else slice(None)
             for axis in self.outputs[name]
         )
-
-
-S = TypeVar("S", bound=Session)
-
-
-class SessionWrapper(Generic[S]):
-    """A session around another one; subclasses prepare its runs."""
-
-    def __init__(self, session: S) -> None:
-        self.session = session
-
-    def get_inputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_inputs()
-
-    def get_outputs(self) -> Sequence[ValueInfo]:
-        return self.session.get_outputs()
-
-    def bind(self, feed: Feed) -> Callable[[], object]:
-        return self.session.bind(feed)
 
 
 @runtime_checkable

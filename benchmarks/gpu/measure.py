@@ -26,9 +26,9 @@ from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.interleaved_timer import QUICK, time_functions
 from attnserve.runtime.io_binding import shrink_arena
-from attnserve.runtime.profile import AttentionKernel, attention_kernels, read_runs
 from attnserve.runtime.session import open_session
 from benchmarks.gpu.forms import FORMS, ORIGINAL, Size
+from benchmarks.gpu.profiles import AttentionKernel, attention_kernels, read_runs
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError

@@ -14,6 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
+from graph_passes.analysis.operator_sets import operators
 from graph_passes.errors import InvalidModel
 
 __all__ = [
@@ -32,10 +33,10 @@ __all__ = [
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 """Single precision and the half precisions, in which transformers are run."""
 
-WRAPPERS = frozenset({"Identity", "Cast", "CastLike", "Transpose", "Reshape", "Squeeze",
-                      "Unsqueeze", "Flatten", "Slice", "Split", "Concat", "Gather", "Where",
-                      "QuantizeLinear", "DequantizeLinear", "Neg", "Add", "Sub", "Mul", "Div",
-                      "Sqrt", "Reciprocal", "MatMul"})  # fmt: skip
+WRAPPERS = operators(
+    "Identity Cast CastLike Transpose Reshape Squeeze Unsqueeze Flatten Slice Split Concat Gather"
+    " Where QuantizeLinear DequantizeLinear Neg Add Sub Mul Div Sqrt Reciprocal MatMul"
+)
 """Operators that are folded if all inputs are constant; their output is not much larger."""
 
 DEPTH = 8

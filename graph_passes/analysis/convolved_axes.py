@@ -11,7 +11,7 @@ import math
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.operator_sets import MICROSOFT
+from graph_passes.analysis.operator_sets import MICROSOFT, operators
 
 __all__ = ["SIDE", "convolved_lengths"]
 
@@ -26,18 +26,8 @@ CONVOLUTIONS = {
 }
 """Convolution operators, and the index of the input for the weight."""
 
-ELEMENTWISE = frozenset(
-    {
-        "Add",
-        "Cast",
-        "DequantizeLinear",
-        "Div",
-        "DynamicQuantizeLinear",
-        "Identity",
-        "Mul",
-        "QuantizeLinear",
-        "Sub",
-    }
+ELEMENTWISE = operators(
+    "Add Cast DequantizeLinear Div DynamicQuantizeLinear Identity Mul QuantizeLinear Sub"
 )
 """Operators that may be between an image and its first convolution: a normalization, rounding."""
 

@@ -211,8 +211,7 @@ def infer_at(model: ir.Model, workload: Workload) -> ShapeInfo:
 
 def count_macs(model: ir.Model, workload: Workload) -> int | None:
     """MACs of one run; None if something in the graph cannot be counted."""
-    with Analyses.of(model) as analyses:
-        total, uncounted = macs_at(analyses.get(infer_at, workload), model.graph)
+    total, uncounted = macs_at(Analyses.of(model).get(infer_at, workload), model.graph)
     return None if uncounted else total
 
 

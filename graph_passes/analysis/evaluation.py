@@ -17,7 +17,7 @@ import onnx_ir as ir
 from onnx import shape_inference
 from onnx.reference import ReferenceEvaluator
 
-from graph_passes.analysis.operator_sets import DATA_DEPENDENT
+from graph_passes.analysis.operator_sets import DATA_DEPENDENT, operators
 from graph_passes.errors import InvalidModel
 
 __all__ = ["MAX_ELEMENTS", "SMALL", "evaluate", "infer_outputs"]
@@ -28,19 +28,16 @@ SMALL = 1024
 MAX_ELEMENTS = 1 << 27
 """Maximum number of elements of an array that is computed from a graph."""
 
-EVALUATED_OPERATORS = frozenset({
-    "Abs", "Add", "And", "ArgMax", "ArgMin", "BitShift", "BitwiseAnd", "BitwiseNot", "BitwiseOr",
-    "BitwiseXor", "Cast", "CastLike", "Ceil", "Clip", "Concat", "ConstantOfShape", "Cos", "Cosh",
-    "CumSum", "DequantizeLinear", "Div", "Dropout", "Elu", "Equal", "Erf", "Exp", "Expand",
-    "EyeLike", "Flatten", "Floor", "Gather", "GatherElements", "GatherND", "Gelu", "Gemm",
-    "Greater", "GreaterOrEqual", "HardSigmoid", "HardSwish", "Identity", "IsInf", "IsNaN",
-    "LeakyRelu", "Less", "LessOrEqual", "Log", "MatMul", "Max", "Mean", "Min", "Mish", "Mod",
-    "Mul", "Neg", "Not", "OneHot", "Or", "PRelu", "Pad", "Pow", "QuantizeLinear", "Range",
-    "Reciprocal", "ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "Relu",
-    "Reshape", "Round", "ScatterElements", "ScatterND", "Sigmoid", "Sign", "Sin", "Sinh", "Size",
-    "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Sum", "Swish", "Tan",
-    "Tanh", "Tile", "TopK", "Transpose", "Trilu", "Unsqueeze", "Where", "Xor",
-})  # fmt: skip
+EVALUATED_OPERATORS = operators(
+    "Abs Add And ArgMax ArgMin BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike"
+    " Ceil Clip Concat ConstantOfShape Cos Cosh CumSum DequantizeLinear Div Dropout Elu Equal Erf"
+    " Exp Expand EyeLike Flatten Floor Gather GatherElements GatherND Gelu Gemm Greater"
+    " GreaterOrEqual HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Less LessOrEqual Log"
+    " MatMul Max Mean Min Mish Mod Mul Neg Not OneHot Or PRelu Pad Pow QuantizeLinear Range"
+    " Reciprocal ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape Round"
+    " ScatterElements ScatterND Sigmoid Sign Sin Sinh Size Slice Softmax Softplus Split Sqrt"
+    " Squeeze Sub Sum Swish Tan Tanh Tile TopK Transpose Trilu Unsqueeze Where Xor"
+)
 """Operators whose time and memory are bounded by the sizes of their inputs and outputs. Other
 operators, such as a convolution with large padding and strides, are not evaluated."""
 

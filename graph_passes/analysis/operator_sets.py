@@ -16,7 +16,14 @@ __all__ = [
     "REWRITE_FIRST",
     "SELECTIONS",
     "is_quantized",
+    "operators",
 ]
+
+
+def operators(names: str) -> frozenset[str]:
+    """The set of some operators, from their names between spaces."""
+    return frozenset(names.split())
+
 
 MICROSOFT = "com.microsoft"
 """The domain of the operators of ONNX Runtime that are not in the ONNX standard."""
@@ -43,11 +50,11 @@ MATRIX_PRODUCTS = frozenset(
 )
 """Products of com.microsoft whose first two inputs are the matrices."""
 
-QUANTIZED_OPERATORS = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
-                                 "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
-                                 "MatMulBnb4", "MatMulNBits", "GatherBlockQuantized",
-                                 "ConvInteger", "QGemm", "QAttention", "QEmbedLayerNormalization",
-                                 "QMoE", "DynamicQuantizeLSTM"})  # fmt: skip
+QUANTIZED_OPERATORS = operators(
+    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear MatMulInteger MatMulIntegerToFloat"
+    " DynamicQuantizeMatMul MatMulBnb4 MatMulNBits GatherBlockQuantized ConvInteger QGemm"
+    " QAttention QEmbedLayerNormalization QMoE DynamicQuantizeLSTM"
+)
 """Operators on quantized values, in addition to operators whose names start with QLinear."""
 
 REWRITE_FIRST = "rewrite the float model, then quantize the result"

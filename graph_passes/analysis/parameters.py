@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_tensor
+from graph_passes.analysis.operator_sets import operators
 
 __all__ = ["parameter_bytes", "parameters"]
 
@@ -47,20 +48,7 @@ FLOATS: Mapping[str, tuple[int, ...]] = {
 }
 """Floating-point inputs of operators on quantized values that are not scales, such as biases."""
 
-MOVES = frozenset(
-    {
-        "Concat",
-        "Flatten",
-        "Gather",
-        "Identity",
-        "Reshape",
-        "Slice",
-        "Split",
-        "Squeeze",
-        "Transpose",
-        "Unsqueeze",
-    }
-)
+MOVES = operators("Concat Flatten Gather Identity Reshape Slice Split Squeeze Transpose Unsqueeze")
 """Operators whose output holds elements of their first input, or of all inputs (Concat)."""
 
 MATRIX_SIZES = frozenset({"MatMulBnb4", "MatMulNBits"})

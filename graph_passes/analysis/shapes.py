@@ -38,9 +38,16 @@ __all__ = [
 SAMPLES = 400
 """Samples per token of an audio model: 25 ms at 16 kHz."""
 
-PLAIN_ATTRIBUTES = frozenset({ir.AttributeType.INT, ir.AttributeType.INTS, ir.AttributeType.FLOAT,
-                              ir.AttributeType.FLOATS, ir.AttributeType.STRING,
-                              ir.AttributeType.STRINGS})  # fmt: skip
+PLAIN_ATTRIBUTES = frozenset(
+    {
+        ir.AttributeType.INT,
+        ir.AttributeType.INTS,
+        ir.AttributeType.FLOAT,
+        ir.AttributeType.FLOATS,
+        ir.AttributeType.STRING,
+        ir.AttributeType.STRINGS,
+    }
+)
 """Types of hashable attributes; results of nodes with other attributes are not cached."""
 
 

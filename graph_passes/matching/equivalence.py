@@ -17,14 +17,12 @@ from graph_passes.analysis.constants import (
 from graph_passes.analysis.operator_sets import DATA_DEPENDENT
 from graph_passes.analysis.required import producer_of
 from graph_passes.blocks import AttentionBlock, LogitStep, Mask, PositionBias
+from graph_passes.matching import reaches
 
 __all__ = ["have_equal_masks"]
 
 SMALL = 1024
 """Maximum size of constants that are compared by element; larger ones must be one tensor."""
-
-REACH = 60
-"""Maximum number of compared nodes above a mask."""
 
 
 def have_equal_masks(block: AttentionBlock, other: AttentionBlock) -> bool:
@@ -98,7 +96,7 @@ class _Comparison:
         b: ir.Value | None,
         *,
         shapes_only: bool = False,
-        reach: int = REACH,
+        reach: int = reaches.MASK,
     ) -> bool:
         """Whether two values are computed by the same operators from equal inputs.
 

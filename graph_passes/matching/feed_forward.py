@@ -17,7 +17,7 @@ from graph_passes.analysis.constants import (
     is_constant,
 )
 from graph_passes.analysis.evaluation import evaluate
-from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES
+from graph_passes.analysis.operator_sets import FLATTENS, GELUS, MICROSOFT, RESHAPES, operators
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import FeedForwardBlock, Linear, Operand
 from graph_passes.matching.naming import assign_names, common_path, pinned_name
@@ -31,11 +31,11 @@ LINEAR = frozenset(
 )
 """Element-wise operators that are linear unless they combine two activations."""
 
-NONLINEAR = frozenset({"Pow", "Sqrt", "Reciprocal", "Exp", "Log", "Abs", "Sign", "Erf", "Tanh",
-                  "Sigmoid", "HardSigmoid", "Relu", "PRelu", "LeakyRelu", "ThresholdedRelu", "Elu",
-                  "Celu", "Selu", "Gelu", "Softplus", "Softsign", "Swish", "HardSwish", "Mish",
-                  "Clip", "Min", "Max", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Equal",
-                  "And", "Or", "Not"})  # fmt: skip
+NONLINEAR = operators(
+    "Pow Sqrt Reciprocal Exp Log Abs Sign Erf Tanh Sigmoid HardSigmoid Relu PRelu LeakyRelu"
+    " ThresholdedRelu Elu Celu Selu Gelu Softplus Softsign Swish HardSwish Mish Clip Min Max"
+    " Greater GreaterOrEqual Less LessOrEqual Equal And Or Not"
+)
 """Element-wise operators that are not linear."""
 
 SHAPE_OPERATORS = frozenset(
@@ -53,8 +53,8 @@ def find_feed_forward(model: ir.Model) -> list[FeedForwardBlock]:
     number of neurons) has another reader, or if there are fewer neurons than input elements. Such
     bottlenecks are adapters or summaries. A wide pooler with its classifier matches.
     """
-    with Analyses.of(model) as analyses:
-        runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    analyses = Analyses.of(model)
+    runs = [analyses.get(infer_shapes_small, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
     nodes = model.graph.all_nodes()
     matches = (_match(node, runs, model.opset_imports) for node in nodes)
     # A quantized product has several outputs, before and after scale and bias: the last one stays.

@@ -71,9 +71,9 @@ def find_attention(model: ir.Model) -> FoundAttention:
     Bodies of If, Loop and Scan are included; functions must be inlined before.
     ``attnserve.checks.certify`` certifies a match by executing the graph.
     """
-    with Analyses.of(model) as analyses:
-        info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
-        other_info = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
+    analyses = Analyses.of(model)
+    info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
+    other_info = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
     reader = LayoutReader(drop_length_dependent(info, other_info), dict(model.opset_imports))
     blocks: list[AttentionBlock] = []
     softmax_failures: list[Unmatched] = []

@@ -36,6 +36,7 @@ from graph_passes.blocks import (
     QuantizedWeight,
     Weight,
 )
+from graph_passes.matching import reaches
 from graph_passes.matching.element_map import (
     CachedHeads,
     ElementMap,
@@ -65,12 +66,8 @@ __all__ = ["LayoutReader", "only_consumer"]
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
-FLATTENING_REACH = 4
-"""Maximum number of ``FLATTENS`` operators (which keep the order of elements) before a product."""
 ENDLESS_BOUND = 1 << 30
 """Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
-REACH = 40
-"""Maximum number of nodes between a projection and its product; rotary embeddings take about 12."""
 
 
 class _Biased(NamedTuple):
@@ -273,7 +270,7 @@ class LayoutReader:
                 return _Biased(other, add.outputs[0], (add,))
         return _Biased(None, output)
 
-    def trace(self, value: ir.Value, role: str, reach: int = REACH) -> LinearTrace:
+    def trace(self, value: ir.Value, role: str, reach: int = reaches.PROJECTION) -> LinearTrace:
         """Trace ``value`` to the product with a constant from which it is computed.
 
         Raises:
@@ -423,7 +420,7 @@ class LayoutReader:
         *lengths, size = self.shape(tokens)
         count = math.prod(lengths)
         value: ir.Value | None = tokens
-        for _ in range(FLATTENING_REACH):
+        for _ in range(reaches.FLATTENING):
             shape = self.info.shape(value)
             if value is None or shape is None:
                 break
@@ -443,7 +440,7 @@ class LayoutReader:
         is_swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
         return (node.inputs[0], False) if is_swapped else (tokens, True)
 
-    def number_elements(self, value: ir.Value, reach: int = FLATTENING_REACH) -> np.ndarray:
+    def number_elements(self, value: ir.Value, reach: int = reaches.FLATTENING) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape = self.shape(value)
         node = value.producer()
@@ -568,7 +565,7 @@ def _is_of_weights(value: ir.Value) -> bool:
         node = reached.producer()
         if is_constant(reached):
             continue
-        if node is None or node.op_type in ("Shape", "Size") or len(seen) > 4 * REACH:
+        if node is None or node.op_type in ("Shape", "Size") or len(seen) > 4 * reaches.PROJECTION:
             return False
         operands = [
             operand for operand in node.inputs if operand is not None and operand not in seen

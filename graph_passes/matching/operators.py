@@ -13,7 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import constant_array, is_constant
-from graph_passes.analysis.operator_sets import MICROSOFT
+from graph_passes.analysis.operator_sets import MICROSOFT, operators
 from graph_passes.blocks import (
     Capped,
     Causal,
@@ -333,12 +333,12 @@ def _microsoft_steps(
     return steps
 
 
-FUSED_OPERATORS = frozenset({
-    "Attention", "MultiHeadAttention", "GroupQueryAttention", "PackedAttention",
-    "PackedMultiHeadAttention", "DecoderMaskedMultiHeadAttention", "DecoderMaskedSelfAttention",
-    "DecoderAttention", "PagedAttention", "SparseAttention", "LongformerAttention", "QAttention",
-    "QOrderedAttention", "QOrderedLongformerAttention", "LinearAttention",
-})  # fmt: skip
+FUSED_OPERATORS = operators(
+    "Attention MultiHeadAttention GroupQueryAttention PackedAttention PackedMultiHeadAttention"
+    " DecoderMaskedMultiHeadAttention DecoderMaskedSelfAttention DecoderAttention PagedAttention"
+    " SparseAttention LongformerAttention QAttention QOrderedAttention QOrderedLongformerAttention"
+    " LinearAttention"
+)
 """Operators that contain a whole attention, in any domain."""
 
 OPERATORS: Mapping[tuple[str, str], Callable[[ir.Node, LayoutReader], OperatorMatch]] = {

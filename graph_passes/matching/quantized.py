@@ -16,6 +16,7 @@ from graph_passes.analysis.constants import is_constant, is_dequantized
 from graph_passes.analysis.operator_sets import MICROSOFT
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Linear
+from graph_passes.matching import reaches
 from graph_passes.matching.products import linear
 
 __all__ = ["quantized_linear", "quantized_reader"]
@@ -41,9 +42,6 @@ CONVERSIONS = frozenset(
     {"Cast", "DequantizeLinear", "DynamicQuantizeLinear", "Identity", "QuantizeLinear"}
 )
 
-REACH = 8
-"""Maximum number of nodes from a product to its tokens, to its output, or to its reader."""
-
 
 def quantized_linear(value: ir.Value, info: ShapeInfo) -> Linear | None:
     """Match ``value`` as the output of a product with a quantized weight; None if it is not one.
@@ -54,13 +52,13 @@ def quantized_linear(value: ir.Value, info: ShapeInfo) -> Linear | None:
     tensor = info.known.get(value)
     if tensor is None or not tensor.dtype.is_floating_point() or len(tensor.shape) < 2:
         return None
-    node = _product(value, info, REACH)
+    node = _product(value, info, reaches.QUANTIZED)
     return None if node is None else _linear(node, value, info)
 
 
 def quantized_reader(value: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value] | None:
     """A product with a quantized weight whose tokens are ``value``, and the weight, if any."""
-    pending = [(value, REACH)]
+    pending = [(value, reaches.QUANTIZED)]
     seen = {value}
     while pending:
         read, reach = pending.pop()
@@ -163,7 +161,7 @@ def _is_cast_from_integers(value: ir.Value | None, info: ShapeInfo) -> bool:
 def _operand_sources(product: ir.Node, info: ShapeInfo) -> Iterator[ir.Value]:
     """Yield the operand of a product, then the values before its quantization, up to the tokens."""
     value = product.inputs[OPERANDS[product.domain, product.op_type][0]]
-    for _ in range(REACH):
+    for _ in range(reaches.QUANTIZED):
         if value is None:
             return
         yield value

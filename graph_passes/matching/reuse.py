@@ -20,6 +20,7 @@ from graph_passes.analysis.operator_sets import SELECTIONS
 from graph_passes.analysis.required import producer_of
 from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
+from graph_passes.matching import reaches
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.layout import only_consumer
 from graph_passes.matching.products import ContextProduct, context_product
@@ -37,8 +38,6 @@ __all__ = [
 HEADS = 1
 """The axis of (B, H, S, T) that counts heads."""
 
-REACH = 8
-"""Maximum number of nodes between a softmax and a product that reuses it."""
 
 IN_ORDER = (0, 1, 2, 3)
 
@@ -59,7 +58,10 @@ class HeadSources:
 
 
 def head_sources(
-    value: ir.Value, probabilities: Collection[ir.Value], info: ShapeInfo, reach: int = REACH
+    value: ir.Value,
+    probabilities: Collection[ir.Value],
+    info: ShapeInfo,
+    reach: int = reaches.REUSE,
 ) -> HeadSources | None:
     """Trace the heads of a value to known probabilities; None if it contains anything else.
 
@@ -177,7 +179,7 @@ def products_of(
     values: Sequence[ir.Value], info: ShapeInfo
 ) -> Iterator[tuple[ContextProduct, ir.Value]]:
     """Yield each product with values that reads these probabilities, and its operand."""
-    pending = [(value, REACH) for value in values]
+    pending = [(value, reaches.REUSE) for value in values]
     seen = set(values)
     while pending:
         value, reach = pending.pop()
@@ -212,7 +214,7 @@ def joining_node(context: ir.Value, info: ShapeInfo) -> tuple[ir.Node, ir.Value]
 def whole_values(parts: Sequence[ir.Value], info: ShapeInfo) -> ir.Value | None:
     """The value (B, H, T, V) that ``parts`` divide by heads, in order; None if there is none."""
     node = parts[0].producer()
-    for _ in range(REACH):
+    for _ in range(reaches.REUSE):
         is_part = node is not None and node.op_type in (*CASTS, *SELECTIONS)
         whole = node.inputs[0] if node is not None and is_part else None
         shape = info.shape(whole)

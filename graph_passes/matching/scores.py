@@ -17,6 +17,7 @@ import onnx_ir as ir
 
 from graph_passes.analysis.operator_sets import COPIES, RESHAPES
 from graph_passes.blocks import LogitStep, Mask, PositionBias, Scaled, Weighted
+from graph_passes.matching import reaches
 from graph_passes.matching.element_map import MatchFailure, describe
 from graph_passes.matching.idioms import LOGIT_IDIOMS, PROBABILITY_IDIOMS, SoftmaxMatch
 from graph_passes.matching.layout import LayoutReader
@@ -29,8 +30,6 @@ from graph_passes.matching.products import (
 
 __all__ = ["ContextMatch", "LogitsMatch", "match_context", "match_logits"]
 
-REACH = 16
-"""Maximum number of nodes between scores and softmax; each may have two operands to search."""
 
 MOVES = RESHAPES | {"Transpose"}
 """Operators that change the layout of scores and probabilities."""
@@ -72,7 +71,7 @@ def match_logits(softmax: SoftmaxMatch, reader: LayoutReader) -> LogitsMatch | N
     Raises:
         MatchFailure: The scores come from two products, or the axis does not count keys.
     """
-    path = _find_scores(softmax.logits, reader, REACH, {})
+    path = _find_scores(softmax.logits, reader, reaches.SCORES, {})
     if path is None:
         return None
     product, chain = path

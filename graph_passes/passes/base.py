@@ -101,29 +101,29 @@ class RewritePass(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         # Not in ``requires`` and ``ensures``: the invariants need the interface before the rewrite.
-        with Analyses.of(model) as analyses:
-            prepared = self.require_applicable(analyses)
-            expected = self.expected_interface(interface(model), analyses)
-            modified = self.rewrite_graph(analyses) or prepared
-            if modified:
-                analyses.invalidate()
-            check_invariants(expected, model, after=type(self).__name__)
-            return ir.passes.PassResult(model, modified=modified)
+        original = Analyses.of(model)
+        analyses = self.require_applicable(model)
+        is_prepared = not original.is_current
+        expected = self.expected_interface(interface(model), analyses)
+        modified = self.rewrite_graph(analyses) or is_prepared
+        check_invariants(expected, model, after=type(self).__name__)
+        return ir.passes.PassResult(model, modified=modified)
 
-    def require_applicable(self, analyses: Analyses) -> bool:
+    def require_applicable(self, model: ir.Model) -> Analyses:
         """Run the stages before the rewrite: validate, prepare and check.
 
         Returns:
-            Whether ``prepare`` changed anything.
+            The analyses of the prepared graph.
 
         Raises:
             InvalidArgument: The parameters do not fit the model.
             CannotRewrite: The pass does not apply to the model.
         """
-        self.validate(analyses)
-        prepared = self.prepare(analyses)
+        self.validate(Analyses.of(model))
+        self.prepare(Analyses.of(model))
+        analyses = Analyses.of(model)
         self.check(analyses)
-        return prepared
+        return analyses
 
     # ---- the stages, overridden by passes -------------------------------------------------------
 
@@ -133,13 +133,12 @@ class RewritePass(ir.passes.InPlacePass):
         By default, any model fits.
         """
 
-    def prepare(self, analyses: Analyses) -> bool:
-        """Edit the graph as the later stages need it, and return whether anything changed.
+    def prepare(self, analyses: Analyses) -> None:
+        """Edit the graph as the later stages need it.
 
         The edit is exact, because the pass may still be refused. A second call changes nothing.
         By default, nothing is edited.
         """
-        return False
 
     def check(self, analyses: Analyses) -> None:
         """Raise CannotRewrite if the pass does not apply. The graph does not change.
@@ -163,7 +162,7 @@ class RewritePass(ir.passes.InPlacePass):
 
     def fitted(
         self,
-        analyses: Analyses,
+        model: ir.Model,
         moments_of: MomentsOf | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -175,7 +174,7 @@ class RewritePass(ir.passes.InPlacePass):
         """
         return self
 
-    def unfitted(self, analyses: Analyses) -> Self:
+    def unfitted(self, model: ir.Model) -> Self:
         """The pass with placeholders for the weights, for models that are only timed."""
         return self
 

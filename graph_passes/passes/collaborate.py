@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
 import numpy as np
+import onnx_ir as ir
 from pydantic import BaseModel, Field, InstanceOf
 
 from graph_passes.analyses import Analyses
@@ -121,7 +122,7 @@ class Collaborate(AttentionPass[Mixing]):
 
     def fitted(
         self,
-        analyses: Analyses,
+        model: ir.Model,
         moments_of: MomentsOf | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Self:
@@ -131,7 +132,7 @@ class Collaborate(AttentionPass[Mixing]):
         """
         if not self.targets:
             return self
-        self.require_applicable(analyses)
+        analyses = self.require_applicable(model)
         moments: Mapping[str, TokenMoments] = {}
         if moments_of is not None:
             lossy = {
@@ -139,7 +140,7 @@ class Collaborate(AttentionPass[Mixing]):
             }
             # Truncated heads are refitted once, after the pass; shared keys need exact inputs.
             moments = moments_of(lossy, any(params.is_dense for params in self.targets.values()))
-        targets = self._changed(analyses)
+        targets = self._changed(Analyses.of(model))
         factors: dict[str, HeadFactors] = {}
         for blocks in _equal_weights(targets):
             for block, block_factors in _common_factors(blocks, self.targets, moments):
@@ -152,12 +153,12 @@ class Collaborate(AttentionPass[Mixing]):
         }
         return type(self)(fitted)
 
-    def unfitted(self, analyses: Analyses) -> Self:
+    def unfitted(self, model: ir.Model) -> Self:
         """The pass with placeholder factors, for models that are only timed.
 
         Rotary positions get their own factors, which are computed from the weights.
         """
-        self.require_applicable(analyses)
+        analyses = self.require_applicable(model)
         targets = dict(self.targets)
         for block, params in self._changed(analyses):
             if not block.q.rotary_terms:
@@ -211,9 +212,9 @@ class Collaborate(AttentionPass[Mixing]):
                 shapes |= {value.name or "": shape for value in (cache.past[0], cache.present)}
         return shapes
 
-    def prepare(self, analyses: Analyses) -> bool:
+    def prepare(self, analyses: Analyses) -> None:
         """Decompose fused targets: the scores inside a fused operator cannot be replaced."""
-        return decompose_fused(analyses, self.targets.keys())
+        decompose_fused(analyses.model, self.targets.keys())
 
     def rewrite(self, targets: AttentionTargets[Mixing], analyses: Analyses) -> None:
         info = small_shapes(analyses)

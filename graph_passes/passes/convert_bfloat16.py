@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
-from graph_passes.analysis.operator_sets import GELUS, MICROSOFT
+from graph_passes.analysis.operator_sets import GELUS, MICROSOFT, operators
 from graph_passes.analysis.required import graph_of
 from graph_passes.analysis.shapes import set_missing_types
 from graph_passes.emit.editing import remove_unused
@@ -29,9 +29,10 @@ __all__ = [
 
 FLOAT, BFLOAT16 = ir.DataType.FLOAT, ir.DataType.BFLOAT16
 
-MOVES = frozenset({"Concat", "Expand", "Flatten", "Gather", "GatherElements", "Identity", "Reshape",
-                   "Slice", "Split", "Squeeze", "Tile", "Transpose", "Trilu",
-                   "Unsqueeze"})  # fmt: skip
+MOVES = operators(
+    "Concat Expand Flatten Gather GatherElements Identity Reshape Slice Split Squeeze Tile"
+    " Transpose Trilu Unsqueeze"
+)
 """Operators that only move elements; their output has the type of their input."""
 
 COMPUTES = {

@@ -49,20 +49,17 @@ class DecomposeAttention(AttentionPass[NoParams]):
             _decompose(block, info)
 
 
-def decompose_fused(analyses: Analyses, names: Collection[str]) -> bool:
-    """Decompose the named blocks whose scores or probabilities are inside an operator.
-
-    Returns:
-        Whether any block was decomposed.
-    """
+def decompose_fused(model: ir.Model, names: Collection[str]) -> None:
+    """Decompose the named blocks whose scores or probabilities are inside an operator."""
     fused = [
         block.name
-        for block in analyses.get(find_attention).blocks
+        for block in Analyses.of(model).get(find_attention).blocks
         if block.name in names
         and (block.softmax is None or block.probabilities is None)
         and decomposition_refusal(block) is None
     ]
-    return bool(fused) and DecomposeAttention(fused)(analyses.model).modified
+    if fused:
+        DecomposeAttention(fused)(model)
 
 
 def decomposition_refusal(block: AttentionBlock) -> Refusal | None:

@@ -61,9 +61,9 @@ class FuseGelu(FeedForwardPass[NoParams]):
         return before.with_opset(MICROSOFT, 1) if self.targets else before
 
     def rewrite(self, targets: FeedForwardTargets[NoParams], analyses: Analyses) -> None:
-        opsets = analyses.model.opset_imports
+        opsets, info = analyses.model.opset_imports, small_shapes(analyses)
         for block, _ in targets:
-            gelu = _gelu(block, small_shapes(analyses), opsets)
+            gelu = _gelu(block, info, opsets)
             assert gelu is not None
             operator, value = gelu
             activation = _activation(block)
@@ -84,12 +84,12 @@ def _activation(block: FeedForwardBlock) -> ir.Value:
 
 def fusible_gelus(model: ir.Model) -> list[str]:
     """The names of the feed-forwards in the main graph whose activation can be one operator."""
-    with Analyses.of(model) as analyses:
-        return [
-            block.name
-            for block in FuseGelu.find(analyses)
-            if block.graph is model.graph and FuseGelu.refusal(block, None, analyses) is None
-        ]
+    analyses = Analyses.of(model)
+    return [
+        block.name
+        for block in FuseGelu.find(analyses)
+        if block.graph is model.graph and FuseGelu.refusal(block, None, analyses) is None
+    ]
 
 
 def gelu_refusal(

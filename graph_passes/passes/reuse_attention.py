@@ -115,11 +115,11 @@ class ReuseAttention(AttentionPass[ReusedHeads]):
         check_edges(self.targets, self.find(analyses))
         super().validate(analyses)
 
-    def prepare(self, analyses: Analyses) -> bool:
+    def prepare(self, analyses: Analyses) -> None:
         """Decompose fused targets and fused sources: probabilities must be values of the graph."""
         sources = {source for heads in self.targets.values() for source, _ in heads.values()}
         changed = {block.name for block, _ in self._changed(analyses)}
-        return decompose_fused(analyses, sources | changed)
+        decompose_fused(analyses.model, sources | changed)
 
     def rewrite(self, targets: AttentionTargets[ReusedHeads], analyses: Analyses) -> None:
         by_name = {block.name: block for block in self.find(analyses)}

@@ -123,8 +123,9 @@ class SkipAttention(AttentionPass[Replacement]):
         return refusal or reused_refusal(block, cls.find(analyses))
 
     def rewrite(self, targets: AttentionTargets[Replacement], analyses: Analyses) -> None:
+        info = small_shapes(analyses)
         for block, params in targets:
-            emit_skip(block, params.map_for(block), small_shapes(analyses))
+            emit_skip(block, params.map_for(block), info)
 
 
 def skip_refusal(block: AttentionBlock) -> Refusal | None:

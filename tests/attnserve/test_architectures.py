@@ -288,8 +288,8 @@ def test_prune_heads_every_other_head_equals_masked(cell: Cell):
     """Pruned and masked models have equal outputs; pruned blocks keep their names."""
     path = cell.committed
     blocks = read_attention(load_model(path)).blocks
-    with Analyses.of(load_model(path)) as analyses:
-        assert not any(PruneHeads.refusal(block, None, analyses) for block in blocks)
+    analyses = Analyses.of(load_model(path))
+    assert not any(PruneHeads.refusal(block, None, analyses) for block in blocks)
     masks = {block.name: [head % 2 for head in range(block.num_heads)] for block in blocks}
     model = decomposed(load_model(path))
     PruneHeads(masks)(model)

@@ -82,9 +82,8 @@ def test_fuse_adds_no_macs_and_no_weights(cell: architectures.Cell, provider: st
     """MACs at no length, and no bytes but for a bias of zeros and sizes; shared weights stay so."""
     model = load_model(cell.committed)
     new = model.clone()
-    with Analyses.of(new) as analyses:
-        fuse(new, fusion_passes(new, provider))  # pyright: ignore[reportArgumentType]
-        blocks = analyses.get(read_attention).blocks
+    fuse(new, fusion_passes(new, provider))  # pyright: ignore[reportArgumentType]
+    blocks = Analyses.of(new).get(read_attention).blocks
     before, after = committed_cost(cell.committed), model_cost(new, memory=False)
     assert after.macs is not None or before.macs is None
     if before.macs is not None and after.macs is not None:

@@ -159,17 +159,16 @@ def test_fuse_quantized_model_keeps_its_integers_and_outputs(
     """No activation of these models moves to another integer, so that outputs are equal."""
     model, feed = made(architecture, tool, tmp_path)
     new = model.clone()
-    with Analyses.of(new) as analyses:
-        report = analyses.get(read_attention)
-        assert [unmatched.reason for unmatched in report.unmatched] == []
-        assert len(report.blocks) == 2
-        is_quantized = (architecture, tool) not in UNCHANGED
-        assert {block.is_quantized for block in report.blocks} == {is_quantized}
-        assert {block.kind for block in report.blocks} == {"self"}
-        # ONNX Runtime 1.31 refuses a Reshape behind a DequantizeLinear of unsigned bytes in later
-        # opsets.
-        old = tool.startswith("static") and architecture in ("GPT-2", "Llama")
-        fuse(new, fusion_passes(new, operators=["multi_head"] if old else None))
+    report = Analyses.of(new).get(read_attention)
+    assert [unmatched.reason for unmatched in report.unmatched] == []
+    assert len(report.blocks) == 2
+    is_quantized = (architecture, tool) not in UNCHANGED
+    assert {block.is_quantized for block in report.blocks} == {is_quantized}
+    assert {block.kind for block in report.blocks} == {"self"}
+    # ONNX Runtime 1.31 refuses a Reshape behind a DequantizeLinear of unsigned bytes in later
+    # opsets.
+    old = tool.startswith("static") and architecture in ("GPT-2", "Llama")
+    fuse(new, fusion_passes(new, operators=["multi_head"] if old else None))
     before, after = kinds(model), kinds(new)
     assert after["Softmax"] == after["Erf"] == after["Tanh"] == 0
     attention = after["Attention"] + after["MultiHeadAttention"]

@@ -13,7 +13,6 @@ import onnx_ir as ir
 from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
-from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.factorize.moments import TokenMoments
@@ -375,8 +374,7 @@ def apply_config(
     """
     count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
     mask = [1] * config.kept + [0] * (count - config.kept)
-    with Analyses.of(model) as analyses:
-        for graph_pass in config.passes(block, mask):
-            if moments is not None:
-                graph_pass = graph_pass.fitted(analyses, lambda _, __: {block.name: moments})
-            graph_pass(model)
+    for graph_pass in config.passes(block, mask):
+        if moments is not None:
+            graph_pass = graph_pass.fitted(model, lambda _, __: {block.name: moments})
+        graph_pass(model)

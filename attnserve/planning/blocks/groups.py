@@ -66,7 +66,7 @@ def group_blocks(
         ffn: Allow the removal of neurons.
     """
     blocks_by_weight: dict[object, list[Block]] = {}
-    analyses = Analyses(model)
+    analyses = Analyses.of(model)
     for block in attention:
         if block.graph is model.graph and block.output is not None:
             blocks_by_weight.setdefault(origin(block.output.weight.value), []).append(block)

@@ -8,7 +8,7 @@ applied to a copy of the model, whose loss is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -43,7 +43,6 @@ from attnserve.planning.blocks.loss_estimation import LossEstimator
 from attnserve.planning.heads.selection import Reuse, edges_of
 from attnserve.precision.convert import Precision, convert_alone
 from attnserve.runtime.interface import Batch
-from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, FeedForwardBlock
 from graph_passes.errors import IMPOSSIBLE
 from graph_passes.factorize.moments import TokenMoments
@@ -210,7 +209,7 @@ class _ChangeLosses:
         plain = self.model.clone()
         moments: dict[str, TokenMoments] = {}
         if names:
-            _decompose(plain, names)
+            decompose_fused(plain, names)
             blocks = [block for block in find_attention(plain).blocks if block.name in names]
             moments = collect_moments(plain, blocks, self.batches, context=self.silent)
         losses: dict[str, dict[str, float]] = {}
@@ -231,7 +230,7 @@ class _ChangeLosses:
         if not pairs:
             return
         plain = self.model.clone()
-        _decompose(
+        decompose_fused(
             plain, {name for pair in pairs for name in (*pair.source.names, *pair.reader.names)}
         )
         blocks = {block.name: block for block in find_attention(plain).blocks}
@@ -329,11 +328,6 @@ def _by_group(
         missing[group] -= 1
         if not missing[group]:
             yield group, sums.pop(group)
-
-
-def _decompose(model: ir.Model, names: Collection[str]) -> None:
-    with Analyses.of(model) as analyses:
-        decompose_fused(analyses, names)
 
 
 def _split(batches: Sequence[Batch]) -> tuple[list[Batch], list[Batch]]:

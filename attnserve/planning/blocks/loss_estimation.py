@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel, depending_on
+from attnserve.calibration.layerwise import LayerwiseRunner, SegmentedModel
 from attnserve.calibration.linear_maps import find_sites, install
 from attnserve.checks.quality import QualityMeter
 from attnserve.context import RunContext
 from attnserve.runtime.interface import Batch
+from attnserve.runtime.observer import dependents
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 
@@ -110,7 +111,8 @@ class LossEstimator:
             session = open_session(other, self.context.device)
             return self._loss(session.run(None, batch) for batch in self.batches)
         self._go_to(self.places[first])
-        changed = depending_on(self._part.graph, self._nodes[first])
+        outputs = [value for node in self._nodes[first] for value in node.outputs]
+        changed = dependents(self._part.graph, outputs)
         known = [
             {v.name or "": array for v, array in state.items() if v not in changed}
             for state in self._states

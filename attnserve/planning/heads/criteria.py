@@ -18,7 +18,6 @@ from attnserve.planning.heads.files import Masks
 from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
 from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.runtime.interface import Batch
-from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
@@ -101,10 +100,7 @@ def observable_blocks(
         names: The blocks whose probabilities are needed.
     """
     plain = model.clone()
-    with Analyses.of(plain) as analyses:
-        decompose_fused(
-            analyses, [b.name for b in analyses.get(find_attention).blocks if b.name in names]
-        )
+    decompose_fused(plain, names)
     blocks = [
         block
         for block in find_attention(plain).blocks

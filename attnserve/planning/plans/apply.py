@@ -89,19 +89,18 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
         InvalidArgument: A step needs data, or this machine cannot apply it.
         AttnserveError: A step does not fit the model or the data.
     """
-    with state:
-        for step in steps:
-            if step.needs_data and state.job.data is None:
-                raise InvalidArgument(
-                    f"the step {step.name} of the plan needs data",
-                    "give `calib`",
-                    code="plan.needs_data",
-                )
-            if (refusal := step.refusal()) is not None:
-                fix = "make the plan for this machine"
-                raise refusal.error(step.name, fix, kind=InvalidArgument, area="plan")
-            if not isinstance(step, RunPass):
-                state.finish_rewrites()
-            step.apply(state)
-        state.finish_rewrites()
+    for step in steps:
+        if step.needs_data and state.job.data is None:
+            raise InvalidArgument(
+                f"the step {step.name} of the plan needs data",
+                "give `calib`",
+                code="plan.needs_data",
+            )
+        if (refusal := step.refusal()) is not None:
+            fix = "make the plan for this machine"
+            raise refusal.error(step.name, fix, kind=InvalidArgument, area="plan")
+        if not isinstance(step, RunPass):
+            state.finish_rewrites()
+        step.apply(state)
+    state.finish_rewrites()
     return state

@@ -73,6 +73,7 @@ class PassRunner:
     end.
 
     Attributes:
+        model: The model, which the passes change.
         fit: Refit the outputs of changed blocks. False only measures the distance to the original.
         changes: The changes so far.
         lossy: The blocks that changed by more than rounding, in order.
@@ -82,7 +83,7 @@ class PassRunner:
     """
 
     job: Job
-    analyses: Analyses
+    model: ir.Model
     fit: bool
     changes: list[RecordedChange] = field(default_factory=list[RecordedChange])
     lossy: dict[str, None] = field(default_factory=dict[str, None])
@@ -91,8 +92,8 @@ class PassRunner:
     needs_refit: bool = False
 
     @property
-    def model(self) -> ir.Model:
-        return self.analyses.model
+    def analyses(self) -> Analyses:
+        return Analyses.of(self.model)
 
     def run(self, graph_pass: RewritePass) -> None:
         """Run a pass.
@@ -103,7 +104,7 @@ class PassRunner:
             InvalidModel: A rewritten block fails certification.
         """
         progress = self.job.context.stage("factor")
-        graph_pass = graph_pass.fitted(self.analyses, self._moments_of, progress)
+        graph_pass = graph_pass.fitted(self.model, self._moments_of, progress)
         if graph_pass.lossy and isinstance(graph_pass, BlockPass):
             self._run_lossy(cast("BlockPass[Any, Any]", graph_pass))
         else:
@@ -187,7 +188,6 @@ class PassRunner:
             context=self.job.context, fit=self.fit,
             feed=lambda batch: shaped_for(self.model, batch, empty),
         )  # fmt: skip
-        self.analyses.invalidate()
         self.needs_refit = False
         if self.fit:
             self.unfitted = tuple(sorted(name for name, fit in refits.items() if fit.is_shared))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -16,7 +15,6 @@ from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.rewriting import ApplyReport, PassRunner, exact_changes
 from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
-from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.passes.base import RewritePass
 
@@ -57,13 +55,6 @@ class State:
     rounding: Mapping[WeightKey, Rounding] | None = None
     converted: ir.Model | None = None
     _rewriting: PassRunner | None = None
-    _scope: ExitStack = field(default_factory=ExitStack)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._scope.close()
 
     @property
     def result(self) -> ir.Model:
@@ -71,11 +62,10 @@ class State:
         return self.model if self.converted is None else self.converted
 
     def runner(self) -> PassRunner:
-        """The passes since the last ``finish_rewrites``; they share the analyses of the graph."""
+        """The passes since the last ``finish_rewrites``."""
         if self._rewriting is None:
-            analyses = self._scope.enter_context(Analyses.of(self.model))
             fit = self.fit and self.job.data is not None
-            self._rewriting = PassRunner(self.job, analyses, fit)
+            self._rewriting = PassRunner(self.job, self.model, fit)
         return self._rewriting
 
     def fuse(self, precision: Precision) -> tuple[RewritePass, ...]:
@@ -91,4 +81,3 @@ class State:
         if self._rewriting is not None:
             self.applied = self.applied.then(self._rewriting.finish())
             self._rewriting = None
-            self._scope.close()

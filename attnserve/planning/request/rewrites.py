@@ -68,11 +68,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     """
     if rewrites.are_given:
         require_attention(job.matches)
-    with Analyses.of(job.original) as analyses:
-        return _plan_request(Request(rewrites, job, analyses))
-
-
-def _plan_request(request: Request) -> PlannedRequest:
+    request = Request(rewrites, job, Analyses.of(job.original))
     rewrites = request.rewrites
     skipped = choose_skipped(request)
     masks = choose_masks(request, skipped)

@@ -20,6 +20,7 @@ from attnserve.checks.benchmark import BenchReport, Measurement
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD, Device
 from attnserve.options import Run
+from attnserve.runtime.memory_use import peak_bytes
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
@@ -114,7 +115,7 @@ def test_bench_counts_macs_and_rate(report: BenchReport):
 def test_bench_peak_memory_excludes_the_parent(folder: Path):
     ballast = np.ones(2**27, dtype=np.uint8)  # 128 MiB that only the parent holds
     ballast_run = bench([folder / "small.onnx"], sequences=(8,), rounds=1).results[0]
-    own = measure._peak_rss_bytes()
+    own = peak_bytes()
     assert ballast.all() and own > 2**27
     assert 2**24 < ballast_run.peak_rss_bytes < own
 

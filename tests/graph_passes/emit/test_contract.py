@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -102,18 +101,13 @@ EMISSIONS = {
 }
 
 
-OPEN = ExitStack()
-"""The analyses of the unchanged graphs, which all tests share."""
-
-
 @cache
 def found(source: str, opset: int) -> tuple[ir.Model, AttentionBlock]:
     """The graph at this opset at least, or as it is, and its block; no test changes them."""
     model = SOURCES[source].build()
     if opset:
         raise_opset(model, opset)
-    analyses = OPEN.enter_context(Analyses.of(model))
-    (block,), _ = analyses.get(find_attention)
+    (block,), _ = Analyses.of(model).get(find_attention)
     return model, block
 
 
@@ -128,8 +122,7 @@ def block_of(source: str, emission: str) -> tuple[ir.Model, AttentionBlock, Atte
 def refusal_code(source: str, emission: str) -> str:
     """Why the pass cannot emit the graph; empty if it can."""
     model, block, rewrite = block_of(source, emission)
-    with Analyses.of(model) as analyses:
-        refusal = rewrite.refusal(block, rewrite.targets[block.name], analyses)
+    refusal = rewrite.refusal(block, rewrite.targets[block.name], Analyses.of(model))
     return "" if refusal is None else refusal.code
 
 

@@ -111,12 +111,12 @@ def test_fuse_attention_operator_with_projections_is_refused(form: FusedOperator
 def test_lossy_rewrites_of_quantized_weights_are_refused(how: str) -> None:
     model = quantized(how)
     block = only(model)
-    with Analyses.of(model) as analyses:
-        refusals = {
-            each.name: each.refusal(block, None, analyses)
-            for each in PASSES
-            if issubclass(each, AttentionPass) and each.lossy
-        }
+    analyses = Analyses.of(model)
+    refusals = {
+        each.name: each.refusal(block, None, analyses)
+        for each in PASSES
+        if issubclass(each, AttentionPass) and each.lossy
+    }
     assert {name: refusal and refusal.code for name, refusal in refusals.items()} == dict.fromkeys(
         refusals, "quantized"
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+from weakref import ref
 
 import numpy as np
 import onnx_ir as ir
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from attnserve.checks.certify import read_attention
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
@@ -213,9 +216,8 @@ def test_pass_stages_run_in_order_and_a_refused_block_is_not_rewritten() -> None
         def validate_params(cls, block: AttentionBlock, params: NoParams) -> None:
             stages.append(f"validate {block.name}")
 
-        def prepare(self, analyses: Analyses) -> bool:
+        def prepare(self, analyses: Analyses) -> None:
             stages.append("prepare")
-            return False
 
         @classmethod
         def refusal(
@@ -240,15 +242,14 @@ def test_pass_parameters_that_do_not_fit_a_block_are_invalid_arguments() -> None
 def test_sizes_of_a_block_are_those_after_the_rewrite() -> None:
     model = layers(2)
     pruned, collaborative = PruneHeads({FIRST: (1, 0, 1)}), Collaborate({FIRST: {"rank": 5}})
-    with Analyses.of(model) as analyses:
-        pruned(model)
-        assert pruned.sizes(FIRST, analyses.get(find_attention).blocks[0]) == {"heads": 2}
-        factored = collaborative.fitted(analyses)
-        factored(model)
-        block = analyses.get(find_attention).blocks[0]
-        expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
-        assert factored.sizes(FIRST, block) == expected
-        assert (factored.approximation_error(FIRST) or 0) > 0
+    pruned(model)
+    assert pruned.sizes(FIRST, find_attention(model).blocks[0]) == {"heads": 2}
+    factored = collaborative.fitted(model)
+    factored(model)
+    block = find_attention(model).blocks[0]
+    expected = {"heads": 2, "rank": 5, "head_size": None, "cache_width": None}
+    assert factored.sizes(FIRST, block) == expected
+    assert (factored.approximation_error(FIRST) or 0) > 0
     assert collaborative.sizes(FIRST, block) == {"heads": 2}
     assert collaborative.approximation_error(FIRST) is None
     assert SkipAttention({FIRST: "affine"}).sizes(FIRST, None) == {"heads": 0}
@@ -371,7 +372,7 @@ def test_pass_that_breaks_an_invariant_raises_and_leaves_no_metadata(
 # ---- cached analyses ----------------------------------------------------------------------------
 
 
-def test_context_computes_an_analysis_once_until_a_pass_changes_the_graph() -> None:
+def test_analysis_is_computed_once_until_a_pass_changes_the_graph() -> None:
     calls: list[int] = []
 
     def count_nodes(model: ir.Model, minimum: int = 0) -> int:
@@ -379,29 +380,69 @@ def test_context_computes_an_analysis_once_until_a_pass_changes_the_graph() -> N
         return max(minimum, len(model.graph))
 
     model = layers(2)
-    with Analyses.of(model) as analyses:
-        before = analyses.get(count_nodes)
-        assert analyses.get(count_nodes) == before and calls == [0]
-        analyses.get(count_nodes, minimum=3)
-        assert calls == [0, 3]
-        PruneHeads({FIRST: (1, 1, 1)})(model)
-        assert analyses.get(count_nodes) == before and calls == [0, 3]
-        SkipAttention({FIRST: "constant"})(model)
-        assert analyses.get(count_nodes) < before and calls == [0, 3, 0]
-        analyses.invalidate()
-        analyses.get(count_nodes)
-        assert calls == [0, 3, 0, 0]
-    assert dict(model.meta) == {}
+    before = Analyses.of(model).get(count_nodes)
+    assert Analyses.of(model).get(count_nodes) == before and calls == [0]
+    Analyses.of(model).get(count_nodes, minimum=3)
+    assert calls == [0, 3]
+    PruneHeads({FIRST: (1, 1, 1)})(model)
+    assert Analyses.of(model).get(count_nodes) == before and calls == [0, 3]
+    assert Analyses.of(model.clone()).get(count_nodes) == before and calls == [0, 3, 0]
+    SkipAttention({FIRST: "constant"})(model)
+    assert Analyses.of(model).get(count_nodes) < before and calls == [0, 3, 0, 0]
 
 
-def test_context_of_a_model_is_shared_inside_the_block_and_not_with_a_clone() -> None:
+def replace_weight(model: ir.Model) -> None:
+    value = next(iter(model.graph.initializers.values()))
+    assert value.const_value is not None
+    value.const_value = ir.tensor(value.const_value.numpy() * 2)
+
+
+def remove_node(model: ir.Model) -> None:
+    (node,) = [user for user, _ in model.graph.inputs[0].uses()][:1]
+    node.outputs[0].replace_all_uses_with(model.graph.inputs[0])
+    model.graph.remove(node, safe=True)
+
+
+def set_length(model: ir.Model) -> None:
+    model.graph.inputs[0].shape = ir.Shape([2, 7, D])
+
+
+EDITS: dict[str, Callable[[ir.Model], object]] = {
+    "node removed": remove_node,
+    "node inserted": lambda model: model.graph.append(ir.node("Neg", [model.graph.inputs[0]])),
+    "node moved": lambda model: model.graph.insert_before(model.graph[0], model.graph[-1]),
+    "node renamed": lambda model: setattr(model.graph[0], "name", "other"),
+    "operator changed": lambda model: setattr(model.graph[0], "op_type", "Other"),
+    "attribute added": lambda model: model.graph[0].attributes.add(ir.AttrInt64("axis", 0)),
+    "input replaced": lambda model: model.graph[1].replace_input_with(0, model.graph.inputs[0]),
+    "weight replaced": replace_weight,
+    "length of an input fixed": set_length,
+    "opset raised": lambda model: model.opset_imports.update({"": 99}),
+    "graph replaced": lambda model: setattr(model, "graph", model.clone().graph),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_edit_outside_a_pass_is_noticed(edit: Callable[[ir.Model], object]) -> None:
+    calls: list[ir.Model] = []
     model = layers(1)
-    with Analyses.of(model) as analyses:
-        with Analyses.of(model) as inner:
-            assert inner is analyses
-        with Analyses.of(model.clone()) as other:
-            assert other is not analyses and other.model is not model
-        assert analyses.get(find_attention) is analyses.get(find_attention)
+    analyses = Analyses.of(model)
+    analyses.get(calls.append)
+    edit(model)
+    assert not analyses.is_current
+    with pytest.raises(RuntimeError, match=r"Analyses\.of"):
+        analyses.get(find_attention)
+    Analyses.of(model).get(calls.append)
+    assert len(calls) == 2
+
+
+def test_analyses_do_not_keep_a_model() -> None:
+    model = layers(2)
+    assert Analyses.of(model).get(read_attention).blocks
+    weak = ref(model)
+    del model
+    gc.collect()
+    assert weak() is None
 
 
 def fused_layers() -> ir.Model:
@@ -438,25 +479,23 @@ def test_pass_finds_attention_once_and_again_only_after_decomposing(
         monkeypatch.setattr(module, "find_attention", counted)
     build, rewrite = (READ_ONCE | READ_TWICE)[case]
     model = build()
-    with Analyses.of(model):
-        assert rewrite(model).modified
+    assert rewrite(model).modified
     assert len(calls) == (2 if case in READ_TWICE else 1)
     assert dict(model.meta) == {}
 
 
 def test_pass_that_only_prepares_reports_the_change() -> None:
     class OnlyPrepares(RewritePass):
-        def prepare(self, analyses: Analyses) -> bool:
-            return decompose_attention.decompose_fused(analyses, {FIRST})
+        def prepare(self, analyses: Analyses) -> None:
+            decompose_attention.decompose_fused(analyses.model, {FIRST})
 
         def rewrite_graph(self, analyses: Analyses) -> bool:
             return False
 
     model = fused_layers()
-    with Analyses.of(model) as analyses:
-        assert analyses.get(find_attention).blocks[0].softmax is None
-        assert OnlyPrepares()(model).modified
-        assert analyses.get(find_attention).blocks[0].softmax is not None
+    assert Analyses.of(model).get(find_attention).blocks[0].softmax is None
+    assert OnlyPrepares()(model).modified
+    assert Analyses.of(model).get(find_attention).blocks[0].softmax is not None
     assert_unchanged(model, OnlyPrepares())
 
 

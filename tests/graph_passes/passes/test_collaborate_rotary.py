@@ -54,9 +54,9 @@ def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
 
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
     shared = {"rank": rank, "head_size": head_size}
-    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = [block.name for block in analyses.get(find_attention).blocks]
-        Collaborate(dict.fromkeys(names, shared))(model)
+    found = Analyses.of(model).get(find_attention)  # the pass reads the same blocks
+    names = [block.name for block in found.blocks]
+    Collaborate(dict.fromkeys(names, shared))(model)
     return model
 
 
@@ -117,9 +117,8 @@ REFUSED = {
 @pytest.mark.parametrize("cell", REFUSED, ids=str)
 def test_collaborate_rotary_unsupported_block_raises(cell: Cell) -> None:
     model = load_model(cell.committed)
-    with Analyses.of(model) as analyses:
-        block = find_attention(model).blocks[0]
-        refusal = Collaborate.refusal(block, None, analyses)
+    block = find_attention(model).blocks[0]
+    refusal = Collaborate.refusal(block, None, Analyses.of(model))
     assert refusal is not None
     assert refusal.code == REFUSED[cell]
     with raises(CannotRewrite, f"rewrite.{refusal.code}"):

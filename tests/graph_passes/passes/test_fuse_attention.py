@@ -86,9 +86,9 @@ each_microsoft_form = pytest.mark.parametrize("form", [form for form in FORMS if
 def fuse(model: ir.Model, form: FusedOperator, *names: str) -> ir.Model:
     """Fuse all blocks, or those with these names."""
     raised(model, form)
-    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = names or tuple(block.name for block in analyses.get(find_attention).blocks)
-        result = FuseAttention(dict.fromkeys(names, form))(model)
+    found = Analyses.of(model).get(find_attention)  # the pass reads the same blocks
+    names = names or tuple(block.name for block in found.blocks)
+    result = FuseAttention(dict.fromkeys(names, form))(model)
     assert result.modified
     return result.model
 

@@ -105,9 +105,9 @@ def assert_is_forwarding(
     model = build()
     arrays = feeds(model)
     expected = run(grafted(model.clone(), edges), arrays)
-    with Analyses.of(model) as analyses:  # the pass reads the blocks that are found here
-        names = [block.name for block in analyses.get(find_attention).blocks]
-        reuse(model, edges)
+    found = Analyses.of(model).get(find_attention)  # the pass reads the same blocks
+    names = [block.name for block in found.blocks]
+    reuse(model, edges)
     got = run(model, arrays)
     assert got.dtype == expected.dtype
     np.testing.assert_allclose(got, expected, atol=atol, rtol=atol)
