@@ -18,11 +18,11 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
+from service.api.exchange import Exchange
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine, serve_at
 from service.api.responses import respond
 from service.api.texts import SomeTexts, VectorOptions, embed_texts, with_token_ids
 from service.engine.engine import Engine
-from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownField, UnknownModel
 
 ERRORS: dict[int, tuple[str, str | None]] = {
@@ -184,15 +184,15 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
 @router.get("/models")
 async def models(request: Request) -> ModelCards:
     """The loaded models."""
-    repository: Repository = request.app.state.repository
+    repository = Exchange.of(request).repository
     names = dict.fromkeys(engine.name for engine in repository.engines())
     return ModelCards(data=[_card(repository.engine(name)) for name in names])
 
 
-@router.get("/models/{name}")
-async def model(request: Request, name: str) -> ModelCard:
+@serve_at(router, "/models/{name}", method="GET")
+async def model(request: Request) -> ModelCard:
     """One loaded model."""
-    return _card(get_engine(request, name))
+    return _card(get_engine(request))
 
 
 def _card(engine: Engine) -> ModelCard:

@@ -6,8 +6,6 @@ import asyncio
 import math
 import zlib
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
-from functools import partial
 from time import perf_counter
 from typing import Annotated, Any, TypeVar, cast
 
@@ -22,22 +20,16 @@ from starlette.requests import ClientDisconnect
 from attnserve.literals import Side
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import InvalidData
-from service.budget import Budget
+from service.api.exchange import Exchange
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
-from service.engine.repository import Repository
 from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, UnknownField
-from service.settings import Settings
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 B = TypeVar("B", bound=BaseModel)
 
 Name = Annotated[str, Field(max_length=1024)]
-
-
-SMALL_BYTES = 262_144
-"""Maximum size of an answer that does not wait for free memory."""
 
 MAX_FIELDS = 100
 """Maximum number of fields of an object, because each unknown field creates an error object."""
@@ -75,42 +67,58 @@ class Extensible(Body):
     model_config = ConfigDict(extra="allow")
 
 
-def model_route(
-    router: APIRouter, path: str, method: str = "GET", **options: Any
+def serve_at(
+    router: APIRouter, *paths: str, method: str = "POST", **options: Any
 ) -> Callable[[F], F]:
-    """Return a decorator that serves ``path`` below a model, and below one version of the model.
+    """Return a decorator that serves all ``paths``.
+
+    ``{name}`` and ``{version}`` in a path are those of the model (``get_engine``).
 
     ``options`` are arguments of ``APIRouter.add_api_route``.
     """
 
     def add(function: F) -> F:
-        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
-        add_route(f"/models/{{name}}{path}")
-        in_version = f"/models/{{name}}/versions/{{version}}{path}"
-        add_route(in_version, dependencies=[Depends(_declare_version)])
+        for path in paths:
+            parameters = [Depends(declare) for name, declare in DECLARED.items() if name in path]
+            router.add_api_route(
+                path, function, methods=[method], dependencies=parameters, **options
+            )
         return function
 
     return add
 
 
-def _declare_version(version: str) -> None:
-    """Add the path parameter, which ``get_engine`` reads, to the OpenAPI document."""
+def model_paths(path: str) -> tuple[str, str]:
+    """``path`` below a model, and below one version of the model."""
+    return f"/models/{{name}}{path}", f"/models/{{name}}/versions/{{version}}{path}"
+
+
+def _declare_name(name: str) -> None: ...
+
+
+def _declare_version(version: str) -> None: ...
+
+
+DECLARED = {"{name}": _declare_name, "{version}": _declare_version}
+"""Dependencies that add the path parameters of ``get_engine`` to the OpenAPI document."""
 
 
 def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """Get the engine of a model to read its description; ``acquire_engine`` gets it for a run."""
-    repository: Repository = request.app.state.repository
-    return repository.engine(name, version or request.path_params.get("version"))
+    """Get the engine of a model to read its description; ``acquire_engine`` gets it for a run.
+
+    Args:
+        name: The name of the model if the path has none; None for the only model.
+        version: The version if the path has none; None for the highest.
+    """
+    path = request.path_params
+    repository = Exchange.of(request).repository
+    return repository.engine(path.get("name", name), path.get("version", version))
 
 
 def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """Acquire the engine of a model until this request is answered.
+    """Acquire the engine of ``get_engine`` until this request is answered.
 
     Call the function after reading the body: a slow client must not keep an old version in memory.
-
-    Args:
-        name: The name of the model; None for the only model.
-        version: None for the version in the path, else the highest.
 
     Raises:
         NotReady: The model is not loaded.
@@ -118,29 +126,8 @@ def acquire_engine(request: Request, name: str | None = None, version: str | Non
     """
     engine = get_engine(request, name, version)
     engine.acquire()
-    hold(request, engine.release)
+    Exchange.of(request).held.callback(engine.release)
     return engine
-
-
-def hold(request: Request, release: Callable[[], object]) -> None:
-    """Call ``release`` after the answer of this request was sent."""
-    held: ExitStack = request.scope["attnserve.held"]
-    held.callback(release)
-
-
-async def hold_answer(request: Request, size: int, deadline: float | None) -> None:
-    """Wait for ``size`` free bytes for an answer, and reserve them until it was sent.
-
-    Small answers do not wait, because the limit of waiting rows bounds their total.
-
-    Raises:
-        DeadlineExceeded: The deadline passed before the bytes were free.
-    """
-    if size <= SMALL_BYTES:
-        return
-    budget: Budget = request.app.state.answers
-    await budget.wait(size, deadline)
-    hold(request, partial(budget.give_back, size))
 
 
 async def read_body(request: Request) -> bytes | bytearray:
@@ -155,8 +142,8 @@ async def read_body(request: Request) -> bytes | bytearray:
         ClientGone: The client disconnected.
         Overloaded: The bodies of open requests have ``max_open_bytes`` in total.
     """
-    settings: Settings = request.app.state.settings
-    limit = settings.max_body_bytes
+    exchange = Exchange.of(request)
+    limit = exchange.repository.settings.max_body_bytes
     too_large = TooLarge(f"the body is larger than {limit} bytes", "split the request")
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
@@ -168,17 +155,15 @@ async def read_body(request: Request) -> bytes | bytearray:
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length[:20]) > limit:
         raise too_large
-    budget: Budget = request.app.state.bodies
-
     taken = 0
 
     def take(size: int) -> None:
         nonlocal taken
-        budget.take(size)
+        exchange.bodies.take(size)
         taken += size
 
     # One release for the whole body, not one for each chunk: a client may send single bytes.
-    hold(request, lambda: budget.give_back(taken))
+    exchange.held.callback(lambda: exchange.bodies.give_back(taken))
     body: bytes | bytearray = bytearray()
     try:
         async for chunk in request.stream():
@@ -191,7 +176,7 @@ async def read_body(request: Request) -> bytes | bytearray:
     if encoding != "identity":
         body = _decompress(body, encoding, limit)
         take(len(body))
-    request.state.started = perf_counter()
+    exchange.started = perf_counter()
     return body
 
 
@@ -243,7 +228,8 @@ def deadline_of(request: Request, timeout_us: int | None = None) -> float:
     Raises:
         InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
     """
-    settings: Settings = request.app.state.settings
+    exchange = Exchange.of(request)
+    settings = exchange.repository.settings
     timeout = request.headers.get("x-timeout-ms", settings.timeout_ms)
     try:
         timeout_ms = float(timeout)
@@ -255,9 +241,7 @@ def deadline_of(request: Request, timeout_us: int | None = None) -> float:
             f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}",
             "send a number in this range, or leave the header out",
         )
-    return request.state.started + min(
-        timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf
-    )
+    return exchange.started + min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
 
 
 async def run_task(
@@ -277,6 +261,19 @@ async def run_task(
     """
     work = engine.run_task(task, texts, truncate=truncate, side=side, deadline=deadline_of(request))
     return await cancel_on_disconnect(request, work)
+
+
+async def run_tokenizer(
+    request: Request, engine: Engine, texts: Sequence[Text], work: Callable[..., Sequence[T]]
+) -> Sequence[T]:
+    """Run ``Engine.tokenize`` within the time limit, until the client disconnects.
+
+    Raises:
+        InvalidData: x-timeout-ms is invalid, or ``Engine.tokenize`` refuses the texts.
+        ClientGone: The client disconnected.
+    """
+    tokenized = engine.tokenize(texts, work, deadline=deadline_of(request))
+    return await cancel_on_disconnect(request, tokenized)
 
 
 async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -313,14 +310,12 @@ class JsonRoute(APIRoute):
         schema = field.field_info.annotation
         is_required = field.field_info.is_required()
         assert isinstance(schema, type) and issubclass(schema, BaseModel)
-        path_parameters = [parameter.name for parameter in self.dependant.path_params]
 
         async def handle(request: Request) -> Response:
             content = await self.read(request)
             body = schema() if not content and not is_required else parse_json(content, schema)
             del content  # it may be large, and the request may wait
-            values = {name: request.path_params[name] for name in path_parameters}
-            return await self.endpoint(request=request, body=body, **values)
+            return await self.endpoint(request=request, body=body)
 
         return handle
 

@@ -15,6 +15,7 @@ from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
+from service.api.exchange import Exchange
 from service.cost import AnswerCost
 from service.engine.answer import Answer, TextAnswer
 from service.engine.engine import Engine
@@ -56,11 +57,12 @@ async def respond(
     if isinstance(answer, TextAnswer) and answer.vectors.size > SLICE:
         content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
-    total_ms = (perf_counter() - request.state.started) * 1e3
+    exchange = Exchange.of(request)
+    total_ms = (perf_counter() - exchange.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
     engine.metrics.record_request(cost)
     fields = cost.to_json()
-    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **fields}
+    exchange.cost = {"model": engine.name, "version": engine.version, **fields}
     headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in fields.items()}
     headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
     headers["x-model-version"] = engine.version

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from attnserve import __version__
@@ -22,17 +22,18 @@ from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
+from service.api.exchange import Exchange
 from service.api.ranking import query_pairs, ranked_by_score
 from service.api.requests import (
     Body,
     JsonRoute,
     acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
     get_engine,
     parse_json,
     read_body,
     run_task,
+    run_tokenizer,
+    serve_at,
 )
 from service.api.responses import json_response, respond
 from service.api.tei_bodies import (
@@ -139,25 +140,14 @@ router = APIRouter(
 )
 
 
-def _declare_name(name: str) -> None:
-    """Add the path parameter, which ``_engine`` reads, to the OpenAPI document."""
-
-
-def _route(path: str, method: str = "POST", **options: Any) -> Callable[[F], F]:
+def _route(path: str, **options: Any) -> Callable[[F], F]:
     """Return a decorator that serves ``path``, also below a model."""
-
-    def add(function: F) -> F:
-        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
-        add_route(path)
-        add_route(f"/models/{{name}}{path}", dependencies=[Depends(_declare_name)])
-        return function
-
-    return add
+    return serve_at(router, path, f"/models/{{name}}{path}", **options)
 
 
 def _engine(request: Request, body: TeiBody) -> Engine:
     """The engine of the model in the path or the body."""
-    return acquire_engine(request, request.path_params.get("name", body.model), body.version)
+    return acquire_engine(request, body.model, body.version)
 
 
 @_route("/embed", response_model=list[list[float]])
@@ -254,9 +244,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
     work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
-    rows = await cancel_on_disconnect(
-        request, engine.tokenize(texts, work, deadline=deadline_of(request))
-    )
+    rows = await run_tokenizer(request, engine, texts, work)
     return json_response(
         [
             [
@@ -280,16 +268,13 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
     engine = _engine(request, body)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    texts = await cancel_on_disconnect(
-        request, engine.tokenize(rows, work, deadline=deadline_of(request))
-    )
-    return json_response(texts)
+    return json_response(await run_tokenizer(request, engine, rows, work))
 
 
-@_route("/info", "GET")
+@_route("/info", method="GET")
 async def info(request: Request) -> Info:
     """The served model and the limits of the server."""
-    engine = get_engine(request, request.path_params.get("name"))
+    engine = get_engine(request)
     model, settings = engine.model, engine.settings
     encoder = model.encoder
     return Info(
@@ -307,11 +292,12 @@ async def info(request: Request) -> Info:
     )
 
 
-@_route("/health", "GET", response_class=Response)
+@_route("/health", method="GET", response_class=Response)
 async def health(request: Request) -> Response:
     """200 if the model of the path runs; without a model in the path, if the server is ready."""
-    name, repository = request.path_params.get("name"), request.app.state.repository
-    if not (repository.ready if name is None else repository.runs(get_engine(request, name))):
+    repository = Exchange.of(request).repository
+    runs = repository.runs(get_engine(request)) if request.path_params else repository.ready
+    if not runs:
         raise NotReady("unhealthy", "wait until the models are loaded, or see the log")
     return Response()
 
@@ -338,7 +324,7 @@ async def invoke(request: Request) -> Response:
     """The main route of the model: /embed, /embed_sparse, /rerank or /predict."""
     content = await read_body(request)
     named = parse_json(content, TeiBody)
-    engine = get_engine(request, request.path_params.get("name", named.model), named.version)
+    engine = get_engine(request, named.model, named.version)
     _, route, schema = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
     return await route(request, parse_json(content, schema))
 

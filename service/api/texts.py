@@ -20,15 +20,7 @@ from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.serving.activations import scores_of
 from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
-    run_task,
-)
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run_task, run_tokenizer
 from service.api.responses import json_response, respond
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
@@ -296,9 +288,7 @@ async def tokenize(request: Request, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = acquire_engine(request, body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings = await cancel_on_disconnect(
-        request, engine.tokenize(body.inputs, work, deadline=deadline_of(request))
-    )
+    encodings: Sequence[Encoding] = await run_tokenizer(request, engine, body.inputs, work)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
