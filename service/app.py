@@ -101,7 +101,6 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
     for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
-    app.include_router(openai.unversioned)
 
     @app.get("/", include_in_schema=False)
     async def root(request: Request) -> Response:

@@ -129,15 +129,10 @@ class OpenAIError(Body):
 
 
 router = APIRouter(
-    prefix="/v1",
     tags=["OpenAI"],
     route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
-
-
-unversioned = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=router.responses)
-"""The routes without /v1, as in text-embeddings-inference."""
 
 
 def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
@@ -156,8 +151,8 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
     return 400 if status == 422 else status, {"error": body}
 
 
-@unversioned.post("/embeddings", response_model=EmbeddingsResponse)
-@router.post("/embeddings", response_model=EmbeddingsResponse)
+# Without /v1 as in text-embeddings-inference.
+@serve_at(router, "/v1/embeddings", "/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = acquire_engine(request, body.model)
@@ -181,7 +176,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     return await respond(request, engine, answer, content)
 
 
-@router.get("/models")
+@router.get("/v1/models")
 async def models(request: Request) -> ModelCards:
     """The loaded models."""
     repository = Exchange.of(request).repository
@@ -189,7 +184,7 @@ async def models(request: Request) -> ModelCards:
     return ModelCards(data=[_card(repository.engine(name)) for name in names])
 
 
-@serve_at(router, "/models/{name}", method="GET")
+@serve_at(router, "/v1/models/{name}", method="GET")
 async def model(request: Request) -> ModelCard:
     """One loaded model."""
     return _card(get_engine(request))

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from attnserve.literals import Activation
 from attnserve.serving.activations import scores_of
 from service.api.openai import OpenAIError
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, run_task
+from service.api.requests import Body, JsonRoute, Name, acquire_engine, run_task, serve_at
 from service.api.responses import respond
 from service.api.texts import TextList
 from service.engine.engine import Engine
@@ -80,8 +80,13 @@ class CohereResponse(Body):
     usage: CohereUsage
 
 
-@router.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
-@router.post("/v2/rerank", response_model=CohereResponse, response_model_exclude_none=True)
+@serve_at(
+    router,
+    "/v1/rerank",
+    "/v2/rerank",
+    response_model=CohereResponse,
+    response_model_exclude_none=True,
+)
 async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = acquire_engine(request, body.model)

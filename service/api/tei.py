@@ -317,9 +317,7 @@ MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
 """(task, route, request). The main route of a model is that of its first task, else the last."""
 
 
-@router.post("/", include_in_schema=False)
-@router.post("/invocations", include_in_schema=False)
-@router.post("/models/{name}", include_in_schema=False)
+@serve_at(router, "/", "/invocations", "/models/{name}", include_in_schema=False)
 async def invoke(request: Request) -> Response:
     """The main route of the model: /embed, /embed_sparse, /rerank or /predict."""
     content = await read_body(request)
