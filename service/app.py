@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from attnserve import __version__
 from service.api import open_inference, openai, ranking, tei, texts, triton
+from service.api.exchange import Here
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
@@ -103,10 +104,10 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         app.include_router(module.router)
 
     @app.get("/", include_in_schema=False)
-    async def root(request: Request) -> Response:
+    async def root(exchange: Here) -> Response:
         """The dashboard for browsers; for other clients, the answer of /health."""
-        is_browser = "text/html" in request.headers.get("accept", "")
-        answer = page() if is_browser else await tei.health(request)
+        is_browser = "text/html" in exchange.request.headers.get("accept", "")
+        answer = page() if is_browser else await tei.health(exchange)
         answer.headers["vary"] = "Accept"
         return answer
 

@@ -10,6 +10,7 @@ from time import perf_counter
 from opentelemetry.trace import format_span_id, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.exchange import Exchange
@@ -49,10 +50,11 @@ class ObserveRequests:
         start = perf_counter()
         status = 0
         id_headers = MutableHeaders({"x-request-id": request_id})
-        exchange = Exchange(self._repository, self._bodies, self._answers)
-        scope["attnserve"] = exchange
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
         routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        request = Request(routed, receive)
+        exchange = Exchange(request, self._repository, self._bodies, self._answers)
+        routed["attnserve"] = exchange
 
         async def observed(message: Message) -> None:
             nonlocal status

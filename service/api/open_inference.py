@@ -12,27 +12,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
 from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
-from service.api.exchange import Exchange
-from service.api.requests import (
-    Body,
-    Extensible,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
-    get_engine,
-    model_paths,
-    read_body,
-    serve_at,
-)
+from service.api.exchange import Exchange, Here, cancel_on_disconnect
+from service.api.requests import Body, Extensible, JsonRoute, Name, model_paths, serve_at
 from service.api.responses import json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
@@ -172,10 +160,10 @@ HEADER_PARAMETER = {
 class InferRoute(JsonRoute):
     """A route whose JSON may be followed by raw tensors, which go to ``Exchange.raw``."""
 
-    async def read(self, request: Request) -> memoryview:
-        get_engine(request)  # refuse unknown ones before the body
-        length = request.headers.get(HEADER_LENGTH)
-        head, Exchange.of(request).raw = split(await read_body(request), length)
+    async def read(self, exchange: Exchange) -> memoryview:
+        exchange.engine()  # refuse unknown ones before the body
+        length = exchange.request.headers.get(HEADER_LENGTH)
+        head, exchange.raw = split(await exchange.read_body(), length)
         return head
 
 
@@ -197,20 +185,20 @@ async def live() -> dict[str, bool]:
 @router.get(
     "/health/ready", response_model=dict[str, bool], responses={503: {"model": dict[str, bool]}}
 )
-async def ready(request: Request) -> Response:
+async def ready(exchange: Here) -> Response:
     """Models are loaded, and all of them can run. A full queue does not affect readiness."""
-    is_ready = Exchange.of(request).repository.ready
+    is_ready = exchange.repository.ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
 @serve_at(router, *model_paths(""), method="GET")
-async def model_metadata(request: Request) -> ModelMetadata:
+async def model_metadata(exchange: Here) -> ModelMetadata:
     """The loaded versions of a model, and its inputs and outputs."""
-    engine = get_engine(request)
+    engine = exchange.engine()
     model = engine.model
     return ModelMetadata(
         name=engine.name,
-        versions=Exchange.of(request).repository.versions(engine.name),
+        versions=exchange.repository.versions(engine.name),
         platform=f"{model.runtime_of(None)}_onnx",
         parameters={
             "runtime": model.runtime,
@@ -230,10 +218,10 @@ async def model_metadata(request: Request) -> ModelMetadata:
     response_model=ModelReady,
     responses={503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 )
-async def model_ready(request: Request) -> Response:
+async def model_ready(exchange: Here) -> Response:
     """Whether the model can run: 200, or 503 with the same body."""
-    engine = get_engine(request)
-    is_ready = Exchange.of(request).repository.runs(engine)
+    engine = exchange.engine()
+    is_ready = exchange.repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
@@ -247,17 +235,16 @@ async def model_ready(request: Request) -> Response:
         "parameters": [HEADER_PARAMETER],
     },
 )
-async def infer(request: Request, body: InferRequest) -> Response:
+async def infer(exchange: Here, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unsupported(body)
-    exchange = Exchange.of(request)
     inputs = decode_all(body.inputs, exchange.raw)
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
-    engine = acquire_engine(request)
+    engine = exchange.acquire()
     names = [output.name for output in body.outputs]
-    deadline = deadline_of(request, body.parameters.timeout)
+    deadline = exchange.deadline(body.parameters.timeout)
     answer = await cancel_on_disconnect(
-        request, engine.infer(inputs, names, deadline, hold=exchange.hold_answer)
+        exchange.request, engine.infer(inputs, names, deadline, hold=exchange.hold_answer)
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {
@@ -267,7 +254,7 @@ async def infer(request: Request, body: InferRequest) -> Response:
         "parameters": None,
         "outputs": outputs,
     }
-    return await respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
+    return await respond(exchange, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import numpy as np
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
@@ -39,7 +39,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 async def respond(
-    request: Request,
+    exchange: Exchange,
     engine: Engine,
     answer: Answer,
     content: Any,
@@ -57,7 +57,6 @@ async def respond(
     if isinstance(answer, TextAnswer) and answer.vectors.size > SLICE:
         content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
-    exchange = Exchange.of(request)
     total_ms = (perf_counter() - exchange.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
     engine.metrics.record_request(cost)
@@ -77,7 +76,7 @@ async def respond(
         body, arrays = _without_large({**content, cost_field: fields})
     media_type = "application/octet-stream" if raw else "application/json"
     raw_bytes = sum(map(len, raw))
-    if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
+    if raw or exchange.request.scope["http_version"] == "1.0":  # 1.0 has no chunks
         size = sum([len(part) async for part in _parts(body, arrays)])
         headers["content-length"] = str(size + raw_bytes)
         if raw:
