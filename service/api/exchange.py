@@ -50,7 +50,7 @@ class Exchange:
     answers: Budget
     held: ExitStack = field(default_factory=ExitStack)
     started: float = 0.0
-    raw: bytes | memoryview = b""
+    raw: memoryview = field(default_factory=lambda: memoryview(b""))
     cost: Mapping[str, str | float] = field(default_factory=dict[str, str | float])
 
     @property
