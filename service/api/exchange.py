@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -15,12 +15,9 @@ from fastapi import Depends, Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from attnserve.literals import Side
-from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import InvalidData
 from service.budget import Budget
-from service.engine.answer import TextAnswer
-from service.engine.engine import Engine, Text
+from service.engine.engine import Engine
 from service.engine.repository import Repository
 from service.errors import ClientGone, MalformedRequest, TooLarge
 
@@ -169,35 +166,26 @@ class Exchange:
             )
         return self.started + min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
 
-    async def run_task(
+    async def run(
         self,
-        engine: Engine,
-        task: TextTask,
-        texts: Sequence[Text],
-        *,
-        truncate: bool = True,
-        side: Side | None = None,
-    ) -> TextAnswer:
-        """Run ``Engine.run_task`` within the time limit, until the client disconnects.
+        work: Callable[..., Coroutine[Any, Any, T]],
+        *inputs: Any,
+        timeout_us: int | None = None,
+        **options: Any,
+    ) -> T:
+        """Run a method of an engine within the time limit, until the client disconnects.
+
+        Args:
+            work: Receives ``inputs``, ``options`` and the ``deadline``.
+            timeout_us: See ``deadline``.
 
         Raises:
-            InvalidData: x-timeout-ms is invalid, or ``Engine.run_task`` refuses the texts.
+            InvalidData: x-timeout-ms is invalid.
             ClientGone: The client disconnected.
+            AttnserveError: An error of the method.
         """
-        work = engine.run_task(task, texts, truncate=truncate, side=side, deadline=self.deadline())
-        return await cancel_on_disconnect(self.request, work)
-
-    async def tokenize(
-        self, engine: Engine, texts: Sequence[Text], work: Callable[..., Sequence[T]]
-    ) -> Sequence[T]:
-        """Run ``Engine.tokenize`` within the time limit, until the client disconnects.
-
-        Raises:
-            InvalidData: x-timeout-ms is invalid, or ``Engine.tokenize`` refuses the texts.
-            ClientGone: The client disconnected.
-        """
-        tokenized = engine.tokenize(texts, work, deadline=self.deadline())
-        return await cancel_on_disconnect(self.request, tokenized)
+        deadline = self.deadline(timeout_us)
+        return await cancel_on_disconnect(self.request, work(*inputs, deadline=deadline, **options))
 
 
 async def _current(request: Request) -> Exchange:

@@ -19,7 +19,7 @@ from attnserve import __version__
 from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
-from service.api.exchange import Exchange, Here, cancel_on_disconnect
+from service.api.exchange import Exchange, Here
 from service.api.requests import Body, Extensible, JsonRoute, Name, model_paths, serve_at
 from service.api.responses import json_response, respond
 from service.api.tensors import (
@@ -242,9 +242,8 @@ async def infer(exchange: Here, body: InferRequest) -> Response:
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = exchange.acquire()
     names = [output.name for output in body.outputs]
-    deadline = exchange.deadline(body.parameters.timeout)
-    answer = await cancel_on_disconnect(
-        exchange.request, engine.infer(inputs, names, deadline, hold=exchange.hold_answer)
+    answer = await exchange.run(
+        engine.infer, inputs, names, timeout_us=body.parameters.timeout, hold=exchange.hold_answer
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {

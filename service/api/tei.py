@@ -144,8 +144,7 @@ async def embed(exchange: Here, body: EmbedRequest) -> Response:
         engine,
         with_token_ids(engine, body.inputs, "inputs"),
         VectorOptions(prompt_name=body.prompt_name, dimensions=body.dimensions),
-        truncate=body.truncate,
-        side=body.side,
+        **body.truncation,
         normalize=body.normalize,
         default_prompt=False,
     )
@@ -156,8 +155,8 @@ async def embed(exchange: Here, body: EmbedRequest) -> Response:
 async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, including special tokens, without pooling."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await exchange.run_task(
-        engine, "tokens", _prompted(engine, body), truncate=body.truncate, side=body.side
+    answer = await exchange.run(
+        engine.run_task, "tokens", _prompted(engine, body), **body.truncation
     )
     vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
     return await respond(exchange, engine, answer, vectors)
@@ -167,8 +166,8 @@ async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
 async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await exchange.run_task(
-        engine, "sparse", _prompted(engine, body), truncate=body.truncate, side=body.side
+    answer = await exchange.run(
+        engine.run_task, "sparse", _prompted(engine, body), **body.truncation
     )
     content = [
         [{"index": int(at), "value": float(row[at])} for at in np.flatnonzero(row)]
@@ -182,9 +181,7 @@ async def rerank(exchange: Here, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
     engine = exchange.acquire(body.model, body.version)
     pairs = query_pairs(engine, body.query, body.texts)
-    answer = await exchange.run_task(
-        engine, "rerank", pairs, truncate=body.truncate, side=body.side
-    )
+    answer = await exchange.run(engine.run_task, "rerank", pairs, **body.truncation)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
@@ -198,9 +195,7 @@ async def predict(exchange: Here, body: PredictRequest) -> Response:
     """The classes of a text or pair, most likely first; for a batch, a list of these."""
     engine = exchange.acquire(body.model, body.version)
     is_batch, texts = body.inputs
-    answer = await exchange.run_task(
-        engine, "classify", texts, truncate=body.truncate, side=body.side
-    )
+    answer = await exchange.run(engine.run_task, "classify", texts, **body.truncation)
     predictions = classes(engine, answer, raw_scores=body.raw_scores)
     return await respond(exchange, engine, answer, predictions if is_batch else predictions[0])
 
@@ -215,8 +210,7 @@ async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
         engine,
         [inputs.source_sentence, *inputs.sentences],
         VectorOptions(prompt_name=options.prompt_name),
-        truncate=options.truncate,
-        side=options.side,
+        **options.truncation,
         default_prompt=False,
     )
     return await respond(exchange, engine, answer, cosines_of(vectors)[0, 1:])
@@ -229,7 +223,7 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
     work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
-    rows = await exchange.tokenize(engine, texts, work)
+    rows = await exchange.run(engine.tokenize, texts, work)
     return json_response(
         [
             [
@@ -253,7 +247,7 @@ async def decode(exchange: Here, body: DecodeRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(await exchange.tokenize(engine, rows, work))
+    return json_response(await exchange.run(engine.tokenize, rows, work))
 
 
 @_route("/info", method="GET")

@@ -174,7 +174,7 @@ async def embed_texts(
     """
     artifact, dimensions = engine.model.artifact, options.dimensions
     prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
-    answer = await exchange.run_task(engine, "embed", prompted, truncate=truncate, side=side)
+    answer = await exchange.run(engine.run_task, "embed", prompted, truncate=truncate, side=side)
     vectors = answer.vectors
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise InvalidField(
@@ -264,7 +264,7 @@ async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     prompt = engine.model.artifact.prompt()
     texts = [prompt + text for text in body.inputs]
-    answer = await exchange.run_task(engine, "classify", texts, truncate=body.truncate)
+    answer = await exchange.run(engine.run_task, "classify", texts, truncate=body.truncate)
     predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
@@ -289,7 +289,7 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = exchange.acquire(body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings: Sequence[Encoding] = await exchange.tokenize(engine, body.inputs, work)
+    encodings: Sequence[Encoding] = await exchange.run(engine.tokenize, body.inputs, work)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})
