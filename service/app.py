@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
@@ -15,15 +15,14 @@ from starlette.types import Receive, Scope, Send
 
 from attnserve import __version__
 from service.api import open_inference, openai, ranking, tei, texts, triton
+from service.api.exchange import Here
 from service.api.observe import ObserveRequests
 from service.api.responses import json_response
 from service.auth import Authorize, read_keys
-from service.budget import Budget
 from service.dashboard import page
 from service.dashboard.stats import report
 from service.engine.repository import Repository
-from service.errors import HANDLERS, Error
-from service.metrics import Metrics
+from service.errors import Error, ErrorResponses
 from service.present_state import PresentState
 from service.settings import Settings
 
@@ -53,9 +52,13 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     Raises:
         InvalidArgument: A setting is invalid, or the file of API keys cannot be read.
     """
-    service_settings = settings or Settings.model_validate({})
-    models = repository or Repository(service_settings, Metrics())
-    service_settings, metrics = models.settings, models.metrics
+    models = repository or Repository(settings or Settings.model_validate({}))
+    service_settings = models.settings
+    renderers = {
+        **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
+        **dict.fromkeys(tei.PREFIXES, tei.render_error),
+    }
+    errors = ErrorResponses(service_settings.model, renderers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -72,20 +75,12 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         description="Inference and embeddings with ONNX models, and the cost of every answer.",
         lifespan=lifespan,
         redirect_slashes=False,
-        exception_handlers=HANDLERS,
+        exception_handlers=errors.handlers,
         responses={"4XX": {"model": Error}, "5XX": {"model": Error}},
         # FastAPI creates spans of its own since 0.165: ``service.tracing`` creates one per request.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.state.settings = service_settings
     app.state.repository = models
-    app.state.metrics = metrics
-    app.state.bodies = Budget(service_settings.max_open_bytes)
-    app.state.answers = Budget(service_settings.max_open_bytes)
-    app.state.error_renderers = {
-        **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
-        **dict.fromkeys(tei.PREFIXES, tei.render_error),
-    }
     # The middleware added last runs first: ``ObserveRequests`` also counts refused requests.
     app.add_middleware(
         CompressLarge,
@@ -93,7 +88,8 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         compresslevel=1,
         exclude_content_types=("application/octet-stream",),
     )
-    app.add_middleware(Authorize, settings=service_settings, keys=read_keys(service_settings))
+    keys = read_keys(service_settings)
+    app.add_middleware(Authorize, settings=service_settings, keys=keys, errors=errors)
     if service_settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -102,17 +98,16 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(ObserveRequests, metrics=metrics)
+    app.add_middleware(ObserveRequests, repository=models, errors=errors)
     # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
     for module in (tei, texts, ranking, openai, triton, open_inference):
         app.include_router(module.router)
-    app.include_router(openai.unversioned)
 
     @app.get("/", include_in_schema=False)
-    async def root(request: Request) -> Response:
+    async def root(exchange: Here) -> Response:
         """The dashboard for browsers; for other clients, the answer of /health."""
-        is_browser = "text/html" in request.headers.get("accept", "")
-        answer = page() if is_browser else await tei.health(request)
+        is_browser = "text/html" in exchange.request.headers.get("accept", "")
+        answer = page() if is_browser else await tei.health(exchange)
         answer.headers["vary"] = "Accept"
         return answer
 
@@ -120,7 +115,7 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
     @app.get("/metrics", tags=["Metrics"], response_class=Response)
     def prometheus() -> Response:
         """All series in the Prometheus text format."""
-        text = metrics.render() + generate_latest(PresentState(models))
+        text = models.metrics.render() + generate_latest(PresentState(models))
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/stats.json", tags=["Metrics"])

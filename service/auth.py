@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graph_passes.errors import InvalidArgument
-from service.errors import error_response
+from service.errors import ErrorResponses
 from service.log import REQUEST
 from service.protocol import HEALTH
 from service.settings import Settings, is_loopback
@@ -103,8 +103,10 @@ class Authorize:
     ``Origin``, even if its name was bound to another address (DNS rebinding).
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, keys: Keys) -> None:
-        self._app, self._settings = app, settings
+    def __init__(
+        self, app: ASGIApp, settings: Settings, keys: Keys, errors: ErrorResponses
+    ) -> None:
+        self._app, self._settings, self._errors = app, settings, errors
         self._version = self._file_version()
         self._looked_at = monotonic()
         self._known = keys
@@ -123,7 +125,7 @@ class Authorize:
                 "the API key is missing or unknown;"
                 " send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             )
-            return error_response(scope, 401, text)
+            return self._errors.answer(scope, 401, text)
         if not CONTROL.fullmatch(path):
             return None
         origin = Headers(scope=scope).get("origin")
@@ -141,7 +143,7 @@ class Authorize:
             text = "this API key may not load or unload models; use one of ATTNSERVE_ADMIN_KEYS"
         else:
             return None
-        return error_response(scope, 403, text)
+        return self._errors.answer(scope, 403, text)
 
     def _is_own(self, origin: str) -> bool:
         if origin in self._settings.cors_origins:

@@ -1,8 +1,4 @@
-"""Errors of the service, and one table with the HTTP status of every error.
-
-The body of an error is ``{"error": "text"}``, unless the protocol of its path has an
-``ErrorRenderer`` of its own (``app.state.error_renderers``).
-"""
+"""Errors of the service, and one table with the HTTP status of every error."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -137,16 +134,52 @@ ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
 """A function from the status, text and exception (if any) of an error to (status, body)."""
 
 
-def error_response(
-    scope: Scope, status: int, text: str, error: Exception | None = None
-) -> Response:
-    """``{"error": text}``, or the error body of the protocol that ``scope`` belongs to."""
-    headers = HEADERS.get(status)
-    body = {"error": text}
-    for prefix, render in scope["app"].state.error_renderers.items():
-        if f"{scope['path']}/".startswith(f"{prefix}/"):
-            status, body = render(status, text, error)
-    return Response(orjson.dumps(body), status, headers, media_type="application/json")
+@dataclass(frozen=True)
+class ErrorResponses:
+    """The answers to errors.
+
+    Attributes:
+        served: The path of the models, which clients do not see.
+        renderers: The form of errors below each prefix of paths; ``{"error": text}`` elsewhere.
+    """
+
+    served: Path
+    renderers: Mapping[str, ErrorRenderer]
+
+    def answer(
+        self, scope: Scope, status: int, text: str, error: Exception | None = None
+    ) -> Response:
+        """The answer to a request, in the form of the protocol of its path."""
+        headers = HEADERS.get(status)
+        body: Any = {"error": text}
+        for prefix, render in self.renderers.items():
+            if f"{scope['path']}/".startswith(f"{prefix}/"):
+                status, body = render(status, text, error)
+        return Response(orjson.dumps(body), status, headers, media_type="application/json")
+
+    @property
+    def handlers(self) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
+        """The exception handlers of the application."""
+        return {AttnserveError: self._handle_error, HTTPException: self._handle_http_error}
+
+    async def _handle_error(self, request: Request, error: AttnserveError) -> Response:
+        status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
+        if status == 500:
+            log.error("%s failed", request.url.path, exc_info=error)
+        text = hide_folders("; ".join(str(error).splitlines()), self.served)
+        return self.answer(request.scope, status, text, error)
+
+    async def _handle_http_error(self, request: Request, error: HTTPException) -> Response:
+        """Handle errors of the router, answers to OPTIONS, and refusals with an explicit status."""
+        text = f"{request.method} {request.url.path}: {error.detail}"
+        answer = self.answer(request.scope, error.status_code, text)
+        if error.status_code == 405:
+            allowed = set((error.headers or {}).get("Allow", "").split(", "))
+            allowed |= {"OPTIONS"} | ({"HEAD"} if "GET" in allowed else set())
+            if request.method == "OPTIONS":
+                answer = Response(status_code=204)
+            answer.headers["allow"] = ", ".join(sorted(allowed))
+        return answer
 
 
 def hide_folders(text: str, served: Path) -> str:
@@ -173,31 +206,3 @@ def _folders(served: Path) -> re.Pattern[str]:
     longest_first = sorted((str(path) for path in folders if path.name), key=len, reverse=True)
     names = "|".join(map(re.escape, longest_first))
     return re.compile(rf"(?<![\w/.-])(?:{names})(?:(?P<separator>[/\\])|(?![\w.-]))")
-
-
-async def _handle_error(request: Request, error: AttnserveError) -> Response:
-    status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
-    if status == 500:
-        log.error("%s failed", request.url.path, exc_info=error)
-    text = hide_folders("; ".join(str(error).splitlines()), request.app.state.settings.model)
-    return error_response(request.scope, status, text, error)
-
-
-async def _handle_http_error(request: Request, error: HTTPException) -> Response:
-    """Handle errors of the router, answers to OPTIONS, and refusals with an explicit status."""
-    text = f"{request.method} {request.url.path}: {error.detail}"
-    answer = error_response(request.scope, error.status_code, text)
-    if error.status_code == 405:
-        allowed = set((error.headers or {}).get("Allow", "").split(", "))
-        allowed |= {"OPTIONS"} | ({"HEAD"} if "GET" in allowed else set())
-        if request.method == "OPTIONS":
-            answer = Response(status_code=204)
-        answer.headers["allow"] = ", ".join(sorted(allowed))
-    return answer
-
-
-HANDLERS: dict[int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]] = {
-    AttnserveError: _handle_error,
-    HTTPException: _handle_http_error,
-}
-"""The exception handlers of the application."""

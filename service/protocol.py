@@ -18,7 +18,8 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 MAX_HEAD_BYTES = 65_536
@@ -43,10 +44,10 @@ TOO_LARGE = b"431 Request Header Fields Too Large"
 TOO_SLOW = b"408 Request Timeout"
 
 
-def _surplus(app: Any) -> Any:
+def _surplus(app: ASGIApp) -> ASGIApp:
     """The application for a connection above the limit."""
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in HEALTH:
             await app(scope, receive, send)
             return
@@ -108,7 +109,8 @@ class Protocol(HttpToolsProtocol):
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
         self._refused = False
-        self._answering: Any = None  # the running request; uvicorn's ``cycle`` is the newest one
+        self._answering: RequestResponseCycle | None = None
+        """The running request; uvicorn's ``cycle`` is the newest one."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -19,11 +19,10 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     SecretStr,
-    ValidationError,
 )
 
 from attnserve.context import AUTO, Device
-from attnserve.options import Cli, Options, expected_values, option_type, without_prefixes
+from attnserve.options import Cli, Options, option_type
 from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
@@ -58,14 +57,17 @@ def _listed(value: object) -> object:
 def _listed_secrets(value: object) -> object:
     parts = _listed(value)
     if parts == [] and isinstance(value, str):  # an empty secret would disable authentication
-        raise ValueError("it holds no key: expected keys separated by commas, or unset")
+        raise ValueError("expected keys separated by commas, or unset")
     return parts
 
 
 def _parsed(value: object) -> object:
     import orjson  # Ctrl-C during this import ends Python with a segmentation fault
 
-    return orjson.loads(value) if isinstance(value, str) else value
+    try:
+        return orjson.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"expected JSON: {error}") from error
 
 
 class Limits(BaseModel):
@@ -83,7 +85,6 @@ ByModel = Annotated[Mapping[str, Limits], BeforeValidator(_parsed)]
 Listed = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Count = Annotated[int, Field(ge=1), Cli(metavar="N")]
 Size = Annotated[int, Field(ge=0), Cli(metavar="N")]
-File = Annotated[Path, Cli(metavar="FILE")]
 Rate = Annotated[float, Field(gt=0, le=1), Cli(metavar="R")]
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(_listed_secrets)]
 
@@ -106,6 +107,7 @@ class EnvironmentOptions(Options):
     """
 
     prefix: ClassVar[str]
+    area, invalid = "settings", "invalid"
     reads_environment = True
 
     if not TYPE_CHECKING:
@@ -126,30 +128,10 @@ class EnvironmentOptions(Options):
         return option_type(cls.model_fields[name]).cli != Cli()
 
     @classmethod
-    def refuse(cls, error: ValidationError, values: Mapping[str, Any]) -> NoReturn:
-        from graph_passes.errors import InvalidArgument
-
-        problem = error.errors(include_url=False, include_context=False)[0]
-        name, *parts = map(str, problem["loc"] or ("settings",))
-        field = cls.model_fields.get(name)
-        item = ".".join(parts)
-        is_secret = field is not None and "Secret" in str(field.annotation)
-        subject = f"`{name}`" + (f" ({item})" if item else "")
-        value_text = "" if is_secret else f" is {problem['input']!r}"
-        message = without_prefixes(problem["msg"])
-        if problem["type"] == "missing":
-            what = f"{subject} is not given"
-        elif problem["type"] == "value_error" or field is None or item:
-            what = f"{subject}{value_text}: {message}"
-        else:
-            what = f"{subject}{value_text}: expected {expected_values(field, message)}"
+    def advice(cls, name: str, values: Mapping[str, Any]) -> str:
         # A value may come from a parameter: name the parameter only if it was given.
         is_given = values.get(name) not in (None, cls.environment().get(name))
-        raise InvalidArgument(
-            what,
-            f"set {f'`{name}` or ' if is_given else ''}{cls.prefix}{name.upper()}",
-            code="settings.invalid",
-        ) from error
+        return f"set {f'`{name}` or ' if is_given else ''}{cls.prefix}{name.upper()}"
 
 
 class Settings(EnvironmentOptions):

@@ -9,7 +9,7 @@ https://www.w3.org/TR/trace-context/
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from random import getrandbits
 
@@ -60,17 +60,19 @@ def request_span(scope: Scope) -> Generator[Span]:
         yield span
 
 
-def finish_span(span: Span, scope: Scope, route: str, status: int) -> None:
+def finish_span(
+    span: Span, method: str, route: str, status: int, cost: Mapping[str, str | float]
+) -> None:
     """Record the route, the status and the cost of the answer."""
     if not span.is_recording():
         return
-    span.update_name(f"{scope['method']} {route}")
+    span.update_name(f"{method} {route}")
     span.set_attributes(
         {
-            "http.request.method": scope["method"],
+            "http.request.method": method,
             "http.route": route,
             "http.response.status_code": status,
-            **{f"attnserve.{key}": value for key, value in scope.get("attnserve.cost", {}).items()},
+            **{f"attnserve.{key}": value for key, value in cost.items()},
         }
     )
     if not status or status >= 500:

@@ -42,7 +42,6 @@ __all__ = [
     "OptionType",
     "Options",
     "Switch",
-    "expected_values",
     "field_docstrings",
     "is_group",
     "option_name",
@@ -107,8 +106,10 @@ class Options(BaseModel):
     """Default help panel of the fields."""
     area: ClassVar[str] = "options"
     """First part of error codes."""
+    invalid: ClassVar[str] = "range"
+    """Last part of the error code of an invalid value."""
     codes: ClassVar[Mapping[str, str]] = {}
-    """Error codes of the fields whose code is not ``AREA.range``."""
+    """Error codes of the fields whose code is not ``AREA.INVALID``."""
     reads_environment: ClassVar[bool] = False
     """Whether environment variables set fields that are not given."""
 
@@ -147,12 +148,12 @@ class Options(BaseModel):
         """Raise the first error of a validation, with the name of the field and its bounds.
 
         Args:
-            values: All given values by name, for subclasses that name the source of a value.
+            values: All given values by name.
         """
         from graph_passes.errors import InvalidArgument
 
         problem = error.errors(include_url=False)[0]
-        name = str(problem["loc"][0]) if problem["loc"] else "options"
+        name, *parts = map(str, problem["loc"] or ("options",))
         field = cls.model_fields.get(name)
         if field is None:
             raise InvalidArgument(
@@ -160,14 +161,27 @@ class Options(BaseModel):
                 f"{cls.__name__} has {', '.join(cls.model_fields)}",
                 code=f"{cls.area}.unknown",
             ) from error
-        example = option_type(field).example
-        value = problem["input"]
-        value_text = reprlib.repr(value) if isinstance(value, str) else value
+        subject, value = f"`{name}`", problem["input"]
+        if parts and get_origin(option_type(field).kind) is Mapping:
+            subject += f" ({'.'.join(parts)})"
+        if "Secret" not in str(field.annotation):
+            subject += f" is {reprlib.repr(value) if isinstance(value, str) else value}"
+        what = f"{subject}: expected {expected_values(field, problem['msg'])}"
         raise InvalidArgument(
-            f"`{name}` is {value_text}: expected {expected_values(field, problem['msg'])}",
-            "give another value" if example is None else f"for example `{name}` {example}",
-            code=cls.codes.get(name, f"{cls.area}.range"),
+            f"`{name}` is not given" if problem["type"] == "missing" else what,
+            cls.advice(name, values),
+            code=cls.codes.get(name, f"{cls.area}.{cls.invalid}"),
         ) from error
+
+    @classmethod
+    def advice(cls, name: str, values: Mapping[str, Any]) -> str:
+        """How to fix the value of a field, for an error.
+
+        Args:
+            values: All given values by name.
+        """
+        example = option_type(cls.model_fields[name]).example
+        return "give another value" if example is None else f"for example `{name}` {example}"
 
     def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
         """The fields whose values are not the defaults, except the named ones."""
@@ -326,6 +340,8 @@ def expected_values(field: FieldInfo, message: str) -> str:
     Args:
         message: The message of the failed validation, for fields without choices and bounds.
     """
+    if message.startswith("Extra inputs"):
+        return "another name"
     text = without_prefixes(message).removeprefix("expected ")
     if message.startswith(VALUE_ERROR):  # raised by the field's reader
         return text

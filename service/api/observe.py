@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import re
 import uuid
-from contextlib import ExitStack
 from time import perf_counter
 
 from opentelemetry.trace import format_span_id, format_trace_id
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.errors import error_response
+from service.api.exchange import Exchange
+from service.budget import Budget
+from service.engine.repository import Repository
+from service.errors import ErrorResponses
 from service.log import REQUEST
-from service.metrics import Metrics
 from service.tracing import finish_span, request_span
 
 log = logging.getLogger("attnserve")
@@ -28,12 +30,15 @@ VALID_REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 class ObserveRequests:
     """ASGI middleware: adds x-request-id to answers, counts requests and writes the access log.
 
-    The middleware releases the resources of a request (``hold``) after the answer. A valid id of
-    the client is kept. An unexpected exception is logged with its traceback and answered with 500.
+    The middleware creates the ``Exchange`` of a request, and releases what it holds after the
+    answer. A valid id of the client is kept. An unexpected exception is logged with its traceback
+    and answered with 500.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, repository: Repository, errors: ErrorResponses) -> None:
+        self._app, self._repository, self._errors = app, repository, errors
+        limit = repository.settings.max_open_bytes
+        self._bodies, self._answers = Budget(limit), Budget(limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,9 +50,11 @@ class ObserveRequests:
         start = perf_counter()
         status = 0
         id_headers = MutableHeaders({"x-request-id": request_id})
-        resources = scope["attnserve.held"] = ExitStack()
         # FastAPI's GET routes refuse HEAD. The web server omits the body of the answer.
         routed = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        request = Request(routed, receive)
+        exchange = Exchange(request, self._repository, self._bodies, self._answers)
+        routed["attnserve"] = exchange
 
         async def observed(message: Message) -> None:
             nonlocal status
@@ -71,21 +78,21 @@ class ObserveRequests:
                 log.exception("request %s failed", request_id)
                 if status:  # the answer has begun: the connection can only be closed
                     raise
-                answer = error_response(scope, 500, "internal error")
+                answer = self._errors.answer(scope, 500, "internal error")
                 await answer(scope, receive, observed)
             finally:
-                resources.close()
+                exchange.held.close()
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
-                self._metrics.count_response(route, status)
-                finish_span(span, scope, route, status)
+                self._repository.metrics.count_response(route, status)
+                finish_span(span, scope["method"], route, status, exchange.cost)
                 if access.isEnabledFor(logging.INFO):
                     line = {
                         "method": scope["method"],
                         "path": scope["path"],
                         "status": status,
                         "ms": round((perf_counter() - start) * 1e3, 3),
-                        **scope.get("attnserve.cost", {}),
+                        **exchange.cost,
                     }
                     access.info("request", extra={"fields": line})
                 REQUEST.reset(token)

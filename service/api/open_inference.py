@@ -10,29 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import ConfigDict, FailFast, Field, NonNegativeInt
 
 from attnserve import __version__
 from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES, Datatype
 from graph_passes.errors import InvalidData
-from service.api.requests import (
-    Body,
-    Extensible,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
-    get_engine,
-    hold_answer,
-    model_route,
-    read_body,
-)
+from service.api.exchange import Exchange, Here
+from service.api.requests import Body, Extensible, JsonRoute, Name, model_paths, serve_at
 from service.api.responses import json_response, respond
 from service.api.tensors import (
     HEADER_LENGTH,
@@ -170,12 +158,12 @@ HEADER_PARAMETER = {
 
 
 class InferRoute(JsonRoute):
-    """A route whose JSON may be followed by raw tensors, which go to ``request.state.raw``."""
+    """A route whose JSON may be followed by raw tensors, which go to ``Exchange.raw``."""
 
-    async def read(self, request: Request) -> memoryview:
-        get_engine(request, request.path_params["name"])  # refuse unknown ones before the body
-        length = request.headers.get(HEADER_LENGTH)
-        head, request.state.raw = split(await read_body(request), length)
+    async def read(self, exchange: Exchange) -> memoryview:
+        exchange.engine()  # refuse unknown ones before the body
+        length = exchange.request.headers.get(HEADER_LENGTH)
+        head, exchange.raw = split(await exchange.read_body(), length)
         return head
 
 
@@ -197,20 +185,20 @@ async def live() -> dict[str, bool]:
 @router.get(
     "/health/ready", response_model=dict[str, bool], responses={503: {"model": dict[str, bool]}}
 )
-async def ready(request: Request) -> Response:
+async def ready(exchange: Here) -> Response:
     """Models are loaded, and all of them can run. A full queue does not affect readiness."""
-    is_ready = request.app.state.repository.ready
+    is_ready = exchange.repository.ready
     return json_response({"ready": is_ready}, 200 if is_ready else 503)
 
 
-@model_route(router, "")
-async def model_metadata(request: Request, name: str) -> ModelMetadata:
+@serve_at(router, *model_paths(""), method="GET")
+async def model_metadata(exchange: Here) -> ModelMetadata:
     """The loaded versions of a model, and its inputs and outputs."""
-    engine = get_engine(request, name)
+    engine = exchange.engine()
     model = engine.model
     return ModelMetadata(
         name=engine.name,
-        versions=request.app.state.repository.versions(name),
+        versions=exchange.repository.versions(engine.name),
         platform=f"{model.runtime_of(None)}_onnx",
         parameters={
             "runtime": model.runtime,
@@ -223,23 +211,23 @@ async def model_metadata(request: Request, name: str) -> ModelMetadata:
     )
 
 
-@model_route(
+@serve_at(
     router,
-    "/ready",
+    *model_paths("/ready"),
+    method="GET",
     response_model=ModelReady,
     responses={503: {"model": ModelReady | Error, "description": "The model cannot run."}},
 )
-async def model_ready(request: Request, name: str) -> Response:
+async def model_ready(exchange: Here) -> Response:
     """Whether the model can run: 200, or 503 with the same body."""
-    engine = get_engine(request, name)
-    is_ready = request.app.state.repository.runs(engine)
+    engine = exchange.engine()
+    is_ready = exchange.repository.runs(engine)
     return json_response({"name": engine.name, "ready": is_ready}, 200 if is_ready else 503)
 
 
-@model_route(
+@serve_at(
     router,
-    "/infer",
-    "POST",
+    *model_paths("/infer"),
     response_model=InferResponse,
     responses={200: {"content": {"application/octet-stream": BINARY}}},
     openapi_extra={
@@ -247,16 +235,15 @@ async def model_ready(request: Request, name: str) -> Response:
         "parameters": [HEADER_PARAMETER],
     },
 )
-async def infer(request: Request, name: str, body: InferRequest) -> Response:
+async def infer(exchange: Here, body: InferRequest) -> Response:
     """Run the model on tensors. The headers and the parameters of the answer hold its cost."""
     _refuse_unsupported(body)
-    inputs = decode_all(body.inputs, request.state.raw)
+    inputs = decode_all(body.inputs, exchange.raw)
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
-    engine = acquire_engine(request, name)
+    engine = exchange.acquire()
     names = [output.name for output in body.outputs]
-    deadline = deadline_of(request, body.parameters.timeout)
-    answer = await cancel_on_disconnect(
-        request, engine.infer(inputs, names, deadline, hold=partial(hold_answer, request))
+    answer = await exchange.run(
+        engine.infer, inputs, names, timeout_us=body.parameters.timeout, hold=exchange.hold_answer
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {
@@ -266,7 +253,7 @@ async def infer(request: Request, name: str, body: InferRequest) -> Response:
         "parameters": None,
         "outputs": outputs,
     }
-    return await respond(request, engine, answer, content, raw_outputs, cost_field="parameters")
+    return await respond(exchange, engine, answer, content, raw_outputs, cost_field="parameters")
 
 
 def _describe(tensors: Sequence[Tensor]) -> list[TensorMetadata]:

@@ -13,16 +13,16 @@ import base64
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from graph_passes.errors import InvalidArgument, InvalidData
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, get_engine
+from service.api.exchange import Here
+from service.api.requests import Body, JsonRoute, Name, serve_at
 from service.api.responses import respond
 from service.api.texts import SomeTexts, VectorOptions, embed_texts, with_token_ids
 from service.engine.engine import Engine
-from service.engine.repository import Repository
 from service.errors import InvalidField, UnknownField, UnknownModel
 
 ERRORS: dict[int, tuple[str, str | None]] = {
@@ -129,15 +129,10 @@ class OpenAIError(Body):
 
 
 router = APIRouter(
-    prefix="/v1",
     tags=["OpenAI"],
     route_class=JsonRoute,
     responses={"4XX": {"model": OpenAIError}, "5XX": {"model": OpenAIError}},
 )
-
-
-unversioned = APIRouter(tags=["OpenAI"], route_class=JsonRoute, responses=router.responses)
-"""The routes without /v1, as in text-embeddings-inference."""
 
 
 def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
@@ -156,14 +151,14 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
     return 400 if status == 422 else status, {"error": body}
 
 
-@unversioned.post("/embeddings", response_model=EmbeddingsResponse)
-@router.post("/embeddings", response_model=EmbeddingsResponse)
-async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+# Without /v1 as in text-embeddings-inference.
+@serve_at(router, "/v1/embeddings", "/embeddings", response_model=EmbeddingsResponse)
+async def embeddings(exchange: Here, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
-    engine = acquire_engine(request, body.model)
+    engine = exchange.acquire(body.model)
     texts = with_token_ids(engine, body.input, "input")
     try:
-        answer, vectors = await embed_texts(request, engine, texts, body, truncate=False)
+        answer, vectors = await embed_texts(exchange, engine, texts, body, truncate=False)
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:
@@ -178,21 +173,21 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
         "model": engine.name,
         "usage": {"prompt_tokens": answer.tokens, "total_tokens": answer.tokens},
     }
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
-@router.get("/models")
-async def models(request: Request) -> ModelCards:
+@router.get("/v1/models")
+async def models(exchange: Here) -> ModelCards:
     """The loaded models."""
-    repository: Repository = request.app.state.repository
+    repository = exchange.repository
     names = dict.fromkeys(engine.name for engine in repository.engines())
     return ModelCards(data=[_card(repository.engine(name)) for name in names])
 
 
-@router.get("/models/{name}")
-async def model(request: Request, name: str) -> ModelCard:
+@serve_at(router, "/v1/models/{name}", method="GET")
+async def model(exchange: Here) -> ModelCard:
     """One loaded model."""
-    return _card(get_engine(request, name))
+    return _card(exchange.engine())
 
 
 def _card(engine: Engine) -> ModelCard:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, Field, PositiveInt
 
 from attnserve.literals import Activation
 from attnserve.serving.activations import scores_of
+from service.api.exchange import Here
 from service.api.openai import OpenAIError
-from service.api.requests import Body, JsonRoute, Name, acquire_engine, run_task
+from service.api.requests import Body, JsonRoute, Name, serve_at
 from service.api.responses import respond
 from service.api.texts import TextList
 from service.engine.engine import Engine
@@ -80,13 +81,18 @@ class CohereResponse(Body):
     usage: CohereUsage
 
 
-@router.post("/v1/rerank", response_model=CohereResponse, response_model_exclude_none=True)
-@router.post("/v2/rerank", response_model=CohereResponse, response_model_exclude_none=True)
-async def rerank_documents(request: Request, body: CohereRequest) -> Response:
+@serve_at(
+    router,
+    "/v1/rerank",
+    "/v2/rerank",
+    response_model=CohereResponse,
+    response_model_exclude_none=True,
+)
+async def rerank_documents(exchange: Here, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
-    engine = acquire_engine(request, body.model)
+    engine = exchange.acquire(body.model)
     pairs = query_pairs(engine, body.query, body.documents)
-    answer = await run_task(request, engine, "rerank", pairs)
+    answer = await exchange.run(engine.run_task, "rerank", pairs)
     ranked = ranked_by_score(answer.vectors, engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}
@@ -95,7 +101,7 @@ async def rerank_documents(request: Request, body: CohereRequest) -> Response:
     ]
     usage = {"total_tokens": answer.tokens}
     content = {"results": results, "model": engine.name, "usage": usage}
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
 def query_pairs(engine: Engine, query: str, texts: Sequence[str]) -> list[tuple[str, str]]:

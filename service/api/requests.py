@@ -1,14 +1,8 @@
-"""Read requests: bodies, JSON, engines, deadlines and disconnects."""
+"""Routes and their JSON bodies."""
 
 from __future__ import annotations
 
-import asyncio
-import math
-import zlib
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import ExitStack
-from functools import partial
-from time import perf_counter
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, TypeVar, cast
 
 import orjson
@@ -16,28 +10,14 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
-from attnserve.literals import Side
-from attnserve.serving.text_tasks import TextTask
-from graph_passes.errors import InvalidData
-from service.budget import Budget
-from service.engine.answer import TextAnswer
-from service.engine.engine import Engine, Text
-from service.engine.repository import Repository
-from service.errors import ClientGone, InvalidField, MalformedRequest, TooLarge, UnknownField
-from service.settings import Settings
+from service.api.exchange import Exchange
+from service.errors import InvalidField, MalformedRequest, UnknownField
 
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 B = TypeVar("B", bound=BaseModel)
 
 Name = Annotated[str, Field(max_length=1024)]
-
-
-SMALL_BYTES = 262_144
-"""Maximum size of an answer that does not wait for free memory."""
 
 MAX_FIELDS = 100
 """Maximum number of fields of an object, because each unknown field creates an error object."""
@@ -75,140 +55,40 @@ class Extensible(Body):
     model_config = ConfigDict(extra="allow")
 
 
-def model_route(
-    router: APIRouter, path: str, method: str = "GET", **options: Any
+def serve_at(
+    router: APIRouter, *paths: str, method: str = "POST", **options: Any
 ) -> Callable[[F], F]:
-    """Return a decorator that serves ``path`` below a model, and below one version of the model.
+    """Return a decorator that serves all ``paths``.
+
+    ``{name}`` and ``{version}`` in a path are those of the model (``Exchange.engine``).
 
     ``options`` are arguments of ``APIRouter.add_api_route``.
     """
 
     def add(function: F) -> F:
-        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
-        add_route(f"/models/{{name}}{path}")
-        in_version = f"/models/{{name}}/versions/{{version}}{path}"
-        add_route(in_version, dependencies=[Depends(_declare_version)])
+        for path in paths:
+            parameters = [Depends(declare) for name, declare in DECLARED.items() if name in path]
+            router.add_api_route(
+                path, function, methods=[method], dependencies=parameters, **options
+            )
         return function
 
     return add
 
 
-def _declare_version(version: str) -> None:
-    """Add the path parameter, which ``get_engine`` reads, to the OpenAPI document."""
+def model_paths(path: str) -> tuple[str, str]:
+    """``path`` below a model, and below one version of the model."""
+    return f"/models/{{name}}{path}", f"/models/{{name}}/versions/{{version}}{path}"
 
 
-def get_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """Get the engine of a model to read its description; ``acquire_engine`` gets it for a run."""
-    repository: Repository = request.app.state.repository
-    return repository.engine(name, version or request.path_params.get("version"))
+def _declare_name(name: str) -> None: ...
 
 
-def acquire_engine(request: Request, name: str | None = None, version: str | None = None) -> Engine:
-    """Acquire the engine of a model until this request is answered.
-
-    Call the function after reading the body: a slow client must not keep an old version in memory.
-
-    Args:
-        name: The name of the model; None for the only model.
-        version: None for the version in the path, else the highest.
-
-    Raises:
-        NotReady: The model is not loaded.
-        NotFound: Unknown model or version.
-    """
-    engine = get_engine(request, name, version)
-    engine.acquire()
-    hold(request, engine.release)
-    return engine
+def _declare_version(version: str) -> None: ...
 
 
-def hold(request: Request, release: Callable[[], object]) -> None:
-    """Call ``release`` after the answer of this request was sent."""
-    held: ExitStack = request.scope["attnserve.held"]
-    held.callback(release)
-
-
-async def hold_answer(request: Request, size: int, deadline: float | None) -> None:
-    """Wait for ``size`` free bytes for an answer, and reserve them until it was sent.
-
-    Small answers do not wait, because the limit of waiting rows bounds their total.
-
-    Raises:
-        DeadlineExceeded: The deadline passed before the bytes were free.
-    """
-    if size <= SMALL_BYTES:
-        return
-    budget: Budget = request.app.state.answers
-    await budget.wait(size, deadline)
-    hold(request, partial(budget.give_back, size))
-
-
-async def read_body(request: Request) -> bytes | bytearray:
-    """Read and decompress the body of ``request``.
-
-    x-total-ms and the deadline start after the last byte, so that they exclude a slow upload.
-
-    Raises:
-        TooLarge: More than ``max_body_bytes``, compressed or decompressed.
-        HTTPException: The content-encoding is unknown.
-        MalformedRequest: The body does not match its content-encoding.
-        ClientGone: The client disconnected.
-        Overloaded: The bodies of open requests have ``max_open_bytes`` in total.
-    """
-    settings: Settings = request.app.state.settings
-    limit = settings.max_body_bytes
-    too_large = TooLarge(f"the body is larger than {limit} bytes", "split the request")
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding not in ("identity", "gzip", "x-gzip", "deflate"):
-        raise HTTPException(
-            415,
-            f"content-encoding {encoding[:32]!r} is not supported; send gzip, deflate or neither",
-        )
-    # Before the first read: reading answers "100 Continue" to a client that waits for it.
-    length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > limit:
-        raise too_large
-    budget: Budget = request.app.state.bodies
-
-    taken = 0
-
-    def take(size: int) -> None:
-        nonlocal taken
-        budget.take(size)
-        taken += size
-
-    # One release for the whole body, not one for each chunk: a client may send single bytes.
-    hold(request, lambda: budget.give_back(taken))
-    body: bytes | bytearray = bytearray()
-    try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise too_large
-            take(len(chunk))
-    except ClientDisconnect as error:
-        raise ClientGone("the client disconnected before its request was complete") from error
-    if encoding != "identity":
-        body = _decompress(body, encoding, limit)
-        take(len(body))
-    request.state.started = perf_counter()
-    return body
-
-
-def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:
-    """Decompress at most ``limit`` bytes of ``body``."""
-    unpacker = zlib.decompressobj(wbits=47)  # detects gzip and deflate
-    try:
-        unpacked = unpacker.decompress(body, limit + 1)
-    except zlib.error as error:
-        raise MalformedRequest(
-            f"the body is not {encoding}: {error}", "send it as content-encoding says"
-        ) from error
-    if len(unpacked) > limit:
-        raise TooLarge(f"the decompressed body is larger than {limit} bytes", "split the request")
-    if not unpacker.eof or unpacker.unused_data:
-        raise MalformedRequest(f"the body is not {encoding}: it is truncated or has trailing bytes")
-    return unpacked
+DECLARED = {"{name}": _declare_name, "{version}": _declare_version}
+"""Dependencies that add the path parameters of ``Exchange.engine`` to the OpenAPI document."""
 
 
 def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
@@ -232,78 +112,12 @@ def parse_json(body: bytes | bytearray | memoryview, schema: type[B]) -> B:
         raise kind(f"{where}: {first['msg']}", field=field) from error
 
 
-def deadline_of(request: Request, timeout_us: int | None = None) -> float:
-    """Return the time at which the limit of a request ends, on the clock of ``perf_counter``.
-
-    The time limit starts with the last byte of the body (``read_body``).
-
-    Args:
-        timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
-
-    Raises:
-        InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
-    """
-    settings: Settings = request.app.state.settings
-    timeout = request.headers.get("x-timeout-ms", settings.timeout_ms)
-    try:
-        timeout_ms = float(timeout)
-    except ValueError:
-        timeout_ms = math.nan
-    longest = max(settings.max_timeout_ms, settings.timeout_ms)
-    if not 0 < timeout_ms <= longest:
-        raise InvalidData(
-            f"x-timeout-ms is {timeout!r}: expected milliseconds above 0, at most {longest:g}",
-            "send a number in this range, or leave the header out",
-        )
-    return request.state.started + min(
-        timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf
-    )
-
-
-async def run_task(
-    request: Request,
-    engine: Engine,
-    task: TextTask,
-    texts: Sequence[Text],
-    *,
-    truncate: bool = True,
-    side: Side | None = None,
-) -> TextAnswer:
-    """Run ``Engine.run_task`` within the time limit, until the client disconnects.
-
-    Raises:
-        InvalidData: x-timeout-ms is invalid, or ``Engine.run_task`` refuses the texts.
-        ClientGone: The client disconnected.
-    """
-    work = engine.run_task(task, texts, truncate=truncate, side=side, deadline=deadline_of(request))
-    return await cancel_on_disconnect(request, work)
-
-
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it if the client disconnects.
-
-    Raises:
-        ClientGone: The client disconnected.
-    """
-    task = asyncio.ensure_future(work)
-    # The body is read: the next message is the disconnect.
-    disconnect = asyncio.ensure_future(request.receive())
-    disconnect.add_done_callback(lambda _: task.cancel())
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if disconnect.done() and not disconnect.cancelled():
-            raise ClientGone("the client disconnected before its answer") from None
-        raise
-    finally:
-        disconnect.cancel()
-
-
 class JsonRoute(APIRoute):
     """A route that reads its JSON body itself, instead of FastAPI.
 
-    The endpoint declares ``body: Schema``; FastAPI writes the schema into the OpenAPI document.
-    FastAPI's own reader does not unpack gzip, requires a Content-Type and parses with ``json``.
+    The endpoint declares ``exchange: Here`` and ``body: Schema``; FastAPI writes the schema into
+    the OpenAPI document. FastAPI's own reader does not unpack gzip, requires a Content-Type and
+    parses with ``json``.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -313,17 +127,16 @@ class JsonRoute(APIRoute):
         schema = field.field_info.annotation
         is_required = field.field_info.is_required()
         assert isinstance(schema, type) and issubclass(schema, BaseModel)
-        path_parameters = [parameter.name for parameter in self.dependant.path_params]
 
         async def handle(request: Request) -> Response:
-            content = await self.read(request)
+            exchange: Exchange = request.scope["attnserve"]
+            content = await self.read(exchange)
             body = schema() if not content and not is_required else parse_json(content, schema)
             del content  # it may be large, and the request may wait
-            values = {name: request.path_params[name] for name in path_parameters}
-            return await self.endpoint(request=request, body=body, **values)
+            return await self.endpoint(exchange=exchange, body=body)
 
         return handle
 
-    async def read(self, request: Request) -> bytes | bytearray | memoryview:
-        """Return the JSON text in the body of ``request``."""
-        return await read_body(request)
+    async def read(self, exchange: Exchange) -> bytes | bytearray | memoryview:
+        """Return the JSON text in the body of the request."""
+        return await exchange.read_body()

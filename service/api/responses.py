@@ -10,11 +10,12 @@ from urllib.parse import quote
 
 import numpy as np
 import orjson
-from fastapi import Request, Response
+from fastapi import Response
 from starlette.background import BackgroundTask
 from starlette.responses import StreamingResponse
 
 from attnserve.runtime.memory_use import gpu_bytes, rss_bytes
+from service.api.exchange import Exchange
 from service.cost import AnswerCost
 from service.engine.answer import Answer, TextAnswer
 from service.engine.engine import Engine
@@ -38,7 +39,7 @@ def json_response(content: Any, status: int = 200) -> Response:
 
 
 async def respond(
-    request: Request,
+    exchange: Exchange,
     engine: Engine,
     answer: Answer,
     content: Any,
@@ -56,11 +57,11 @@ async def respond(
     if isinstance(answer, TextAnswer) and answer.vectors.size > SLICE:
         content = await _in_parts(content)
     body = b"" if cost_field else orjson.dumps(content, option=JSON)
-    total_ms = (perf_counter() - request.state.started) * 1e3
+    total_ms = (perf_counter() - exchange.started) * 1e3
     cost = _cost(answer, total_ms, engine.settings.provider)
     engine.metrics.record_request(cost)
     fields = cost.to_json()
-    request.scope["attnserve.cost"] = {"model": engine.name, "version": engine.version, **fields}
+    exchange.cost = {"model": engine.name, "version": engine.version, **fields}
     headers = {f"x-{key.replace('_', '-')}": str(value) for key, value in fields.items()}
     headers["x-model"] = quote(engine.name)  # headers are ASCII; names of models may not be
     headers["x-model-version"] = engine.version
@@ -75,7 +76,7 @@ async def respond(
         body, arrays = _without_large({**content, cost_field: fields})
     media_type = "application/octet-stream" if raw else "application/json"
     raw_bytes = sum(map(len, raw))
-    if raw or request.scope["http_version"] == "1.0":  # 1.0 has no chunks
+    if raw or exchange.request.scope["http_version"] == "1.0":  # 1.0 has no chunks
         size = sum([len(part) async for part in _parts(body, arrays)])
         headers["content-length"] = str(size + raw_bytes)
         if raw:

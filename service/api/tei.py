@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from attnserve import __version__
@@ -22,18 +22,9 @@ from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
+from service.api.exchange import Here
 from service.api.ranking import query_pairs, ranked_by_score
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
-    get_engine,
-    parse_json,
-    read_body,
-    run_task,
-)
+from service.api.requests import Body, JsonRoute, parse_json, serve_at
 from service.api.responses import json_response, respond
 from service.api.tei_bodies import (
     ClassifierModel,
@@ -139,124 +130,100 @@ router = APIRouter(
 )
 
 
-def _declare_name(name: str) -> None:
-    """Add the path parameter, which ``_engine`` reads, to the OpenAPI document."""
-
-
-def _route(path: str, method: str = "POST", **options: Any) -> Callable[[F], F]:
+def _route(path: str, **options: Any) -> Callable[[F], F]:
     """Return a decorator that serves ``path``, also below a model."""
-
-    def add(function: F) -> F:
-        add_route = partial(router.add_api_route, endpoint=function, methods=[method], **options)
-        add_route(path)
-        add_route(f"/models/{{name}}{path}", dependencies=[Depends(_declare_name)])
-        return function
-
-    return add
-
-
-def _engine(request: Request, body: TeiBody) -> Engine:
-    """The engine of the model in the path or the body."""
-    return acquire_engine(request, request.path_params.get("name", body.model), body.version)
+    return serve_at(router, path, f"/models/{{name}}{path}", **options)
 
 
 @_route("/embed", response_model=list[list[float]])
-async def embed(request: Request, body: EmbedRequest) -> Response:
+async def embed(exchange: Here, body: EmbedRequest) -> Response:
     """One vector per text, pooled as configured in the artifact."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     answer, vectors = await embed_texts(
-        request,
+        exchange,
         engine,
         with_token_ids(engine, body.inputs, "inputs"),
         VectorOptions(prompt_name=body.prompt_name, dimensions=body.dimensions),
-        truncate=body.truncate,
-        side=body.side,
+        **body.truncation,
         normalize=body.normalize,
         default_prompt=False,
     )
-    return await respond(request, engine, answer, vectors)
+    return await respond(exchange, engine, answer, vectors)
 
 
 @_route("/embed_all", response_model=list[list[list[float]]])
-async def embed_all(request: Request, body: EmbedAllRequest) -> Response:
+async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, including special tokens, without pooling."""
-    engine = _engine(request, body)
-    answer = await run_task(
-        request, engine, "tokens", _prompted(engine, body), truncate=body.truncate, side=body.side
+    engine = exchange.acquire(body.model, body.version)
+    answer = await exchange.run(
+        engine.run_task, "tokens", _prompted(engine, body), **body.truncation
     )
     vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
-    return await respond(request, engine, answer, vectors)
+    return await respond(exchange, engine, answer, vectors)
 
 
 @_route("/embed_sparse", response_model=list[list[SparseValue]])
-async def embed_sparse(request: Request, body: EmbedSparseRequest) -> Response:
+async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
-    engine = _engine(request, body)
-    answer = await run_task(
-        request, engine, "sparse", _prompted(engine, body), truncate=body.truncate, side=body.side
+    engine = exchange.acquire(body.model, body.version)
+    answer = await exchange.run(
+        engine.run_task, "sparse", _prompted(engine, body), **body.truncation
     )
     content = [
         [{"index": int(at), "value": float(row[at])} for at in np.flatnonzero(row)]
         for row in answer.vectors
     ]
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
 @_route("/rerank", response_model=list[Rank], response_model_exclude_none=True)
-async def rerank(request: Request, body: RerankRequest) -> Response:
+async def rerank(exchange: Here, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     pairs = query_pairs(engine, body.query, body.texts)
-    answer = await run_task(
-        request, engine, "rerank", pairs, truncate=body.truncate, side=body.side
-    )
+    answer = await exchange.run(engine.run_task, "rerank", pairs, **body.truncation)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
         for at, score in ranked_by_score(answer.vectors, activation)
     ]
-    return await respond(request, engine, answer, ranks)
+    return await respond(exchange, engine, answer, ranks)
 
 
 @_route("/predict", response_model=list[Prediction] | list[list[Prediction]])
-async def predict(request: Request, body: PredictRequest) -> Response:
+async def predict(exchange: Here, body: PredictRequest) -> Response:
     """The classes of a text or pair, most likely first; for a batch, a list of these."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     is_batch, texts = body.inputs
-    answer = await run_task(
-        request, engine, "classify", texts, truncate=body.truncate, side=body.side
-    )
+    answer = await exchange.run(engine.run_task, "classify", texts, **body.truncation)
     predictions = classes(engine, answer, raw_scores=body.raw_scores)
-    return await respond(request, engine, answer, predictions if is_batch else predictions[0])
+    return await respond(exchange, engine, answer, predictions if is_batch else predictions[0])
 
 
 @_route("/similarity", response_model=list[float])
-async def similarity(request: Request, body: SimilarityRequest) -> Response:
+async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
     """The cosine similarity of a text with each of several."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     options, inputs = body.parameters or SimilarityParameters(), body.inputs
     answer, vectors = await embed_texts(
-        request,
+        exchange,
         engine,
         [inputs.source_sentence, *inputs.sentences],
         VectorOptions(prompt_name=options.prompt_name),
-        truncate=options.truncate,
-        side=options.side,
+        **options.truncation,
         default_prompt=False,
     )
-    return await respond(request, engine, answer, cosines_of(vectors)[0, 1:])
+    return await respond(exchange, engine, answer, cosines_of(vectors)[0, 1:])
 
 
 @_route("/tokenize", response_model=list[list[SimpleToken]])
-async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
     """The tokens of each text. The model is not run, and nothing is truncated."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
     work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
-    rows = await cancel_on_disconnect(
-        request, engine.tokenize(texts, work, deadline=deadline_of(request))
-    )
+    rows = await exchange.run(engine.tokenize, texts, work)
     return json_response(
         [
             [
@@ -275,21 +242,18 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
 
 @_route("/decode", response_model=list[str])
-async def decode(request: Request, body: DecodeRequest) -> Response:
+async def decode(exchange: Here, body: DecodeRequest) -> Response:
     """The text of each list of token ids. The model is not run."""
-    engine = _engine(request, body)
+    engine = exchange.acquire(body.model, body.version)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    texts = await cancel_on_disconnect(
-        request, engine.tokenize(rows, work, deadline=deadline_of(request))
-    )
-    return json_response(texts)
+    return json_response(await exchange.run(engine.tokenize, rows, work))
 
 
-@_route("/info", "GET")
-async def info(request: Request) -> Info:
+@_route("/info", method="GET")
+async def info(exchange: Here) -> Info:
     """The served model and the limits of the server."""
-    engine = get_engine(request, request.path_params.get("name"))
+    engine = exchange.engine()
     model, settings = engine.model, engine.settings
     encoder = model.encoder
     return Info(
@@ -307,19 +271,20 @@ async def info(request: Request) -> Info:
     )
 
 
-@_route("/health", "GET", response_class=Response)
-async def health(request: Request) -> Response:
+@_route("/health", method="GET", response_class=Response)
+async def health(exchange: Here) -> Response:
     """200 if the model of the path runs; without a model in the path, if the server is ready."""
-    name, repository = request.path_params.get("name"), request.app.state.repository
-    if not (repository.ready if name is None else repository.runs(get_engine(request, name))):
+    repository = exchange.repository
+    runs = repository.runs(exchange.engine()) if exchange.path else repository.ready
+    if not runs:
         raise NotReady("unhealthy", "wait until the models are loaded, or see the log")
     return Response()
 
 
 @router.get("/ping", response_class=Response)
-async def ping(request: Request) -> Response:
+async def ping(exchange: Here) -> Response:
     """The same answer as /health."""
-    return await health(request)
+    return await health(exchange)
 
 
 MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
@@ -331,16 +296,14 @@ MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
 """(task, route, request). The main route of a model is that of its first task, else the last."""
 
 
-@router.post("/", include_in_schema=False)
-@router.post("/invocations", include_in_schema=False)
-@router.post("/models/{name}", include_in_schema=False)
-async def invoke(request: Request) -> Response:
+@serve_at(router, "/", "/invocations", "/models/{name}", include_in_schema=False)
+async def invoke(exchange: Here) -> Response:
     """The main route of the model: /embed, /embed_sparse, /rerank or /predict."""
-    content = await read_body(request)
+    content = await exchange.read_body()
     named = parse_json(content, TeiBody)
-    engine = get_engine(request, request.path_params.get("name", named.model), named.version)
+    engine = exchange.engine(named.model, named.version)
     _, route, schema = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
-    return await route(request, parse_json(content, schema))
+    return await route(exchange, parse_json(content, schema))
 
 
 def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Any]:

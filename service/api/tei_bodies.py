@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from attnserve.literals import Side
 from service.api.requests import Body, Name
 from service.errors import EmptyBatch
 
@@ -114,8 +113,9 @@ class TruncationOptions(Body):
     """The side at which texts lose tokens."""
 
     @property
-    def side(self) -> Side:
-        return "left" if self.truncation_direction.lower() == "left" else "right"
+    def truncation(self) -> dict[str, Any]:
+        """The arguments ``truncate`` and ``side`` of ``Engine.run_task``."""
+        return {"truncate": self.truncate, "side": self.truncation_direction.lower()}
 
 
 class EmbedAllRequest(TeiBody, Prompted, TruncationOptions):

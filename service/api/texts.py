@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
 from attnserve.literals import Side
@@ -20,15 +20,8 @@ from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.serving.activations import scores_of
 from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
-from service.api.requests import (
-    Body,
-    JsonRoute,
-    Name,
-    acquire_engine,
-    cancel_on_disconnect,
-    deadline_of,
-    run_task,
-)
+from service.api.exchange import Exchange, Here
+from service.api.requests import Body, JsonRoute, Name
 from service.api.responses import json_response, respond
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
@@ -156,7 +149,7 @@ class TextEmbedResponse(TextResponse):
 
 
 async def embed_texts(
-    request: Request,
+    exchange: Exchange,
     engine: Engine,
     texts: Sequence[Text],
     options: VectorOptions,
@@ -181,7 +174,7 @@ async def embed_texts(
     """
     artifact, dimensions = engine.model.artifact, options.dimensions
     prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
-    answer = await run_task(request, engine, "embed", prompted, truncate=truncate, side=side)
+    answer = await exchange.run(engine.run_task, "embed", prompted, truncate=truncate, side=side)
     vectors = answer.vectors
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise InvalidField(
@@ -249,56 +242,54 @@ def with_token_ids(
 
 
 @router.post("/embed", response_model=TextEmbedResponse)
-async def embed(request: Request, body: TextEmbedRequest) -> Response:
+async def embed(exchange: Here, body: TextEmbedRequest) -> Response:
     """One vector per text, pooled and normalized as configured in the artifact.
 
     An empty text is valid: it is embedded as its special tokens.
     """
-    engine = acquire_engine(request, body.model, body.version)
-    answer, vectors = await embed_texts(request, engine, body.inputs, body, truncate=body.truncate)
+    engine = exchange.acquire(body.model, body.version)
+    answer, vectors = await embed_texts(exchange, engine, body.inputs, body, truncate=body.truncate)
     content = {"embeddings": vectors, **_model_and_usage(engine, answer.tokens)}
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
 @router.post("/predict", response_model=TextPredictResponse)
-async def predict(request: Request, body: TextPredictRequest) -> Response:
+async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     """The classes of each text, most likely first.
 
     Scores are the softmax over the classes, for a single class the sigmoid of its logit, or the
     activation of the model. Labels come from ``id2label`` in attnserve.json or config.json; without
     it they are class numbers.
     """
-    engine = acquire_engine(request, body.model, body.version)
+    engine = exchange.acquire(body.model, body.version)
     prompt = engine.model.artifact.prompt()
     texts = [prompt + text for text in body.inputs]
-    answer = await run_task(request, engine, "classify", texts, truncate=body.truncate)
+    answer = await exchange.run(engine.run_task, "classify", texts, truncate=body.truncate)
     predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
 @router.post("/similarity", response_model=TextSimilarityResponse)
-async def similarity(request: Request, body: TextSimilarityRequest) -> Response:
+async def similarity(exchange: Here, body: TextSimilarityRequest) -> Response:
     """The cosine similarity of pairs of texts, or of one text with each of several."""
-    engine = acquire_engine(request, body.model, body.version)
+    engine = exchange.acquire(body.model, body.version)
     texts, left, right = _pairs(body)
     answer, vectors = await embed_texts(
-        request, engine, texts, VectorOptions(), truncate=body.truncate
+        exchange, engine, texts, VectorOptions(), truncate=body.truncate
     )
     # All products of distinct texts: their number is limited, and there may be many more pairs.
     cosines = cosines_of(vectors)[left, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
-    return await respond(request, engine, answer, content)
+    return await respond(exchange, engine, answer, content)
 
 
 @router.post("/tokenize", response_model=TextTokenizeResponse)
-async def tokenize(request: Request, body: TextTokenizeRequest) -> Response:
+async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
-    engine = acquire_engine(request, body.model, body.version)
+    engine = exchange.acquire(body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings = await cancel_on_disconnect(
-        request, engine.tokenize(body.inputs, work, deadline=deadline_of(request))
-    )
+    encodings: Sequence[Encoding] = await exchange.run(engine.tokenize, body.inputs, work)
     tokens = [encoding.ids for encoding in encodings]
     usage = _model_and_usage(engine, sum(map(len, tokens)))
     return json_response({"tokens": tokens, **usage})

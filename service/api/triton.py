@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from attnserve.serving.signature import Tensor
 from attnserve.serving.tensor_codec import NAMES
 from graph_passes.errors import InvalidData
-from service.api.requests import Body, Extensible, JsonRoute, get_engine, model_route
+from service.api.exchange import Exchange, Here
+from service.api.requests import Body, Extensible, JsonRoute, model_paths, serve_at
 from service.api.responses import json_response
 from service.engine.engine import Engine
 from service.engine.repository import Entry
@@ -80,27 +81,28 @@ class RepositoryRequest(Body):
 
 # Plain functions run in threads: the series of all workers are files.
 @router.get("/models/stats", response_model=ModelStatistics)
-def all_statistics(request: Request) -> Response:
+def all_statistics(exchange: Here) -> Response:
     """Exact statistics of all loaded models, since their first loading."""
-    return _statistics(request, request.app.state.repository.engines())
+    return _statistics(exchange, exchange.repository.engines())
 
 
-@model_route(router, "/stats", response_model=ModelStatistics)
-def model_statistics(request: Request, name: str) -> Response:
+@serve_at(router, *model_paths("/stats"), method="GET", response_model=ModelStatistics)
+def model_statistics(exchange: Here) -> Response:
     """Statistics of every version of a model, or of the version in the path."""
-    version = request.path_params.get("version")
-    versions = [version] if version else request.app.state.repository.versions(name)
-    return _statistics(request, [get_engine(request, name, number) for number in versions])
+    repository, name = exchange.repository, exchange.path["name"]
+    version = exchange.path.get("version")
+    versions = [version] if version else repository.versions(name)
+    return _statistics(exchange, [repository.engine(name, number) for number in versions])
 
 
-@model_route(router, "/config", response_model=ModelConfig)
-async def model_config(request: Request, name: str) -> Response:
+@serve_at(router, *model_paths("/config"), method="GET", response_model=ModelConfig)
+async def model_config(exchange: Here) -> Response:
     """The supported fields of Triton's ModelConfig.
 
     ``max_batch_size`` is 0 if requests cannot be batched; otherwise the first axis of every tensor
     is the batch axis, which ``dims`` does not include.
     """
-    return json_response(configuration(get_engine(request, name)))
+    return json_response(configuration(exchange.engine()))
 
 
 NO_FILTER = IndexRequest()
@@ -108,14 +110,14 @@ NO_PARAMETERS = RepositoryRequest()
 
 
 @router.post("/repository/index", response_model=list[Entry])
-async def index(request: Request, body: IndexRequest = NO_FILTER) -> Response:
+async def index(exchange: Here, body: IndexRequest = NO_FILTER) -> Response:
     """All versions of all models, on disk or loaded; with ``ready`` only those that are ready."""
-    entries: list[Entry] = request.app.state.repository.index()
+    entries = exchange.repository.index()
     return json_response([entry for entry in entries if entry.state == "READY" or not body.ready])
 
 
-@router.post("/repository/models/{name}/load", response_class=Response)
-async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
+@serve_at(router, "/repository/models/{name}/load", response_class=Response)
+async def load(exchange: Here, body: RepositoryRequest = NO_PARAMETERS) -> Response:
     """Load the model from disk and replace the loaded one; the answer is sent when it is ready.
 
     A configuration or files in the request are refused.
@@ -125,19 +127,19 @@ async def load(request: Request, name: str, body: RepositoryRequest = NO_PARAMET
             raise InvalidData(
                 f"parameter {key!r} is not supported: models are loaded from disk", "omit it"
             )
-    await request.app.state.repository.load(name)
+    await exchange.repository.load(exchange.path["name"])
     return Response()
 
 
-@router.post("/repository/models/{name}/unload", response_class=Response)
-async def unload(request: Request, name: str, body: RepositoryRequest = NO_PARAMETERS) -> Response:
+@serve_at(router, "/repository/models/{name}/unload", response_class=Response)
+async def unload(exchange: Here, body: RepositoryRequest = NO_PARAMETERS) -> Response:
     """Unload the model; accepted requests are still answered.
 
     ``unload_dependents`` has no effect, because no model depends on another.
     """
     if not isinstance(body.parameters.get("unload_dependents", False), bool):
         raise InvalidData("parameters.unload_dependents: expected true or false", "omit it")
-    await request.app.state.repository.unload(name)
+    await exchange.repository.unload(exchange.path["name"])
     return Response()
 
 
@@ -192,7 +194,7 @@ def _tensor(tensor: Tensor, batches: bool) -> dict[str, Any]:
     }
 
 
-def _statistics(request: Request, engines: list[Engine]) -> Response:
-    read = request.app.state.metrics.statistics()
+def _statistics(exchange: Exchange, engines: list[Engine]) -> Response:
+    read = exchange.repository.metrics.statistics()
     stats = [engine.metrics.statistics(read[engine.name, engine.version]) for engine in engines]
     return json_response({"model_stats": stats})

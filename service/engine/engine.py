@@ -40,7 +40,7 @@ from service.errors import (
     TooLarge,
     hide_folders,
 )
-from service.metrics import ModelMetrics, StageNanoseconds
+from service.metrics import ModelMetrics, StageNanoseconds, VersionState
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -158,6 +158,20 @@ class Engine:
         """The reason why the engine is not ready; empty if it is."""
         stuck = "a run does not end" if self._is_stuck else ""
         return hide_folders(self._broken or stuck, self.settings.model)
+
+    @property
+    def state(self) -> VersionState:
+        """The state of this version for the metrics and other workers."""
+        model = self.model
+        return VersionState(
+            self.name,
+            self.version,
+            self.waiting,
+            self.in_flight,
+            self.ready,
+            model.runtime,
+            model.precision,
+        )
 
     @property
     def _is_stuck(self) -> bool:

@@ -28,7 +28,7 @@ from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.shadow import Shadow
 from service.errors import NotReady, UnknownModel, hide_folders
-from service.metrics import Metrics, VersionState
+from service.metrics import Metrics
 from service.settings import Settings
 
 NOT_BATCH_INVARIANT = (
@@ -99,21 +99,6 @@ class ModelLoader:
     def contents_of(self, name: str) -> dict[str, str]:
         """The checksum of each loaded version of a model."""
         return {version: engine.content for version, engine in self.by_name.get(name, {}).items()}
-
-    def states(self) -> list[VersionState]:
-        """The state of each engine."""
-        return [
-            VersionState(
-                engine.name,
-                engine.version,
-                engine.waiting,
-                engine.in_flight,
-                engine.ready,
-                engine.model.runtime,
-                engine.model.precision,
-            )
-            for engine in self.engines()
-        ]
 
     async def replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all, and replace the loaded versions.

@@ -153,7 +153,7 @@ class Repository:
 
     def states(self) -> list[VersionState]:
         """The state of each loaded version."""
-        return self.loader.states()
+        return [engine.state for engine in self.engines()]
 
     def seconds(self) -> Mapping[Version, Mapping[int, Second]]:
         """The recent seconds of each version in all workers."""

@@ -94,7 +94,7 @@ class SharedRepository(Repository):
                 ready=all(status.ready for status in every),
             )
 
-        return [merged(state) for state in self.loader.states()]
+        return [merged(state) for state in super().states()]
 
     def seconds(self) -> Mapping[Version, Mapping[int, Second]]:
         return self._state.seconds()
@@ -331,7 +331,7 @@ class SharedRepository(Repository):
             ready=self._ready_here,
             generation=self._generation,
             error=None if self._error is None else error_to_json(self._error),
-            models=self.loader.states(),
+            models=super().states(),
             rss_bytes=rss_bytes(),
         )
         if status != self._status:

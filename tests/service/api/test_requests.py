@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from attnserve.models.tokenizer import TextEncoder
 from service.api import responses
-from service.api.requests import cancel_on_disconnect
+from service.api.exchange import cancel_on_disconnect
 from service.api.responses import _parts, _without_large
 from service.errors import ClientGone
 from tests.service.conftest import HeldRuns, until

@@ -169,7 +169,7 @@ def test_create_app_auto_provider_is_logged_once(
     if CUDA in require_runtime().get_available_providers():
         pytest.skip("this ONNX Runtime has the CUDA provider")
     client = start(write_encoder(tmp_path / "tiny"), provider="auto")
-    assert client.app.state.settings.provider == "cpu"  # type: ignore[attr-defined]
+    assert client.app.state.repository.settings.provider == "cpu"  # type: ignore[attr-defined]
     answer = client.post("/texts/embed", json={"inputs": "a"})
     assert answer.status_code == 200 and "x-gpu-bytes" not in answer.headers
     assert len([line for line in lines(caplog) if "no GPU" in line]) == 1

@@ -190,11 +190,13 @@ def test_killed_worker_is_replaced_while_others_serve(server: Server) -> None:
 
     with ThreadPoolExecutor(2) as threads:
         running = [threads.submit(load) for _ in range(2)]
-        until(lambda: len(seen) > 20)
-        psutil.Process(before[0]).kill()
-        until(replaced)
-        new = server.client(next(pid for pid in server.pids() if pid not in before))
-        done.set()
+        try:
+            until(lambda: len(seen) > 20)
+            psutil.Process(before[0]).kill()
+            until(replaced)
+            new = server.client(next(pid for pid in server.pids() if pid not in before))
+        finally:  # otherwise the threads would not end
+            done.set()
     assert [one.result() for one in running] == [None, None]
     lost = [one for one in seen if one != 200]
     assert len(lost) <= 2 and not any(isinstance(one, int) for one in lost), lost
