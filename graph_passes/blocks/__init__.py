@@ -42,10 +42,14 @@ from graph_passes.blocks.projections import (
     Weight,
 )
 
+Block = AttentionBlock | FeedForwardBlock
+"""A block of any kind. All kinds have a last linear map: the output projection, or the second
+product. Its inputs are the parts that can be removed: heads, or neurons."""
+
 __all__ = [
-    "AttentionBlock", "BlockForm", "BroadcastLayout", "Capped", "Causal", "FeedForwardBlock",
-    "Floor", "FullLengths", "KeyLengths", "KeyMask", "Linear", "LogitStep", "Mask", "Norm",
-    "Operand", "OutputProjection", "PositionBias", "Projection", "QuantizedProduct",
-    "QuantizedWeight", "Reused", "RotaryTerm", "Scaled", "Softmax", "Unmatched", "Weight",
-    "Weighted",
+    "AttentionBlock", "Block", "BlockForm", "BroadcastLayout", "Capped", "Causal",
+    "FeedForwardBlock", "Floor", "FullLengths", "KeyLengths", "KeyMask", "Linear",
+    "LogitStep", "Mask", "Norm", "Operand", "OutputProjection", "PositionBias",
+    "Projection", "QuantizedProduct", "QuantizedWeight", "Reused", "RotaryTerm", "Scaled",
+    "Softmax", "Unmatched", "Weight", "Weighted",
 ]  # fmt: skip

@@ -102,9 +102,7 @@ def observable_blocks(
     """
     plain = model.clone()
     with Analyses.of(plain) as analyses:
-        decompose_fused(
-            analyses, [b.name for b in analyses.get(find_attention).blocks if b.name in names]
-        )
+        decompose_fused(analyses, names)
     blocks = [
         block
         for block in find_attention(plain).blocks
