@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -31,6 +31,7 @@ from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
+from graph_passes.matching.naming import BlockT
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
@@ -44,6 +45,7 @@ __all__ = [
     "FeedForwardGroup",
     "ReusePair",
     "apply_config",
+    "feed_forward_groups",
     "group_blocks",
     "reusable_pairs",
 ]
@@ -178,32 +180,39 @@ def group_blocks(
         ffn: Allow the removal of neurons.
     """
     analyses = Analyses(model)
-    attention_by_weight: dict[object, list[AttentionBlock]] = {}
-    for block in attention:
-        if block.graph is model.graph and block.output is not None:
-            attention_by_weight.setdefault(last_map(block).weight_key, []).append(block)
-    neurons_by_weight: dict[object, list[FeedForwardBlock]] = {}
-    for block in find_feed_forward(model):
-        if block.graph is model.graph:
-            neurons_by_weight.setdefault(last_map(block).weight_key, []).append(block)
-    names = {block.name for block in attention}
+    shapes = small_shapes(analyses)
     groups: list[BlockGroup] = []
-    for blocks in attention_by_weight.values():
-        refusals = (_refusal(block, analyses) for block in blocks)
+    for blocks in _by_weight(model, [block for block in attention if block.output is not None]):
+        refusals = (
+            PruneHeads.refusal(block, None, analyses) or emission_refusal(block, shapes)
+            for block in blocks
+        )
         groups.append(AttentionGroup(tuple(blocks), next(filter(None, refusals), None)))
-    for blocks in neurons_by_weight.values():
-        if names.isdisjoint(block.name for block in blocks):
-            refusals = (neurons_refusal(block) for block in blocks)
-            refusal = next(filter(None, refusals), None if ffn else NOT_ALLOWED)
-            groups.append(FeedForwardGroup(tuple(blocks), refusal))
+    for group in feed_forward_groups(model, attention):
+        groups.append(group if ffn or group.refusal else replace(group, refusal=NOT_ALLOWED))
     return groups
 
 
-def _refusal(block: AttentionBlock, analyses: Analyses) -> Refusal | None:
-    """Why no heads of a block can be removed; None if they can."""
-    return PruneHeads.refusal(block, None, analyses) or emission_refusal(
-        block, small_shapes(analyses)
-    )
+def feed_forward_groups(
+    model: ir.Model, attention: Sequence[AttentionBlock]
+) -> list[FeedForwardGroup]:
+    """Group feed-forward blocks, except those with the name of an attention block."""
+    names = {block.name for block in attention}
+    groups: list[FeedForwardGroup] = []
+    for blocks in _by_weight(model, find_feed_forward(model)):
+        if names.isdisjoint(block.name for block in blocks):
+            refusals = map(neurons_refusal, blocks)
+            groups.append(FeedForwardGroup(tuple(blocks), next(filter(None, refusals), None)))
+    return groups
+
+
+def _by_weight(model: ir.Model, blocks: Sequence[BlockT]) -> Iterable[list[BlockT]]:
+    """The blocks of the main graph by their last weight."""
+    by_weight: dict[object, list[BlockT]] = {}
+    for block in blocks:
+        if block.graph is model.graph:
+            by_weight.setdefault(last_map(block).weight_key, []).append(block)
+    return by_weight.values()
 
 
 def apply_config(

@@ -15,8 +15,8 @@ from attnserve.planning.heads.criteria import observable_blocks
 from attnserve.planning.heads.files import layer_name
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.blocks import AttentionBlock, Block
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass
 
 __all__ = ["Request"]
@@ -93,18 +93,9 @@ class Request:
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 
-    def body_refusal(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+    def body_refusal(self, block: Block) -> Refusal | None:
         """Why a block cannot be measured, if it lies in the body of a node; None if it can."""
         return None if block.graph is self.model.graph else IN_BODY
-
-    def nothing(self, rewritten: str) -> CannotRewrite:
-        """The error of a request that applies to no block."""
-        return CannotRewrite(
-            f"none of the {len(self.blocks)} attention blocks can be {rewritten}"
-            + (f" ({self.warnings[0]})" if self.warnings else ""),
-            "`attnserve inspect` lists the reasons by block",
-            code="request.nothing",
-        )
 
     def batches(self, why: str, otherwise: str) -> Sequence[Batch]:
         """The calibration rows.

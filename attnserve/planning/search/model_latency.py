@@ -72,6 +72,7 @@ class ModelLatency:
         if (scheme := SCHEMES[precision]).allows_float_blocks:
             float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
         pairs = timer.time_pairs(groups, latencies)
+        fusion = residual_fusion(timer)
         converted = convert(job.original, precision, job.calibration, to_nearest=True)
         total_ms = timer.measure(Part(converted, timer.feeds), {})[None].mean
         parts = cls(
@@ -81,7 +82,7 @@ class ModelLatency:
             latencies=latencies,
             float_latencies=float_latencies,
             pairs=pairs,
-            residual_fusion=residual_fusion(timer),
+            residual_fusion=fusion,
         )
         # Blocks may take longer alone than in the model; the rest then counts as 0.
         return replace(parts, other_ms=max(total_ms - parts.original_ms, 0.0))
