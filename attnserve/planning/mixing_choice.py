@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -31,10 +32,9 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
+__all__ = ["ChosenMixing", "MixingChoice", "MixingComparison", "MixingSpeed", "choose_mixing"]
 
 log = logging.getLogger(__name__)
-
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a rewritten model must not be slower either, if the model takes them."""
@@ -43,9 +43,28 @@ LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
 
 
-def is_steady(report: MixingReport) -> bool:
-    """Whether a mixing is at no shape significantly slower than the fused original."""
-    return report.slowest.high >= MIN_SPEEDUP
+class MixingSpeed(NamedTuple):
+    """Speed-ups of a model over the fused original, as served.
+
+    Attributes:
+        mean: Over the target workloads.
+        slowest: At the slowest shape, by the upper end of its interval.
+    """
+
+    mean: Speedup
+    slowest: Speedup
+
+
+class ChosenMixing(NamedTuple):
+    """A plan with the chosen mixing, and its model.
+
+    Attributes:
+        choice: The report; None if the mixings cannot be timed.
+    """
+
+    plan: Plan
+    state: State
+    choice: MixingChoice | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +100,8 @@ class MixingComparison:
                 graph_pass.unfitted(analyses)(model)
         return model
 
-    def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
-        """Speed-ups over the fused original, as served: the mean, and the slowest shape.
-
-        They are timed twice if a model seems to be slower at a shape.
+    def speeds(self, models: Sequence[ir.Model]) -> list[MixingSpeed] | None:
+        """Time models, twice if a model seems to be slower than the fused original at a shape.
 
         Returns:
             None if they cannot be timed.
@@ -105,88 +122,89 @@ class MixingComparison:
             return None
         if not times:
             return None
-        wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
-        by_model = zip(*map(_speedups, times.values()), strict=True)
-        slowest = [min(speedups, key=lambda speedup: speedup.high) for speedups in by_model]
+        wanted = [times[each] for each in self.job.workloads if each in times] or [*times.values()]
         return [
-            (
-                paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
-                slowest[row - 1],
+            MixingSpeed(
+                mean=paired_speedup([ms[0] for ms in wanted], [ms[row] for ms in wanted]),
+                slowest=min(
+                    (paired_speedup([ms[0]], [ms[row]]) for ms in times.values()),
+                    key=lambda speedup: speedup.high,
+                ),
             )
-            for row in range(1, len(models) + 1)
+            for row in range(1, len(served))
         ]
 
 
-def _speedups(times: np.ndarray) -> list[Speedup]:
-    """The speed-up of each model over the first one, from times (models, rounds)."""
-    return [paired_speedup([times[0]], [row]) for row in times[1:]]
+class _Fitted(NamedTuple):
+    """A model with a mixing, and its error."""
+
+    plan: Plan
+    state: State
+    error: float
 
 
 def choose_mixing(
     plans: Mapping[MixingKind, Sequence[Plan]],
     build: Callable[[Plan], State],
     comparison: MixingComparison,
-) -> tuple[Plan, State, MixingChoice | None]:
+) -> ChosenMixing:
     """Build the model with each kind of mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
-    the fastest.
+    the fastest. Dense mixing is chosen if they cannot be timed.
 
     Args:
         plans: By kind; own dimensions have several plans, in ascending size.
         build: Applies a plan.
-
-    Returns:
-        The chosen plan, its model, and the report; dense mixing and None if they cannot be timed.
     """
-    built: dict[MixingKind, tuple[Plan, State]] = {}
-    errors: dict[MixingKind, float] = {}
 
-    def fit(kind: MixingKind, plan: Plan) -> None:
-        built[kind] = plan, build(plan)
-        errors[kind] = comparison.error(built[kind][1])
+    def fit(plan: Plan) -> _Fitted:
+        state = build(plan)
+        return _Fitted(plan, state, comparison.error(state))
 
-    fit("dense", plans["dense"][0])
-    bound = SAME_ERROR * errors["dense"]
+    fitted: dict[MixingKind, _Fitted] = {"dense": fit(plans["dense"][0])}
+    bound = SAME_ERROR * fitted["dense"].error
     for plan in plans.get("own", ()):
-        fit("own", plan)
-        if errors["own"] <= bound:
+        fitted["own"] = fit(plan)
+        if fitted["own"].error <= bound:
             break
-    models: dict[MixingKind, ir.Model] = {
-        kind: state.model for kind, (_, state) in built.items() if errors[kind] <= bound
-    }
+    models = {kind: each.state.model for kind, each in fitted.items() if each.error <= bound}
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
     timed = comparison.speeds(list(models.values()))
     if timed is None:
-        return *built["dense"], None
+        return ChosenMixing(fitted["dense"].plan, fitted["dense"].state, None)
     speeds = dict(zip(models, timed, strict=True))
 
     def report(kind: MixingKind) -> MixingReport:
-        error = errors.get(kind, math.inf)
-        mean, slowest = speeds[kind]
+        error = fitted[kind].error if kind in fitted else math.inf
         return MixingReport(
             kind=kind,
             error=error if math.isfinite(error) else None,
-            speedup=mean,
-            slowest=slowest,
+            speedup=speeds[kind].mean,
+            slowest=speeds[kind].slowest,
         )
 
     reports = {kind: report(kind) for kind in models}
     if _fastest(reports.values()).kind == "sparse":
-        fit("sparse", plans["sparse"][0])
+        fitted["sparse"] = fit(plans["sparse"][0])
         reports["sparse"] = report("sparse")
-    chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
+    chosen = _fastest([reports[kind] for kind, each in fitted.items() if each.error <= bound])
     others = [report for report in reports.values() if report.kind != chosen.kind]
-    lossier = [kind for kind, error in errors.items() if error > bound]
+    lossier = [kind for kind, each in fitted.items() if each.error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
-        + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
+        + ("at no length measurably slower" if _is_steady(chosen) else "slower at a length")
         + "".join(f"; {report.kind} {report.speedup.value:.2f}x" for report in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     choice = MixingChoice(chosen=chosen.kind, why=why, candidates=tuple(reports.values()))
-    return *built[chosen.kind], choice
+    return ChosenMixing(fitted[chosen.kind].plan, fitted[chosen.kind].state, choice)
+
+
+def _is_steady(report: MixingReport) -> bool:
+    """Whether a mixing is at no shape significantly slower than the fused original."""
+    return report.slowest.high >= MIN_SPEEDUP
 
 
 def _fastest(reports: Collection[MixingReport]) -> MixingReport:
@@ -194,7 +212,7 @@ def _fastest(reports: Collection[MixingReport]) -> MixingReport:
 
     Mixings that are slower than the original at some shape are taken only if all are.
     """
-    steady = [report for report in reports if is_steady(report)]
+    steady = [report for report in reports if _is_steady(report)]
     eligible = steady or reports
     most = max(report.speedup.value for report in eligible)
     near = [report for report in eligible if MIN_GAIN * report.speedup.value >= most]

@@ -14,12 +14,11 @@ from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.blocks import AttentionBlock, Block
 from graph_passes.emit.fused_attention import FusedOperator
 from graph_passes.passes.base import BlockPass, RewritePass
-from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
-from graph_passes.passes.conditions import returned_refusal
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.reuse_attention import ReuseAttention
-from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
+from graph_passes.passes.skip_attention import SkipAttention
 
 __all__ = [
     "AS_EXPORTED",
@@ -29,10 +28,11 @@ __all__ = [
     "BlockConfig",
     "BlockOperator",
     "LossCurve",
+    "Replaced",
     "Reusing",
-    "attention_configs",
+    "Shared",
+    "Truncated",
     "fusion_of",
-    "neuron_configs",
 ]
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
@@ -51,9 +51,6 @@ MULTIPLE = 8
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention
 block, that are timed."""
-
-SHARED_FRACTION = 2 / 3
-"""Number of shared dimensions of collaborative heads, relative to separate heads."""
 
 
 @dataclass(frozen=True)
@@ -295,30 +292,6 @@ class LossCurve:
         run = max(float(x[place] - x[place - 1]), 1e-9)
         slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
         return float(np.exp(y[place - 1] + slope * (position - x[place - 1])))
-
-
-def neuron_configs(count: int) -> list[BlockConfig]:
-    """The configurations of a feed-forward block of ``count`` neurons in the order of reports."""
-    step = max(count // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
-    return [BlockConfig(kept) for kept in (*range(step, count, step), count)]
-
-
-def attention_configs(block: AttentionBlock) -> list[BlockConfig]:
-    """The configurations of an attention block in the order of reports; some may be impossible."""
-    heads, half = block.num_heads, block.head_size // 2
-    step = max(heads // MAX_CONFIGS, 1)
-    numbers = (*range(step, heads, step), heads)
-    can_replace = not (block.k.is_cached or returned_refusal(block) or skip_refusal(block))
-    configs: list[BlockConfig] = [Replaced()] if can_replace else []
-    configs += [BlockConfig(kept) for kept in numbers]
-    if half and half % MULTIPLE == 0 and not sharing_refusal(block):
-        size = half - 1  # one dimension is left for the content term
-        configs += [Truncated(kept, size) for kept in numbers]
-        rank = int(SHARED_FRACTION * (heads * size)) // MULTIPLE * MULTIPLE
-        if rank and heads > 1:
-            ranks = [max(rank * kept // heads // MULTIPLE, 1) * MULTIPLE for kept in numbers]
-            configs += [Shared(kept, size, rank) for kept, rank in zip(numbers, ranks, strict=True)]
-    return configs
 
 
 def fusion_of(name: str, operator: BlockOperator) -> RewritePass:

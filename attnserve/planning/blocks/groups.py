@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -20,9 +21,10 @@ from attnserve.planning.blocks.configurations import (
     BlockConfig,
     BlockOperator,
     LossCurve,
+    Replaced,
     Reusing,
-    attention_configs,
-    neuron_configs,
+    Shared,
+    Truncated,
 )
 from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
@@ -33,11 +35,14 @@ from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.matching.naming import BlockT
 from graph_passes.passes.base import BlockPass, small_shapes
+from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import reuse_refusal
+from graph_passes.passes.skip_attention import skip_refusal
 
 __all__ = [
     "AttentionGroup",
@@ -49,6 +54,9 @@ __all__ = [
     "group_blocks",
     "reusable_pairs",
 ]
+
+SHARED_FRACTION = 2 / 3
+"""Number of shared dimensions of collaborative heads, relative to separate heads."""
 
 NOT_ALLOWED = Refusal("not_allowed", "neurons are kept unless `allow` names ffn")
 
@@ -133,7 +141,20 @@ class AttentionGroup(BlockGroup):
 
     @property
     def configs(self) -> list[BlockConfig]:
-        return attention_configs(self.blocks[0])
+        block, heads, half = self.blocks[0], self.count, self.blocks[0].head_size // 2
+        step = max(heads // MAX_CONFIGS, 1)
+        numbers = (*range(step, heads, step), heads)
+        can_replace = not (block.k.is_cached or returned_refusal(block) or skip_refusal(block))
+        configs: list[BlockConfig] = [Replaced()] if can_replace else []
+        configs += [BlockConfig(kept) for kept in numbers]
+        if half and half % MULTIPLE == 0 and not sharing_refusal(block):
+            size = half - 1  # one dimension is left for the content term
+            configs += [Truncated(kept, size) for kept in numbers]
+            rank = int(SHARED_FRACTION * (heads * size)) // MULTIPLE * MULTIPLE
+            if rank and heads > 1:
+                ranks = [max(rank * kept // heads // MULTIPLE, 1) * MULTIPLE for kept in numbers]
+                configs += map(Shared, numbers, repeat(size), ranks)
+        return configs
 
     def operators(self, analyses: Analyses) -> list[tuple[BlockOperator, ...]]:
         return [
@@ -157,7 +178,8 @@ class FeedForwardGroup(BlockGroup):
 
     @property
     def configs(self) -> list[BlockConfig]:
-        return neuron_configs(self.count)
+        step = max(self.count // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
+        return [BlockConfig(kept) for kept in (*range(step, self.count, step), self.count)]
 
     def operators(self, analyses: Analyses) -> list[tuple[BlockOperator, ...]]:
         return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import onnx_ir as ir
@@ -16,14 +17,14 @@ from attnserve.context import RunContext
 from attnserve.literals import Importance
 from attnserve.planning.heads.files import Masks
 from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
-from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
+from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
-__all__ = ["CRITERIA", "PruningInput", "observable_blocks"]
+__all__ = ["CRITERIA", "PruningInput", "observable_blocks", "sharing_groups"]
 
 WEIGHING_ROWS = 16
 """Number of texts for the comparison of layers; sums over heads need few."""
@@ -59,6 +60,22 @@ class PruningInput:
             if group[0].name in masks
             for block in group
         }
+
+
+def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock]]:
+    """Blocks in groups that share a weight, directly or through a third block, in order."""
+    groups: list[list[AttentionBlock]] = []
+    for block in blocks:
+        sharing = [group for group in groups if not _weights(group).isdisjoint(_weights([block]))]
+        groups = [group for group in groups if group not in sharing]
+        groups.append(sorted(chain(*sharing, [block]), key=blocks.index))
+    return sorted(groups, key=lambda group: blocks.index(group[0]))
+
+
+def _weights(blocks: Sequence[AttentionBlock]) -> set[ir.Value]:
+    parts = [part for block in blocks for part in (block.q, block.k, block.v, block.output)]
+    weights = [None if part is None else part.weight for part in parts]
+    return {origin(weight.value) for weight in weights if weight is not None}
 
 
 def by_energy(given: PruningInput) -> Masks:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.paths import StrPath
-from attnserve.planning.heads.criteria import CRITERIA, PruningInput
+from attnserve.planning.heads.criteria import CRITERIA, PruningInput, sharing_groups
 from attnserve.planning.heads.files import (
     Masks,
     MutableEdges,
@@ -25,7 +25,6 @@ from attnserve.planning.heads.selection import (
     parse_reuse,
     reused_layers,
 )
-from attnserve.planning.heads.shared_weights import sharing_groups
 from attnserve.planning.request.request import Request
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, Refusal

@@ -216,10 +216,8 @@ class _Layer:
             InvalidArgument: One is out of range.
         """
         name, size, full = self.block.name, self.block.head_size, exact_rank(self.block)
-        head_dk, rank = (
-            self.rewrites.head_dk,
-            None if self.rewrites.collab_dk is None else self.rank,
-        )
+        head_dk = self.rewrites.head_dk
+        rank = None if self.rewrites.collab_dk is None else self.rank
         if self.is_rotary:
             for parameter, number in (("collab_dk", rank), ("head_dk", head_dk)):
                 if number is not None and number % 2:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -241,33 +241,33 @@ def _block_of(part: ir.Model) -> Block | None:
     return next(iter(find_attention(part).blocks or find_feed_forward(part)), None)
 
 
-def _smaller(timed: _BlockPart, config: BlockConfig) -> Part | None:
-    """The part with its block in a configuration; None if that is impossible."""
-    small = timed.part.model.clone()
-    block = _block_of(small)
+def _rewritten(part: Part, rewrite: Callable[[ir.Model, Block], None]) -> Part | None:
+    """The part after a rewrite of its block; None if that is impossible."""
+    model = part.model.clone()
+    block = _block_of(model)
     if block is None:
         return None
     try:
-        apply_config(small, timed.group, config, block)
-    except IMPOSSIBLE:  # a part of grouped heads cannot be removed
+        rewrite(model, block)
+    except IMPOSSIBLE:  # for example, a part of grouped heads cannot be removed
         return None
-    return Part(small, timed.part.feeds)
+    return Part(model, part.feeds)
+
+
+def _smaller(timed: _BlockPart, config: BlockConfig) -> Part | None:
+    """The part with its block in a configuration; None if that is impossible."""
+    return _rewritten(
+        timed.part, lambda model, block: apply_config(model, timed.group, config, block)
+    )
 
 
 def _fused(part: Part, operator: BlockOperator) -> Part | None:
     """The part with a fused operator for its block; None if that is impossible."""
-    small = part.model.clone()
-    block = _block_of(small)
-    if block is None:
-        return None
-    try:
-        fusion_of(block.name, operator)(small)
-    except IMPOSSIBLE:
-        return None
-    if operator == "gelu":
-        return Part(small, part.feeds)
-    block = _block_of(small)
+    fused = _rewritten(part, lambda model, block: fusion_of(block.name, operator)(model))
+    if fused is None or operator == "gelu":
+        return fused
+    block = _block_of(fused.model)
     if block is None or block.output is None:
         return None
     # Masks are prepared once for all layers, so that they are inputs here and not timed.
-    return cut_out(small, [_cut(block)], part.feeds)[0]
+    return cut_out(fused.model, [_cut(block)], part.feeds)[0]
