@@ -168,7 +168,9 @@ def choose_mixing(
         fitted["own"] = fit(plan)
         if fitted["own"].error <= bound:
             break
-    models = {kind: each.state.model for kind, each in fitted.items() if each.error <= bound}
+    models: dict[MixingKind, ir.Model] = {
+        kind: each.state.model for kind, each in fitted.items() if each.error <= bound
+    }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
     timed = comparison.speeds(list(models.values()))

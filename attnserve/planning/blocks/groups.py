@@ -303,7 +303,7 @@ def reusable_pairs(groups: Sequence[BlockGroup]) -> list[tuple[AttentionGroup, A
     pairs: list[tuple[AttentionGroup, AttentionGroup]] = []
     earlier: list[AttentionGroup] = []
     for reader in groups:
-        if not isinstance(reader, AttentionGroup) or reader.refusal or len(reader.blocks) > 1:
+        if not isinstance(reader, AttentionGroup) or reader.refusal or len(reader.names) > 1:
             continue
         for source in reversed(earlier):
             if source.count == reader.count and not reuse_refusal(reader.blocks[0], source.blocks):

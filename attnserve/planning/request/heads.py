@@ -94,8 +94,9 @@ class HeadSelection:
         form = self.request.rewrites.reuse
         if form is None:
             return {}
-        is_configuration = isinstance(form, str) and not form.endswith(".json")
-        return self._configured_edges(form) if is_configuration else self._explicit_edges(form)
+        if isinstance(form, str) and not form.endswith(".json"):
+            return self._configured_edges(form)
+        return self._explicit_edges(form)
 
     @property
     def own_heads(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ def _plan_request(request: Request) -> PlannedRequest:
         ReuseAttention(renumbered(heads.edges, heads.masks)),
         PruneNeurons(choose_neurons(request)),
     ]
-    plans = {
+    plans: dict[MixingKind, list[Plan]] = {
         kind: [Plan.merged([*others, Collaborate(mixings)]) for mixings in alternatives]
         for kind, alternatives in allowed_mixings(request, heads.own_heads).items()
     }

@@ -113,12 +113,16 @@ class BlockTimer(PartTimer):
         Args:
             original: The block in the precision of the timer.
         """
-        fused = self.convertible({
+        possible: dict[BlockOperator, Part] = {
             operator: part
             for operator in timed.operators
             if (part := _fused(timed.part, operator)) is not None
-        })  # fmt: skip
-        fused = {operator: part for operator, part in fused.items() if self.runs(part)}
+        }
+        fused: dict[BlockOperator, Part] = {
+            operator: part
+            for operator, part in self.convertible(possible).items()
+            if self.runs(part)
+        }
         times = self.measure(original, fused)
         steady = (operator for operator in fused if times[operator].keeps_up_with(times[None]))
         fastest: BlockOperator | None = min((None, *steady), key=lambda each: times[each].mean)
@@ -135,7 +139,8 @@ class BlockTimer(PartTimer):
         if all(config.outruns(configs) for config in configs):
             configs |= self._time_configs(timed, conditional, fastest, original)
         in_order = {config: configs[config] for config in all_configs if config in configs}
-        return BlockLatency(times[None], fastest, in_order, {name: times[name] for name in fused})
+        operators: dict[BlockOperator, Latencies] = {name: times[name] for name in fused}
+        return BlockLatency(times[None], fastest, in_order, operators)
 
     def _time_configs(
         self,
@@ -241,7 +246,7 @@ def _block_of(part: ir.Model) -> Block | None:
     return next(iter(find_attention(part).blocks or find_feed_forward(part)), None)
 
 
-def _rewritten(part: Part, rewrite: Callable[[ir.Model, Block], None]) -> Part | None:
+def _rewritten(part: Part, rewrite: Callable[[ir.Model, Block], object]) -> Part | None:
     """The part after a rewrite of its block; None if that is impossible."""
     model = part.model.clone()
     block = _block_of(model)

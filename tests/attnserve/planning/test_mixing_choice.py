@@ -17,7 +17,7 @@ from attnserve.context import RunContext, TimedModel
 from attnserve.literals import MixingKind
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
-from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
+from attnserve.planning.mixing_choice import MixingComparison, MixingSpeed, choose_mixing
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import Speedup
@@ -63,11 +63,11 @@ class Comparison:
     def error(self, rewritten: Any) -> float:
         return self.errors[PLANS.index(rewritten.model)]
 
-    def speeds(self, models: Sequence[Any]) -> list[tuple[Speedup, Speedup]] | None:
+    def speeds(self, models: Sequence[Any]) -> list[MixingSpeed] | None:
         if self.known is None:
             return None
         found = [self.known[FORMS[PLANS.index(model)]] for model in models]
-        return [(steady(mean), steady(slowest)) for mean, slowest in found]
+        return [MixingSpeed(steady(mean), steady(slowest)) for mean, slowest in found]
 
 
 def choose(
