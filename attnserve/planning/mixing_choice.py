@@ -25,14 +25,14 @@ from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
+from attnserve.runtime.interleaved_timer import paired_speedup
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["ChosenMixing", "MixingChoice", "MixingComparison", "MixingSpeed", "choose_mixing"]
+__all__ = ["ChosenMixing", "MixingChoice", "MixingComparison", "choose_mixing"]
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +41,6 @@ STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 
 LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
-
-
-class MixingSpeed(NamedTuple):
-    """Speed-ups of a model over the fused original, as served.
-
-    Attributes:
-        mean: Over the target workloads.
-        slowest: At the slowest shape, by the upper end of its interval.
-    """
-
-    mean: Speedup
-    slowest: Speedup
 
 
 class ChosenMixing(NamedTuple):
@@ -100,8 +88,13 @@ class MixingComparison:
                 graph_pass.unfitted(analyses)(model)
         return model
 
-    def speeds(self, models: Sequence[ir.Model]) -> list[MixingSpeed] | None:
-        """Time models, twice if a model seems to be slower than the fused original at a shape.
+    def reports(
+        self, models: Mapping[MixingKind, ir.Model], errors: Mapping[MixingKind, float]
+    ) -> dict[MixingKind, MixingReport] | None:
+        """Time models as served, twice if one seems to be slower than the fused original.
+
+        Args:
+            errors: The errors of the models that are fitted.
 
         Returns:
             None if they cannot be timed.
@@ -115,7 +108,7 @@ class MixingComparison:
         workloads = list(dict.fromkeys([*self.job.workloads, *steady]))
         precision = self.job.target.precision
         try:
-            served = [self.timer.served(model, precision) for model in (original, *models)]
+            served = [self.timer.served(model, precision) for model in (original, *models.values())]
             times = self.timer.time(served, workloads, min_speedup=1.0)
         except AttnserveError as error:  # for example, no memory
             log.warning("the speed was not measured: %s", error)
@@ -123,16 +116,22 @@ class MixingComparison:
         if not times:
             return None
         wanted = [times[each] for each in self.job.workloads if each in times] or [*times.values()]
-        return [
-            MixingSpeed(
-                mean=paired_speedup([ms[0] for ms in wanted], [ms[row] for ms in wanted]),
+        return {
+            kind: MixingReport(
+                kind=kind,
+                error=_finite(errors.get(kind)),
+                speedup=paired_speedup([ms[0] for ms in wanted], [ms[row] for ms in wanted]),
                 slowest=min(
                     (paired_speedup([ms[0]], [ms[row]]) for ms in times.values()),
                     key=lambda speedup: speedup.high,
                 ),
             )
-            for row in range(1, len(served))
-        ]
+            for row, kind in enumerate(models, start=1)
+        }
+
+
+def _finite(error: float | None) -> float | None:
+    return error if error is not None and math.isfinite(error) else None
 
 
 class _Fitted(NamedTuple):
@@ -173,24 +172,13 @@ def choose_mixing(
     }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
-    timed = comparison.speeds(list(models.values()))
-    if timed is None:
+    reports = comparison.reports(models, {kind: each.error for kind, each in fitted.items()})
+    if reports is None:
         return ChosenMixing(fitted["dense"].plan, fitted["dense"].state, None)
-    speeds = dict(zip(models, timed, strict=True))
-
-    def report(kind: MixingKind) -> MixingReport:
-        error = fitted[kind].error if kind in fitted else math.inf
-        return MixingReport(
-            kind=kind,
-            error=error if math.isfinite(error) else None,
-            speedup=speeds[kind].mean,
-            slowest=speeds[kind].slowest,
-        )
-
-    reports = {kind: report(kind) for kind in models}
     if _fastest(reports.values()).kind == "sparse":
         fitted["sparse"] = fit(plans["sparse"][0])
-        reports["sparse"] = report("sparse")
+        error = _finite(fitted["sparse"].error)
+        reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
     chosen = _fastest([reports[kind] for kind, each in fitted.items() if each.error <= bound])
     others = [report for report in reports.values() if report.kind != chosen.kind]
     lossier = [kind for kind, each in fitted.items() if each.error > bound]

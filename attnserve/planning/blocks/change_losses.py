@@ -15,7 +15,7 @@ from attnserve.calibration.moments import collect_moments
 from attnserve.calibration.refit import refit
 from attnserve.calibration.refit_targets import Targets, collect_targets
 from attnserve.calibration.similarity import HeadSimilarity, similarities
-from attnserve.context import RunContext, ignore_progress
+from attnserve.context import Progress, RunContext
 from attnserve.data.row_batches import thinned
 from attnserve.planning.blocks.configurations import BlockConfig, Reusing
 from attnserve.planning.blocks.groups import BlockGroup, ReusePair, apply_config
@@ -41,28 +41,26 @@ class ChangeLosses:
     Attributes:
         estimator: Compares the changed models with the original.
         batches: The data to which changes and changed blocks are fitted.
+        context: The context of each measurement, which reports no progress.
+        progress: Reports the number of measured changes.
     """
 
     model: ir.Model
     estimator: LossEstimator
     batches: Sequence[Batch]
     context: RunContext
-
-    @property
-    def silent(self) -> RunContext:
-        """A context that reports no progress."""
-        return replace(self.context, progress=ignore_progress)
+    progress: Progress
 
     @cached_property
     def prefix(self) -> _Prefix:
         """The values in front of each block, on batches to which changed blocks are refitted."""
-        return _Prefix(self.model, thinned(self.batches, FIT_TOKENS), self.silent)
+        return _Prefix(self.model, thinned(self.batches, FIT_TOKENS), self.context)
 
     @cached_property
     def targets(self) -> Targets:
         """The outputs of all blocks on the same batches."""
         names = list(self.estimator.maps)
-        return collect_targets(self.model, names, self.prefix.batches, context=self.silent)
+        return collect_targets(self.model, names, self.prefix.batches, context=self.context)
 
     def changes(
         self, wanted: Mapping[BlockGroup, Sequence[BlockConfig]]
@@ -73,7 +71,7 @@ class ChangeLosses:
         plain, moments = self.model, dict[str, TokenMoments]()
         if names:
             plain, blocks = observable_blocks(self.model, names)
-            moments = collect_moments(plain, blocks, self.batches, context=self.silent)
+            moments = collect_moments(plain, blocks, self.batches, context=self.context)
         losses: dict[str, dict[str, float]] = {}
         for done, (group, configs) in enumerate(single.items(), start=1):
             (name,) = group.names
@@ -83,7 +81,7 @@ class ChangeLosses:
                     apply_config(new, group, config, moments=moments.get(name))
                     loss = self._loss(new, name, [] if config.is_fitted else [name])
                     losses.setdefault(group.key, {})[config.change] = loss
-            self.context.progress("measure changes", done, len(single))
+            self.progress("measure changes", done, len(single))
         return losses
 
     def pairs(self, pairs: Sequence[ReusePair]) -> Iterator[ReusePair]:
@@ -94,7 +92,7 @@ class ChangeLosses:
         plain, blocks = observable_blocks(self.model, {name for both in names for name in both})
         by_name = {block.name: block for block in blocks}
         both = [[by_name[source], by_name[reader]] for source, reader in names]
-        measured = similarities(plain, both, self.batches, context=self.silent)
+        measured = similarities(plain, both, self.batches, context=self.context)
         for done, (pair, pair_blocks, similarity) in enumerate(
             zip(pairs, both, measured, strict=True), start=1
         ):
@@ -103,7 +101,7 @@ class ChangeLosses:
                     reusing = self._reusing(pair, pair_blocks, similarity)
                     if reusing is not None:
                         yield reusing
-            self.context.progress("measure pairs", done, len(pairs))
+            self.progress("measure pairs", done, len(pairs))
 
     def _reusing(
         self, pair: ReusePair, blocks: Sequence[AttentionBlock], similarity: HeadSimilarity
@@ -129,7 +127,7 @@ class ChangeLosses:
         if fitted:
             refit(
                 new, self.model, fitted, self.prefix.batches,
-                context=self.silent, targets=self.targets, known=self.prefix.before(first),
+                context=self.context, targets=self.targets, known=self.prefix.before(first),
             )  # fmt: skip
         return max(self.estimator.loss_of(new, first), 1e-9)
 
@@ -142,10 +140,9 @@ class _Prefix:
 
     def __init__(self, model: ir.Model, batches: Sequence[Batch], context: RunContext) -> None:
         self.model, self.batches, self.context = model, batches, context
-        order = [value for node in model.graph for value in node.outputs]
-        places = {value: place for place, value in enumerate(order)}
         self.inputs = {block.name: block.x for block in find_attention(model).blocks}
-        self.places = {name: places.get(x, -1) for name, x in self.inputs.items()}
+        order = [value for node in model.graph for value in node.outputs]
+        self.places = {value: place for place, value in enumerate(order)}
         self._place, self._runner = -1, self._start()
 
     def before(self, name: str) -> list[dict[str, np.ndarray]]:
@@ -153,7 +150,7 @@ class _Prefix:
 
         The list is empty if the block reads an input of the model, or is in the body of a node.
         """
-        place = self.places.get(name, -1)
+        place = self.places.get(self.inputs[name], -1)
         if place < 0:
             return []
         if place < self._place:

@@ -202,11 +202,11 @@ def group_blocks(
         ffn: Allow the removal of neurons.
     """
     analyses = Analyses(model)
-    shapes = small_shapes(analyses)
     groups: list[BlockGroup] = []
     for blocks in _by_weight(model, [block for block in attention if block.output is not None]):
         refusals = (
-            PruneHeads.refusal(block, None, analyses) or emission_refusal(block, shapes)
+            PruneHeads.refusal(block, None, analyses)
+            or emission_refusal(block, small_shapes(analyses))
             for block in blocks
         )
         groups.append(AttentionGroup(tuple(blocks), next(filter(None, refusals), None)))

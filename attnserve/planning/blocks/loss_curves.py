@@ -20,7 +20,7 @@ from attnserve.calibration.linear_maps import last_map
 from attnserve.calibration.map_moments import enough, last_map_moments
 from attnserve.calibration.ridge import FitMoments
 from attnserve.checks.quality import QualityMeter
-from attnserve.context import RunContext
+from attnserve.context import RunContext, ignore_progress
 from attnserve.data.row_batches import thinned
 from attnserve.planning.blocks.change_losses import ChangeLosses
 from attnserve.planning.blocks.configurations import BlockConfig, LossCurve
@@ -97,7 +97,8 @@ def loss_curves(
         if curve := _curve(group, total, estimator):
             curves[group.key] = curve
         context.progress("measure block losses", done, len(reducible))
-    others = ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), context)
+    silent = replace(context, progress=ignore_progress)
+    others = ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), silent, context.progress)
     changes = changes or {}
     wanted = {g: changes.get(g.key, ()) for g in reducible if g.key in curves}
     for key, losses in others.changes(wanted).items():

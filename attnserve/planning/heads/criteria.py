@@ -16,7 +16,7 @@ from attnserve.calibration.voting import voting_to_stay
 from attnserve.context import RunContext
 from attnserve.literals import Importance
 from attnserve.planning.heads.files import Masks
-from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
+from attnserve.planning.heads.selection import Removals, least_costly_masks
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import origin
@@ -81,32 +81,33 @@ def _weights(blocks: Sequence[AttentionBlock]) -> set[ir.Value]:
 def by_energy(given: PruningInput) -> Masks:
     """Remove heads whose output the other heads reproduce best."""
     eliminated = elimination_order(given.model, given.blocks, given.batches, context=given.context)
-    orders = {name: (e.order.tolist(), e.losses) for name, e in eliminated.items()}
+    # The effect on the model's output weights the losses of a layer's own output: later layers
+    # compensate much of the loss of earlier ones.
     effects = leave_one_out_total(
         given.model, given.blocks, given.batches, most_rows=WEIGHING_ROWS, context=given.context
     )
+    removals: dict[str, Removals] = {}
     for group in given.groups:
-        if len(group) == 1:
-            continue
-        names = [block.name for block in group]
         added = np.zeros(group[0].num_heads)
-        for name in names:
-            order, losses = orders.pop(name)
-            added[order] += effects.pop(name) * np.diff(losses)
-        order = np.argsort(added, kind="stable")
-        orders[names[0]] = order.tolist(), np.append(0.0, np.cumsum(added[order]))
-        effects[names[0]] = 1.0
-    return given.of_groups(masks_by_loss(orders, given.share, effects))
+        for block in group:
+            order, losses = eliminated[block.name].order, eliminated[block.name].losses
+            added[order] += effects[block.name] * np.diff(losses)
+        name = group[0].name
+        removals[name] = Removals.by_score(added)
+        if len(group) == 1:
+            order = eliminated[name].order
+            removals[name] = Removals(order.tolist(), added[order].tolist())
+    return given.of_groups(least_costly_masks(removals, given.share))
 
 
 def by_leave_one_out(given: PruningInput) -> Masks:
     """Remove heads without which the model's output changes least."""
     scores = leave_one_out(given.model, given.blocks, given.batches, context=given.context)
-    summed = {
-        group[0].name: np.sum([scores[block.name] for block in group], axis=0)
+    removals = {
+        group[0].name: Removals.by_score(np.sum([scores[block.name] for block in group], axis=0))
         for group in given.groups
     }
-    return given.of_groups(masks_by_score(summed, given.share))
+    return given.of_groups(least_costly_masks(removals, given.share))
 
 
 def observable_blocks(

@@ -153,19 +153,17 @@ class HeadSelection:
         """Exclude blocks that share weights with a layer that cannot lose the same heads."""
         complete_names: set[str] = set()
         for group in sharing_groups(self.request.blocks):
-            chosen = [block for block in group if block in blocks]
-            counts = {block.num_heads for block in group}
+            counts = sorted({block.num_heads for block in group})
             others = [block.name for block in group if block not in blocks]
-            if not others and len(counts) == 1:
+            if others:
+                why = f"{others[0]}, which keeps its heads"
+            elif len(counts) > 1:
+                why = f"layers of {', '.join(map(str, counts))} heads"
+            else:
                 complete_names |= {block.name for block in group}
                 continue
-            for block in chosen:
-                why = (
-                    f"{others[0]}, which keeps its heads"
-                    if others
-                    else f"layers of {', '.join(map(str, sorted(counts)))} heads"
-                )
-                refusal = Refusal("shared_weights", f"it shares weights with {why}")
+            refusal = Refusal("shared_weights", f"it shares weights with {why}")
+            for block in (block for block in group if block in blocks):
                 if self.request.rewrites.layers is not None:
                     raise refusal.error(block.name, "name all layers that share weights")
                 self.request.leave(block, refusal)

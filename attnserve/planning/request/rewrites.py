@@ -56,29 +56,25 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     if rewrites.are_given:
         require_attention(job.matches)
     with Analyses.of(job.original) as analyses:
-        return _plan_request(Request(rewrites, job, analyses))
-
-
-def _plan_request(request: Request) -> PlannedRequest:
-    rewrites = request.rewrites
-    heads = HeadSelection(request)
-    others: list[RewritePass] = [
-        *([StripCache()] if rewrites.strip_cache else []),
-        SkipAttention(heads.skipped),
-        PruneHeads(heads.masks),
-        ReuseAttention(renumbered(heads.edges, heads.masks)),
-        PruneNeurons(choose_neurons(request)),
-    ]
-    plans: dict[MixingKind, list[Plan]] = {
-        kind: [Plan.merged([*others, Collaborate(mixings)]) for mixings in alternatives]
-        for kind, alternatives in allowed_mixings(request, heads.own_heads).items()
-    }
-    planned = PlannedRequest(plans, tuple(request.warnings))
-    if rewrites.are_given and not planned.plan.passes:
-        raise CannotRewrite(
-            f"none of the {len(request.blocks)} attention blocks can be rewritten as requested"
-            + (f" ({request.warnings[0]})" if request.warnings else ""),
-            "`attnserve inspect` lists the reasons by block",
-            code="request.nothing",
-        )
-    return planned
+        request = Request(rewrites, job, analyses)
+        heads = HeadSelection(request)
+        others: list[RewritePass] = [
+            *([StripCache()] if rewrites.strip_cache else []),
+            SkipAttention(heads.skipped),
+            PruneHeads(heads.masks),
+            ReuseAttention(renumbered(heads.edges, heads.masks)),
+            PruneNeurons(choose_neurons(request)),
+        ]
+        plans: dict[MixingKind, list[Plan]] = {
+            kind: [Plan.merged([*others, Collaborate(mixings)]) for mixings in alternatives]
+            for kind, alternatives in allowed_mixings(request, heads.own_heads).items()
+        }
+        planned = PlannedRequest(plans, tuple(request.warnings))
+        if rewrites.are_given and not planned.plan.passes:
+            raise CannotRewrite(
+                f"none of the {len(request.blocks)} attention blocks can be rewritten as requested"
+                + (f" ({request.warnings[0]})" if request.warnings else ""),
+                "`attnserve inspect` lists the reasons by block",
+                code="request.nothing",
+            )
+        return planned
