@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import (
@@ -151,14 +151,9 @@ def _read(
     form: str,
     code: str,
 ) -> dict[str, Any]:
-    """The content as the adapter's type; an error shows the first layer that does not fit.
-
-    Args:
-        parameter: The Python parameter that holds the source, for errors.
-        form: The expected form, for errors.
-        code: The code of the error of an entry.
-    """
-    content = _read_object(source, parameter, form)
+    """The content as the adapter's type; an error shows the first layer that does not fit."""
+    content = source if isinstance(source, Mapping) else _read_object(source, parameter, form)
+    content = {str(key): value for key, value in content.items()}
     try:
         return adapter.validate_python(content)
     except ValidationError as error:
@@ -172,33 +167,24 @@ def _read(
         ) from error
 
 
-def _read_object(source: StrPath | Mapping[str, Any], parameter: str, form: str) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return {str(key): value for key, value in source.items()}
+def _read_object(path: StrPath, parameter: str, form: str) -> Mapping[str, Any]:
+    where = f"`{parameter}` {path}"
     try:
-        text = Path(source).read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=_unique_keys)
+        text = Path(path).read_text(encoding="utf-8")
+        content: Any = json.loads(text, object_pairs_hook=_unique_keys)
     except FileNotFoundError as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: no such file", "check the path", code="request.no_file"
-        ) from error
+        what = f"{where}: no such file"
+        raise InvalidData(what, "check the path", code="request.no_file") from error
     except OSError as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: cannot be read: {error.strerror}",
-            "check the path",
-            code="request.unreadable_file",
-        ) from error
+        what = f"{where}: cannot be read: {error.strerror}"
+        raise InvalidData(what, "check the path", code="request.unreadable_file") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: not JSON: {error}", f"write {form}", code="request.not_json"
-        ) from error
+        what = f"{where}: not JSON: {error}"
+        raise InvalidData(what, f"write {form}", code="request.not_json") from error
     if not isinstance(content, dict) or not content:
-        raise InvalidData(
-            f"`{parameter}` {source}: expected an object with entries",
-            f"write {form}",
-            code="request.not_object",
-        )
-    return dict(content)  # pyright: ignore[reportUnknownArgumentType]
+        what = f"{where}: expected an object with entries"
+        raise InvalidData(what, f"write {form}", code="request.not_object")
+    return cast("dict[str, Any]", content)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

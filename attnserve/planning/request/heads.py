@@ -10,7 +10,12 @@ from typing import Any, Literal
 from attnserve.calibration.importance import leave_one_out
 from attnserve.calibration.similarity import measure_similarity
 from attnserve.paths import StrPath
-from attnserve.planning.heads.criteria import CRITERIA, PruningInput, sharing_groups
+from attnserve.planning.heads.criteria import (
+    CRITERIA,
+    PruningInput,
+    observable_blocks,
+    sharing_groups,
+)
 from attnserve.planning.heads.files import (
     Masks,
     MutableEdges,
@@ -73,9 +78,8 @@ class HeadSelection:
                 raise refusal.error(name, "leave this layer out of `skip`")
             skipped[name] = "constant" if kind == "constant" else "affine"
         if skipped:
-            request.batches(
-                "`skip` fits the replacement of an attention to data", "leave `skip` out"
-            )
+            why = "`skip` fits the replacement of an attention to data"
+            request.batches(why, "leave `skip` out")
         return skipped
 
     @cached_property
@@ -210,7 +214,7 @@ class HeadSelection:
             "`reuse` aligns heads by the measured similarity of their attention",
             "give `align` index, the alignment of the paper",
         )
-        decomposed, observable = request.observable
+        decomposed, observable = observable_blocks(request.model, request.names)
         observed = {block.name for block in observable}
         blocks = [block for block in blocks if block.name in observed]
         reusing = [block for block in blocks if block in reusing]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.heads.criteria import observable_blocks
 from attnserve.planning.heads.files import layer_name
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
@@ -113,8 +111,3 @@ class Request:
                 code="request.no_data",
             )  # fmt: skip
         return self.job.data.fit
-
-    @cached_property
-    def observable(self) -> tuple[ir.Model, list[AttentionBlock]]:
-        """The model in plain operators, and the blocks whose probabilities can be observed."""
-        return observable_blocks(self.model, self.names)
