@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -32,9 +31,10 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 from graph_passes.passes.collaborate import Collaborate
 
-__all__ = ["ChosenMixing", "MixingChoice", "MixingComparison", "choose_mixing"]
+__all__ = ["MixingChoice", "MixingComparison", "choose_mixing"]
 
 log = logging.getLogger(__name__)
+
 
 STEADY = ((1, 16), (1, 512), (8, 16), (8, 128))
 """(batch, length) at which a rewritten model must not be slower either, if the model takes them."""
@@ -43,16 +43,9 @@ LARGEST_SHAPE, LARGEST_MACS = (8, 512), 20_000_000_000
 """Another such shape, for models up to this number of MACs at it."""
 
 
-class ChosenMixing(NamedTuple):
-    """A plan with the chosen mixing, and its model.
-
-    Attributes:
-        choice: The report; None if the mixings cannot be timed.
-    """
-
-    plan: Plan
-    state: State
-    choice: MixingChoice | None
+def is_steady(report: MixingReport) -> bool:
+    """Whether a mixing is at no shape significantly slower than the fused original."""
+    return report.slowest.high >= MIN_SPEEDUP
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,67 +127,59 @@ def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
 
 
-class _Fitted(NamedTuple):
-    """A model with a mixing, and its error."""
-
-    plan: Plan
-    state: State
-    error: float
-
-
 def choose_mixing(
     plans: Mapping[MixingKind, Sequence[Plan]],
     build: Callable[[Plan], State],
     comparison: MixingComparison,
-) -> ChosenMixing:
+) -> tuple[Plan, State, MixingChoice | None]:
     """Build the model with each kind of mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
-    the fastest. Dense mixing is chosen if they cannot be timed.
+    the fastest.
 
     Args:
         plans: By kind; own dimensions have several plans, in ascending size.
         build: Applies a plan.
+
+    Returns:
+        The chosen plan, its model, and the report; dense mixing and None if they cannot be timed.
     """
+    built: dict[MixingKind, tuple[Plan, State]] = {}
+    errors: dict[MixingKind, float] = {}
 
-    def fit(plan: Plan) -> _Fitted:
-        state = build(plan)
-        return _Fitted(plan, state, comparison.error(state))
+    def fit(kind: MixingKind, plan: Plan) -> None:
+        built[kind] = plan, build(plan)
+        errors[kind] = comparison.error(built[kind][1])
 
-    fitted: dict[MixingKind, _Fitted] = {"dense": fit(plans["dense"][0])}
-    bound = SAME_ERROR * fitted["dense"].error
+    fit("dense", plans["dense"][0])
+    bound = SAME_ERROR * errors["dense"]
     for plan in plans.get("own", ()):
-        fitted["own"] = fit(plan)
-        if fitted["own"].error <= bound:
+        fit("own", plan)
+        if errors["own"] <= bound:
             break
     models: dict[MixingKind, ir.Model] = {
-        kind: each.state.model for kind, each in fitted.items() if each.error <= bound
+        kind: state.model for kind, (_, state) in built.items() if errors[kind] <= bound
     }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
-    reports = comparison.reports(models, {kind: each.error for kind, each in fitted.items()})
+    reports = comparison.reports(models, errors)
     if reports is None:
-        return ChosenMixing(fitted["dense"].plan, fitted["dense"].state, None)
+        return *built["dense"], None
     if _fastest(reports.values()).kind == "sparse":
-        fitted["sparse"] = fit(plans["sparse"][0])
-        error = _finite(fitted["sparse"].error)
+        fit("sparse", plans["sparse"][0])
+        error = _finite(errors["sparse"])
         reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
-    chosen = _fastest([reports[kind] for kind, each in fitted.items() if each.error <= bound])
+    chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
     others = [report for report in reports.values() if report.kind != chosen.kind]
-    lossier = [kind for kind, each in fitted.items() if each.error > bound]
+    lossier = [kind for kind, error in errors.items() if error > bound]
     why = (
         f"{chosen.speedup.value:.2f}x the speed of the fused original, "
-        + ("at no length measurably slower" if _is_steady(chosen) else "slower at a length")
+        + ("at no length measurably slower" if is_steady(chosen) else "slower at a length")
         + "".join(f"; {report.kind} {report.speedup.value:.2f}x" for report in others)
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     choice = MixingChoice(chosen=chosen.kind, why=why, candidates=tuple(reports.values()))
-    return ChosenMixing(fitted[chosen.kind].plan, fitted[chosen.kind].state, choice)
-
-
-def _is_steady(report: MixingReport) -> bool:
-    """Whether a mixing is at no shape significantly slower than the fused original."""
-    return report.slowest.high >= MIN_SPEEDUP
+    return *built[chosen.kind], choice
 
 
 def _fastest(reports: Collection[MixingReport]) -> MixingReport:
@@ -202,7 +187,7 @@ def _fastest(reports: Collection[MixingReport]) -> MixingReport:
 
     Mixings that are slower than the original at some shape are taken only if all are.
     """
-    steady = [report for report in reports if _is_steady(report)]
+    steady = [report for report in reports if is_steady(report)]
     eligible = steady or reports
     most = max(report.speedup.value for report in eligible)
     near = [report for report in eligible if MIN_GAIN * report.speedup.value >= most]
