@@ -117,11 +117,7 @@ class BlockConfig:
         return curve.at(curve.count - self.kept)
 
     def reasons(self, noun: str, curve: LossCurve) -> list[str]:
-        """What a group loses by it, in words: a clause for the removal, and one for the change.
-
-        Args:
-            noun: What is removed, "heads" or "neurons".
-        """
+        """What a group loses by it, in words: a clause for removed ``noun``, one for the change."""
         removed = curve.count - self.kept
         lost = f"{curve.own_loss[removed]:.1%} of its output that the others cannot reproduce"
         return [f"the {removed} removed {noun} hold {lost}"] if removed else []

@@ -124,8 +124,11 @@ class BlockTimer(PartTimer):
             if self.runs(part)
         }
         times = self.measure(original, fused)
-        steady = (operator for operator in fused if times[operator].keeps_up_with(times[None]))
-        fastest: BlockOperator | None = min((None, *steady), key=lambda each: times[each].mean)
+        fastest: BlockOperator | None = None
+        for operator in fused:
+            is_steady = times[operator].keeps_up_with(times[None])
+            if is_steady and times[operator].mean < times[fastest].mean:
+                fastest = operator
         group, whole = timed.group, timed.group.whole
         all_configs = [whole] if group.refusal else group.configs
         # Those that must outrun others are timed with fewer heads only if they do so with all.
