@@ -100,7 +100,7 @@ def loss_curves(
     silent = replace(context, progress=ignore_progress)
     others = ChangeLosses(model, estimator, thinned(rest, MOMENT_TOKENS), silent, context.progress)
     changes = changes or {}
-    wanted = {g: changes.get(g.key, ()) for g in reducible if g.key in curves}
+    wanted = {g: changes[g.key] for g in reducible if g.key in changes.keys() & curves.keys()}
     for key, losses in others.changes(wanted).items():
         curves[key] = replace(curves[key], changed=losses)
     faster = [p for p in pairs if p.saved_ms > 0 and {p.source.key, p.reader.key} <= curves.keys()]

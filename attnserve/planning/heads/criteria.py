@@ -93,10 +93,8 @@ def by_energy(given: PruningInput) -> Masks:
             order, losses = eliminated[block.name].order, eliminated[block.name].losses
             added[order] += effects[block.name] * np.diff(losses)
         name = group[0].name
-        removals[name] = Removals.by_score(added)
-        if len(group) == 1:
-            order = eliminated[name].order
-            removals[name] = Removals(order.tolist(), added[order].tolist())
+        order = eliminated[name].order if len(group) == 1 else np.argsort(added, kind="stable")
+        removals[name] = Removals(order.tolist(), added[order].tolist())
     return given.of_groups(least_costly_masks(removals, given.share))
 
 
