@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from attnserve.calibration.map_moments import last_map_moments
+from attnserve.calibration.ridge import FitMoments
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.interface import Batch
 from graph_passes.blocks import AttentionBlock
@@ -26,7 +27,13 @@ from graph_passes.blocks import AttentionBlock
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-__all__ = ["Elimination", "eliminate", "eliminate_neurons", "elimination_order"]
+__all__ = [
+    "Elimination",
+    "eliminate",
+    "eliminate_heads",
+    "eliminate_neurons",
+    "elimination_order",
+]
 
 RIDGE = 1e-3
 """Regularization of C, relative to its mean diagonal."""
@@ -63,14 +70,21 @@ def elimination_order(
     progress = context.stage("measure blocks")
     eliminations: dict[str, Elimination] = {}
     for name, moments in last_map_moments(model, projected_blocks, batches, context=context):
-        block = by_name[name]
-        output = block.required_output
-        rows = output.rows.reshape(-1)
-        covariance = moments.covariance[np.ix_(rows, rows)]
-        weight = output.matrix()[rows].astype(np.float64)
-        eliminations[name] = eliminate(covariance, weight, block.num_heads)
+        eliminations[name] = eliminate_heads(by_name[name], moments)
         progress(len(eliminations), len(projected_blocks))
     return {block.name: eliminations[block.name] for block in projected_blocks}
+
+
+def eliminate_heads(block: AttentionBlock, moments: FitMoments) -> Elimination:
+    """The pruning order of the heads of a block.
+
+    Args:
+        moments: Of the input and the output of its output projection.
+    """
+    rows = block.part_rows.reshape(-1)
+    covariance = moments.covariance[np.ix_(rows, rows)]
+    weight = block.required_output.matrix()[rows].astype(np.float64)
+    return eliminate(covariance, weight, block.num_heads)
 
 
 def eliminate(

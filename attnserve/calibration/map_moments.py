@@ -20,14 +20,14 @@ from attnserve.data.row_batches import thinned
 from attnserve.models.masks import flat_mask, is_mask, no_token, not_finite, token_mask
 from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import Block
 
 __all__ = ["MomentSum", "Tokens", "enough", "last_map_moments", "real_tokens"]
 
 
 def last_map_moments(
     model: ir.Model,
-    blocks: Sequence[AttentionBlock | FeedForwardBlock],
+    blocks: Sequence[Block],
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
@@ -59,20 +59,15 @@ def last_map_moments(
         yield site.name, moments
 
 
-def enough(
-    batches: Sequence[Batch], blocks: Sequence[AttentionBlock | FeedForwardBlock]
-) -> list[Batch]:
+def enough(batches: Sequence[Batch], blocks: Sequence[Block]) -> list[Batch]:
     """Batches with enough tokens to fit the last linear maps of these blocks.
 
     Enough are 32 tokens for each input, and at least 8192 tokens. With fewer tokens the quality
     falls: in a prototype, MiniLM lost an eighth of its neurons, and 13 instead of 27 tokens per
     input raised its loss by 23 %.
     """
-    widths: list[int] = []
-    for block in blocks:
-        is_feed_forward = isinstance(block, FeedForwardBlock)
-        widths.append(block.num_neurons if is_feed_forward else block.num_heads * block.v_head_size)
-    return thinned(batches, max(8192, 32 * max(widths, default=0)))
+    widest = max((block.last_width for block in blocks), default=0)
+    return thinned(batches, max(8192, 32 * widest))
 
 
 class MomentSum:

@@ -24,7 +24,7 @@ from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
+from attnserve.runtime.interleaved_timer import paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -79,10 +79,13 @@ class MixingComparison:
             graph_pass.unfitted(model)(model)
         return model
 
-    def speeds(self, models: Sequence[ir.Model]) -> list[tuple[Speedup, Speedup]] | None:
-        """Speed-ups over the fused original, as served: the mean, and the slowest shape.
+    def reports(
+        self, models: Mapping[MixingKind, ir.Model], errors: Mapping[MixingKind, float]
+    ) -> dict[MixingKind, MixingReport] | None:
+        """Time models as served, twice if one seems to be slower than the fused original.
 
-        They are timed twice if a model seems to be slower at a shape.
+        Args:
+            errors: The errors of the models that are fitted.
 
         Returns:
             None if they cannot be timed.
@@ -96,28 +99,30 @@ class MixingComparison:
         workloads = list(dict.fromkeys([*self.job.workloads, *steady]))
         precision = self.job.target.precision
         try:
-            served = [self.timer.served(model, precision) for model in (original, *models)]
+            served = [self.timer.served(model, precision) for model in (original, *models.values())]
             times = self.timer.time(served, workloads, min_speedup=1.0)
         except AttnserveError as error:  # for example, no memory
             log.warning("the speed was not measured: %s", error)
             return None
         if not times:
             return None
-        wanted = [shape for shape in self.job.workloads if shape in times] or list(times)
-        by_model = zip(*map(_speedups, times.values()), strict=True)
-        slowest = [min(speedups, key=lambda speedup: speedup.high) for speedups in by_model]
-        return [
-            (
-                paired_speedup([times[s][0] for s in wanted], [times[s][row] for s in wanted]),
-                slowest[row - 1],
+        wanted = [times[each] for each in self.job.workloads if each in times] or [*times.values()]
+        return {
+            kind: MixingReport(
+                kind=kind,
+                error=_finite(errors.get(kind)),
+                speedup=paired_speedup([ms[0] for ms in wanted], [ms[row] for ms in wanted]),
+                slowest=min(
+                    (paired_speedup([ms[0]], [ms[row]]) for ms in times.values()),
+                    key=lambda speedup: speedup.high,
+                ),
             )
-            for row in range(1, len(models) + 1)
-        ]
+            for row, kind in enumerate(models, start=1)
+        }
 
 
-def _speedups(times: np.ndarray) -> list[Speedup]:
-    """The speed-up of each model over the first one, from times (models, rounds)."""
-    return [paired_speedup([times[0]], [row]) for row in times[1:]]
+def _finite(error: float | None) -> float | None:
+    return error if error is not None and math.isfinite(error) else None
 
 
 def choose_mixing(
@@ -155,25 +160,13 @@ def choose_mixing(
     }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
-    timed = comparison.speeds(list(models.values()))
-    if timed is None:
+    reports = comparison.reports(models, errors)
+    if reports is None:
         return *built["dense"], None
-    speeds = dict(zip(models, timed, strict=True))
-
-    def report(kind: MixingKind) -> MixingReport:
-        error = errors.get(kind, math.inf)
-        mean, slowest = speeds[kind]
-        return MixingReport(
-            kind=kind,
-            error=error if math.isfinite(error) else None,
-            speedup=mean,
-            slowest=slowest,
-        )
-
-    reports = {kind: report(kind) for kind in models}
     if _fastest(reports.values()).kind == "sparse":
         fit("sparse", plans["sparse"][0])
-        reports["sparse"] = report("sparse")
+        error = _finite(errors["sparse"])
+        reports["sparse"] = reports["sparse"].model_copy(update={"error": error})
     chosen = _fastest([reports[kind] for kind, error in errors.items() if error <= bound])
     others = [report for report in reports.values() if report.kind != chosen.kind]
     lossier = [kind for kind, error in errors.items() if error > bound]

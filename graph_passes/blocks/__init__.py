@@ -42,8 +42,13 @@ from graph_passes.blocks.projections import (
     Weight,
 )
 
+Block = AttentionBlock | FeedForwardBlock
+"""A block of any kind. All kinds have a last linear map: the output projection, or the second
+product. Its inputs are the parts that can be removed: heads, or neurons."""
+
 __all__ = [
     "AttentionBlock",
+    "Block",
     "BlockForm",
     "BroadcastLayout",
     "Capped",

@@ -117,6 +117,26 @@ class AttentionBlock:
         return self.v.num_heads
 
     @property
+    def num_parts(self) -> int:
+        """H, the number of heads: the parts of the block that can be removed."""
+        return self.num_heads
+
+    @property
+    def part_rows(self) -> Int[np.ndarray, "H V"]:
+        """The rows of the last weight that read each head."""
+        return self.required_output.rows
+
+    @property
+    def last_width(self) -> int:
+        """The number of inputs of the output projection."""
+        return self.num_heads * self.v_head_size
+
+    @property
+    def inputs(self) -> tuple[ir.Value, ...]:
+        """x, and y if it is another value."""
+        return tuple(dict.fromkeys((self.x, self.y)))
+
+    @property
     def own_heads(self) -> Int[np.ndarray, " N"]:
         """The heads that compute their own probabilities, in the order of q and k."""
         taken = [reused.heads for reused in self.reused]

@@ -13,7 +13,7 @@ from graph_passes.analysis.required import input_of
 from graph_passes.blocks.projections import Weight
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 __all__ = ["FeedForwardBlock", "Linear", "Operand"]
 
@@ -131,6 +131,26 @@ class FeedForwardBlock:
     def num_neurons(self) -> int:
         """F, the number of neurons."""
         return self.second.width
+
+    @property
+    def num_parts(self) -> int:
+        """F, the number of neurons: the parts of the block that can be removed."""
+        return self.num_neurons
+
+    @property
+    def part_rows(self) -> Int[np.ndarray, "F 1"]:
+        """The row of the last weight that reads each neuron."""
+        return np.arange(self.num_neurons)[:, None]
+
+    @property
+    def last_width(self) -> int:
+        """The number of inputs of the second product."""
+        return self.num_neurons
+
+    @property
+    def inputs(self) -> tuple[ir.Value, ...]:
+        """x."""
+        return (self.x,)
 
     @property
     def input_size(self) -> int:

@@ -5,43 +5,42 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 import numpy as np
-import onnx_ir as ir
 
 from attnserve.limits import MIN_REMOVAL_GAIN
-from attnserve.planning.blocks.groups import Block, BlockGroup
 from attnserve.planning.blocks.latencies import Latencies
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, Block
 from graph_passes.emit.fused_attention import FusedOperator
-from graph_passes.factorize.moments import TokenMoments
 from graph_passes.passes.base import BlockPass, RewritePass
-from graph_passes.passes.collaborate import Collaborate, Mixing, sharing_refusal
-from graph_passes.passes.conditions import returned_refusal
+from graph_passes.passes.collaborate import Collaborate, Mixing
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
-from graph_passes.passes.prune_heads import PruneHeads
-from graph_passes.passes.prune_neurons import PruneNeurons
 from graph_passes.passes.reuse_attention import ReuseAttention
-from graph_passes.passes.skip_attention import SkipAttention, skip_refusal
+from graph_passes.passes.skip_attention import SkipAttention
 
 __all__ = [
     "AS_EXPORTED",
     "MAX_CONFIGS",
+    "MULTIPLE",
+    "OPERATORS",
     "BlockConfig",
     "BlockOperator",
     "LossCurve",
-    "ReusePair",
+    "Replaced",
     "Reusing",
-    "apply_config",
-    "configs_of",
+    "Shared",
+    "Truncated",
     "fusion_of",
 ]
 
 PlainOperators = Literal["skip", "sparse", "reuse"]
 BlockOperator = FusedOperator | Literal["gelu"]
 """The fused operator of a block; a block with the nodes of the export has None."""
+
+OPERATORS: Sequence[FusedOperator] = get_args(FusedOperator)
+"""The fused operators of attention."""
 
 AS_EXPORTED: Final = "as exported"
 """The name in reports of the nodes of the export."""
@@ -52,9 +51,6 @@ MULTIPLE = 8
 MAX_CONFIGS = 24
 """The approximate number of configurations of a feed-forward block, and the most of an attention
 block, that are timed."""
-
-SHARED_FRACTION = 2 / 3
-"""Number of shared dimensions of collaborative heads, relative to separate heads."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +71,6 @@ class BlockConfig:
     plain_operators: ClassVar[PlainOperators | None] = None
     is_fitted: ClassVar[bool] = False
     kept: int
-
-    def is_whole(self, count: int) -> bool:
-        """Whether it leaves a block of so many heads or neurons as it is."""
-        return self == BlockConfig(count)
 
     @property
     def recorded(self) -> dict[str, Any]:
@@ -107,14 +99,15 @@ class BlockConfig:
             other in latencies and MIN_REMOVAL_GAIN * latencies[self].mean < latencies[other].mean
         )
 
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-        """The passes that give a block the configuration; ``mask`` is 1 for each part to keep."""
-        prune = PruneNeurons if isinstance(block, FeedForwardBlock) else PruneHeads
-        return [] if all(mask) else [prune({block.name: mask})]
+    def mask(self, order: Sequence[int]) -> list[int]:
+        """1 for each head or neuron that is kept; ``order`` is the order of their removal."""
+        mask = np.ones(len(order), int)
+        mask[list(order[: len(order) - self.kept])] = 0
+        return mask.tolist()
 
-    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        """1 for each head or neuron of a group that is kept; ``curves`` by the key of a group."""
-        return [1] * self.kept if self.kept == group.count else curves[group.key].mask(self.kept)
+    def passes(self, block: Block) -> list[BlockPass[Any, Any]]:
+        """The passes that follow the removal of heads or neurons of a block."""
+        return []
 
     def loss(self, curve: LossCurve) -> float:
         """The predicted loss at the model's output; infinite if the change was not measured.
@@ -123,11 +116,11 @@ class BlockConfig:
         """
         return curve.at(curve.count - self.kept)
 
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
-        """What a group loses by it, in words: a clause for the removal, and one for the change."""
-        removed = group.count - self.kept
+    def reasons(self, noun: str, curve: LossCurve) -> list[str]:
+        """What a group loses by it, in words: a clause for removed ``noun``, one for the change."""
+        removed = curve.count - self.kept
         lost = f"{curve.own_loss[removed]:.1%} of its output that the others cannot reproduce"
-        return [f"the {removed} removed {group.noun} hold {lost}"] if removed else []
+        return [f"the {removed} removed {noun} hold {lost}"] if removed else []
 
     def __str__(self) -> str:
         return str(self.kept)
@@ -162,18 +155,18 @@ class Truncated(BlockConfig):
         """The dimensions of a block's heads: with as many as before, nothing is shared."""
         return Mixing(rank=self.kept * block.head_size, head_size=self.head_size)
 
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+    def passes(self, block: Block) -> list[BlockPass[Any, Any]]:
         assert isinstance(block, AttentionBlock)
-        return [*super().passes(block, mask), Collaborate({block.name: self.mixing(block)})]
+        return [Collaborate({block.name: self.mixing(block)})]
 
     def loss(self, curve: LossCurve) -> float:
         change = curve.changed.get(self.change, math.inf)
         return super().loss(curve) + self.kept / curve.count * change
 
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+    def reasons(self, noun: str, curve: LossCurve) -> list[str]:
         size = f"{self.recorded['head_size']} dimensions{self.sharing and self.sharing + ' ones'}"
         lost = self.loss(curve) - super().loss(curve)
-        return [*super().reasons(group, curve), f"queries and keys of {size} lose {lost:.4f}"]
+        return [*super().reasons(noun, curve), f"queries and keys of {size} lose {lost:.4f}"]
 
     def __str__(self) -> str:
         return f"{self.kept} x {self.recorded['head_size']}{self.sharing}"
@@ -218,19 +211,19 @@ class Reusing(BlockConfig):
     def sources(self) -> tuple[str, ...]:
         return (self.source,)
 
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
-        reused = {place: (self.source, head) for place, head in enumerate(self.heads.values())}
-        return [*super().passes(block, mask), ReuseAttention({block.name: reused})]
+    def mask(self, order: Sequence[int]) -> list[int]:
+        return [int(head in self.heads) for head in range(len(order))]
 
-    def mask(self, group: BlockGroup, curves: Mapping[str, LossCurve]) -> list[int]:
-        return [int(head in self.heads) for head in range(group.count)]
+    def passes(self, block: Block) -> list[BlockPass[Any, Any]]:
+        reused = {place: (self.source, head) for place, head in enumerate(self.heads.values())}
+        return [ReuseAttention({block.name: reused})]
 
     def loss(self, curve: LossCurve) -> float:
         return super().loss(curve) + self.reuse_loss * self.kept / curve.count
 
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+    def reasons(self, noun: str, curve: LossCurve) -> list[str]:
         reused = f"reusing the probabilities of {self.source} in all heads loses "
-        return [*super().reasons(group, curve), f"{reused}{self.reuse_loss:.4f}"]
+        return [*super().reasons(noun, curve), f"{reused}{self.reuse_loss:.4f}"]
 
     def __str__(self) -> str:
         return f"{self.kept} as {self.source}"
@@ -238,18 +231,21 @@ class Reusing(BlockConfig):
 
 @dataclass(frozen=True)
 class Replaced(BlockConfig):
-    """An affine map in place of an attention."""
+    """An affine map in place of an attention, whose heads are not removed before."""
 
     plain_operators: ClassVar[PlainOperators | None] = "skip"
     kept: Literal[0] = 0
 
-    def passes(self, block: Block, mask: Sequence[int]) -> list[BlockPass[Any, Any]]:
+    def mask(self, order: Sequence[int]) -> list[int]:
+        return [1] * len(order)
+
+    def passes(self, block: Block) -> list[BlockPass[Any, Any]]:
         return [SkipAttention({block.name: "affine"})]
 
     def loss(self, curve: LossCurve) -> float:
         return curve.changed.get(self.change, math.inf)
 
-    def reasons(self, group: BlockGroup, curve: LossCurve) -> list[str]:
+    def reasons(self, noun: str, curve: LossCurve) -> list[str]:
         return [f"replacing it by an affine map loses {self.loss(curve):.4f}"]
 
     def __str__(self) -> str:
@@ -293,88 +289,7 @@ class LossCurve:
         slope = float(np.clip((y[place] - y[place - 1]) / run, 0.0, 4.0))
         return float(np.exp(y[place - 1] + slope * (position - x[place - 1])))
 
-    def mask(self, kept: int) -> list[int]:
-        """1 for each head or neuron that is kept."""
-        stays = np.ones(self.count, int)
-        stays[list(self.order[: self.count - kept])] = 0
-        return stays.tolist()
-
-
-@dataclass(frozen=True, eq=False)
-class ReusePair:
-    """A source and a reader: attention blocks, of which the reader may reuse probabilities.
-
-    Attributes:
-        times: Latencies of both together, by the number of kept heads.
-        saved_ms: Time that reuse saves over both blocks with their fastest operators and all
-            heads, mean over the target workloads; negative if reuse is slower.
-        heads: The source head of each head of the reader.
-        loss: The loss at the model's output if all heads of the reader reuse probabilities.
-    """
-
-    source: BlockGroup
-    reader: BlockGroup
-    times: Mapping[int, Latencies]
-    saved_ms: float
-    heads: tuple[int, ...] = ()
-    loss: float = float("inf")
-
-    def reusing(self, kept: int, curve: LossCurve) -> BlockConfig:
-        """The reader with the heads that reuse those that the source needs most.
-
-        Args:
-            kept: The number of kept heads of both blocks.
-            curve: The losses of the source.
-        """
-        places = {
-            head: place for place, head in enumerate(np.flatnonzero(curve.mask(kept)).tolist())
-        }
-        heads = {head: places[taken] for head, taken in enumerate(self.heads) if taken in places}
-        return Reusing(kept, heads, self.source.names[0], self.loss)
-
-
-def configs_of(block: Block) -> list[BlockConfig]:
-    """The configurations of a block in the order of reports; some may be impossible."""
-    if isinstance(block, FeedForwardBlock):
-        step = max(block.num_neurons // MAX_CONFIGS // MULTIPLE, 1) * MULTIPLE
-        numbers = (*range(step, block.num_neurons, step), block.num_neurons)
-        return [BlockConfig(kept) for kept in numbers]
-    heads, half = block.num_heads, block.head_size // 2
-    step = max(heads // MAX_CONFIGS, 1)
-    numbers = (*range(step, heads, step), heads)
-    can_replace = not (block.k.is_cached or returned_refusal(block) or skip_refusal(block))
-    configs: list[BlockConfig] = [Replaced()] if can_replace else []
-    configs += [BlockConfig(kept) for kept in numbers]
-    if half and half % MULTIPLE == 0 and not sharing_refusal(block):
-        size = half - 1  # one dimension is left for the content term
-        configs += [Truncated(kept, size) for kept in numbers]
-        rank = int(SHARED_FRACTION * (heads * size)) // MULTIPLE * MULTIPLE
-        if rank and heads > 1:
-            ranks = [max(rank * kept // heads // MULTIPLE, 1) * MULTIPLE for kept in numbers]
-            configs += [Shared(kept, size, rank) for kept, rank in zip(numbers, ranks, strict=True)]
-    return configs
-
 
 def fusion_of(name: str, operator: BlockOperator) -> RewritePass:
     """The pass that writes a block in an operator."""
     return FuseGelu([name]) if operator == "gelu" else FuseAttention({name: operator})
-
-
-def apply_config(
-    model: ir.Model, block: Block, config: BlockConfig, moments: TokenMoments | None = None
-) -> None:
-    """Give one block of ``model`` a configuration, in place; its first heads or neurons are kept.
-
-    Args:
-        moments: Token moments of the block's input, for passes that are fitted; without them, they
-            are fitted to the weights alone.
-
-    Raises:
-        CannotRewrite: Some of its heads cannot be removed.
-    """
-    count = block.num_neurons if isinstance(block, FeedForwardBlock) else block.num_heads
-    mask = [1] * config.kept + [0] * (count - config.kept)
-    for graph_pass in config.passes(block, mask):
-        if moments is not None:
-            graph_pass = graph_pass.fitted(model, lambda _, __: {block.name: moments})
-        graph_pass(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import onnx_ir as ir
@@ -15,14 +16,14 @@ from attnserve.calibration.voting import voting_to_stay
 from attnserve.context import RunContext
 from attnserve.literals import Importance
 from attnserve.planning.heads.files import Masks
-from attnserve.planning.heads.selection import masks_by_loss, masks_by_score
-from attnserve.planning.heads.shared_weights import sharing_groups
+from attnserve.planning.heads.selection import Removals, least_costly_masks
 from attnserve.runtime.interface import Batch
+from graph_passes.analysis.constants import origin
 from graph_passes.blocks import AttentionBlock
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import decompose_fused
 
-__all__ = ["CRITERIA", "PruningInput", "observable_blocks"]
+__all__ = ["CRITERIA", "PruningInput", "observable_blocks", "sharing_groups"]
 
 WEIGHING_ROWS = 16
 """Number of texts for the comparison of layers; sums over heads need few."""
@@ -60,35 +61,50 @@ class PruningInput:
         }
 
 
+def sharing_groups(blocks: Sequence[AttentionBlock]) -> list[list[AttentionBlock]]:
+    """Blocks in groups that share a weight, directly or through a third block, in order."""
+    groups: list[list[AttentionBlock]] = []
+    for block in blocks:
+        sharing = [group for group in groups if not _weights(group).isdisjoint(_weights([block]))]
+        groups = [group for group in groups if group not in sharing]
+        groups.append(sorted(chain(*sharing, [block]), key=blocks.index))
+    return sorted(groups, key=lambda group: blocks.index(group[0]))
+
+
+def _weights(blocks: Sequence[AttentionBlock]) -> set[ir.Value]:
+    parts = [part for block in blocks for part in (block.q, block.k, block.v, block.output)]
+    weights = [None if part is None else part.weight for part in parts]
+    return {origin(weight.value) for weight in weights if weight is not None}
+
+
 def by_energy(given: PruningInput) -> Masks:
     """Remove heads whose output the other heads reproduce best."""
     eliminated = elimination_order(given.model, given.blocks, given.batches, context=given.context)
-    orders = {name: (e.order.tolist(), e.losses) for name, e in eliminated.items()}
+    # The effect on the model's output weights the losses of a layer's own output: later layers
+    # compensate much of the loss of earlier ones.
     effects = leave_one_out_total(
         given.model, given.blocks, given.batches, most_rows=WEIGHING_ROWS, context=given.context
     )
+    removals: dict[str, Removals] = {}
     for group in given.groups:
-        if len(group) == 1:
-            continue
-        names = [block.name for block in group]
         added = np.zeros(group[0].num_heads)
-        for name in names:
-            order, losses = orders.pop(name)
-            added[order] += effects.pop(name) * np.diff(losses)
-        order = np.argsort(added, kind="stable")
-        orders[names[0]] = order.tolist(), np.append(0.0, np.cumsum(added[order]))
-        effects[names[0]] = 1.0
-    return given.of_groups(masks_by_loss(orders, given.share, effects))
+        for block in group:
+            order, losses = eliminated[block.name].order, eliminated[block.name].losses
+            added[order] += effects[block.name] * np.diff(losses)
+        name = group[0].name
+        order = eliminated[name].order if len(group) == 1 else np.argsort(added, kind="stable")
+        removals[name] = Removals(order.tolist(), added[order].tolist())
+    return given.of_groups(least_costly_masks(removals, given.share))
 
 
 def by_leave_one_out(given: PruningInput) -> Masks:
     """Remove heads without which the model's output changes least."""
     scores = leave_one_out(given.model, given.blocks, given.batches, context=given.context)
-    summed = {
-        group[0].name: np.sum([scores[block.name] for block in group], axis=0)
+    removals = {
+        group[0].name: Removals.by_score(np.sum([scores[block.name] for block in group], axis=0))
         for group in given.groups
     }
-    return given.of_groups(masks_by_score(summed, given.share))
+    return given.of_groups(least_costly_masks(removals, given.share))
 
 
 def observable_blocks(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from pydantic import (
@@ -81,40 +81,33 @@ def parse_count(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 100 else None
 
 
-def read_masks(
-    source: StrPath | Mapping[str, Any],
-    blocks: Sequence[AttentionBlock],
-    parameter: str = "prune_heads",
-) -> Masks:
+def read_masks(source: StrPath | Mapping[str, Any], blocks: Sequence[AttentionBlock]) -> Masks:
     """Read {"layer name or index": [0 or 1 for each head]}, and check it against the model.
-
-    Args:
-        parameter: The Python parameter that holds the source, for errors.
 
     Raises:
         InvalidData: The file cannot be read, or has another structure.
         InvalidArgument: A layer is unknown or named twice, a mask has another length or entries
             other than 0 and 1, or no head of the model is left.
     """
-    content = _read_object(source, parameter, MASK_FORM)
+    content = _read(source, MASKS, "prune_heads", MASK_FORM, "masks.entries")
     heads = {block.name: block.num_heads for block in blocks}
     masks: Masks = {}
-    for layer, mask in _validated(MASKS, content, parameter, MASK_FORM, "masks.entries").items():
-        name = layer_name(layer, list(heads), parameter)
+    for layer, mask in content.items():
+        name = layer_name(layer, list(heads), "prune_heads")
         if name in masks:
             raise InvalidArgument(
-                f"`{parameter}` has two masks for {name}", "give each layer one", code="masks.twice"
+                f"`prune_heads` has two masks for {name}", "give each layer one", code="masks.twice"
             )
         try:
             check_mask(name, mask, heads[name])
         except InvalidArgument as error:
             raise InvalidArgument(
-                f"`{parameter}`: {error.what}", error.fix, code="masks.length"
+                f"`prune_heads`: {error.what}", error.fix, code="masks.length"
             ) from error
         masks[name] = list(mask)
     if not any(sum(masks.get(name, [1])) for name in heads):
         raise InvalidArgument(
-            f"`{parameter}` removes every head of the model",
+            "`prune_heads` removes every head of the model",
             "keep at least one head of one layer",
             code="masks.empty",
         )
@@ -122,44 +115,45 @@ def read_masks(
 
 
 def read_edges(
-    source: StrPath | Mapping[str, Any], blocks: Sequence[AttentionBlock], parameter: str = "reuse"
+    source: StrPath | Mapping[str, Any], blocks: Sequence[AttentionBlock]
 ) -> MutableEdges:
     """Read {"layer": {"head": ["source layer", head]}}: layers by name or index, heads from 0.
-
-    Args:
-        parameter: The Python parameter that holds the source, for errors.
 
     Raises:
         InvalidData: The file cannot be read, or has another structure.
         InvalidArgument: An edge is malformed or impossible.
     """
-    content = _read_object(source, parameter, EDGE_FORM)
+    content = _read(source, EDGES, "reuse", EDGE_FORM, "edges.format")
     names = [block.name for block in blocks]
     edges: MutableEdges = {}
-    for layer, heads in _validated(EDGES, content, parameter, EDGE_FORM, "edges.format").items():
-        name = layer_name(layer, names, parameter)
+    for layer, heads in content.items():
+        name = layer_name(layer, names, "reuse")
         taken = edges.setdefault(name, {})
         for head, (source_layer, source_head) in heads.items():
             if int(head) in taken:
                 raise InvalidArgument(
-                    f"`{parameter}`: head {int(head)} of {name} has two sources",
+                    f"`reuse`: head {int(head)} of {name} has two sources",
                     "give each head one",
                     code="edges.twice",
                 )
-            taken[int(head)] = layer_name(source_layer, names, parameter), source_head
+            taken[int(head)] = layer_name(source_layer, names, "reuse"), source_head
     try:
         check_edges(edges, blocks)
     except InvalidArgument as error:
-        raise InvalidArgument(
-            f"`{parameter}`: {error.what}", error.fix, code="edges.invalid"
-        ) from error
+        raise InvalidArgument(f"`reuse`: {error.what}", error.fix, code="edges.invalid") from error
     return {name: taken for name, taken in edges.items() if taken}
 
 
-def _validated(
-    adapter: TypeAdapter[Any], content: Mapping[str, Any], parameter: str, form: str, code: str
+def _read(
+    source: StrPath | Mapping[str, Any],
+    adapter: TypeAdapter[Any],
+    parameter: str,
+    form: str,
+    code: str,
 ) -> dict[str, Any]:
     """The content as the adapter's type; an error shows the first layer that does not fit."""
+    content = source if isinstance(source, Mapping) else _read_object(source, parameter, form)
+    content = {str(key): value for key, value in content.items()}
     try:
         return adapter.validate_python(content)
     except ValidationError as error:
@@ -173,33 +167,24 @@ def _validated(
         ) from error
 
 
-def _read_object(source: StrPath | Mapping[str, Any], parameter: str, form: str) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return {str(key): value for key, value in source.items()}
+def _read_object(path: StrPath, parameter: str, form: str) -> Mapping[str, Any]:
+    where = f"`{parameter}` {path}"
     try:
-        text = Path(source).read_text(encoding="utf-8")
-        content = json.loads(text, object_pairs_hook=_unique_keys)
+        text = Path(path).read_text(encoding="utf-8")
+        content: Any = json.loads(text, object_pairs_hook=_unique_keys)
     except FileNotFoundError as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: no such file", "check the path", code="request.no_file"
-        ) from error
+        what = f"{where}: no such file"
+        raise InvalidData(what, "check the path", code="request.no_file") from error
     except OSError as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: cannot be read: {error.strerror}",
-            "check the path",
-            code="request.unreadable_file",
-        ) from error
+        what = f"{where}: cannot be read: {error.strerror}"
+        raise InvalidData(what, "check the path", code="request.unreadable_file") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidData(
-            f"`{parameter}` {source}: not JSON: {error}", f"write {form}", code="request.not_json"
-        ) from error
+        what = f"{where}: not JSON: {error}"
+        raise InvalidData(what, f"write {form}", code="request.not_json") from error
     if not isinstance(content, dict) or not content:
-        raise InvalidData(
-            f"`{parameter}` {source}: expected an object with entries",
-            f"write {form}",
-            code="request.not_object",
-        )
-    return dict(content)  # pyright: ignore[reportUnknownArgumentType]
+        what = f"{where}: expected an object with entries"
+        raise InvalidData(what, f"write {form}", code="request.not_object")
+    return cast("dict[str, Any]", content)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

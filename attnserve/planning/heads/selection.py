@@ -6,6 +6,7 @@ similarities and losses.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, cast
@@ -19,11 +20,11 @@ from graph_passes.errors import InvalidArgument
 from graph_passes.passes.reuse_attention import SourceHead, reuse_refusal
 
 __all__ = [
+    "Removals",
     "Reuse",
     "edges_by_damage",
     "edges_of",
-    "masks_by_loss",
-    "masks_by_score",
+    "least_costly_masks",
     "parse_reuse",
     "reused_layers",
 ]
@@ -292,46 +293,34 @@ def edges_by_damage(
     return {name: reused for name, reused in edges.items() if 4 * len(reused) >= counts[name]}
 
 
-def masks_by_score(scores: Mapping[str, np.ndarray], fraction: float) -> Masks:
-    """Remove a share of all heads, lowest scores first; every layer keeps at least one."""
-    ranked = sorted(
-        (float(score), name, head)
-        for name, layer in scores.items()
-        for head, score in enumerate(layer)
-    )
-    masks = {name: [1] * len(layer) for name, layer in scores.items()}
-    left = round(fraction * len(ranked))
-    for _, name, head in ranked:
-        if left and sum(masks[name]) > 1:
-            masks[name][head] = 0
-            left -= 1
-    return masks
+class Removals(NamedTuple):
+    """The heads of a layer in the order of their removal, and the cost of each."""
+
+    order: Sequence[int]
+    costs: Sequence[float]
+
+    @classmethod
+    def by_score(cls, scores: np.ndarray) -> Removals:
+        """Heads with low scores are removed first; ``scores`` has the cost of each head."""
+        order = np.argsort(scores, kind="stable")
+        return cls(order.tolist(), scores[order].tolist())
 
 
-def masks_by_loss(
-    orders: Mapping[str, tuple[Sequence[int], np.ndarray]],
-    fraction: float,
-    effects: Mapping[str, float],
-) -> Masks:
-    """Remove a share of all heads in the order of least additional loss.
+def least_costly_masks(removals: Mapping[str, Removals], fraction: float) -> Masks:
+    """Remove a share of all heads in the order of least cost; every layer keeps at least one.
 
     Args:
-        orders: By layer, the heads in the order of removal, and the share of the layer's output
-            that is lost once n of them are removed.
-        effects: By layer, the effect of its heads on the model's output (``leave_one_out_total``),
-            which weights the losses of the layer: later layers compensate much of the loss of
-            earlier ones.
+        removals: By layer. A head is removed after those before it, and costs as much as the most
+            costly of them.
     """
     steps = sorted(
-        (float(added) * effects[name], name, step)
-        for name, (_, losses) in orders.items()
-        for step, added in enumerate(np.maximum.accumulate(np.diff(losses))[:-1])
+        (float(cost), name, step)
+        for name, layer in removals.items()
+        for step, cost in enumerate(np.maximum.accumulate(layer.costs)[:-1])
     )
-    total = sum(len(heads) for heads, _ in orders.values())
-    removed = dict.fromkeys(orders, 0)
-    for _, name, step in steps[: round(fraction * total)]:
-        removed[name] = max(removed[name], step + 1)
+    total = sum(len(layer.order) for layer in removals.values())
+    counts = Counter(name for _, name, _ in steps[: round(fraction * total)])
     return {
-        name: [int(head not in heads[: removed[name]]) for head in range(len(heads))]
-        for name, (heads, _) in orders.items()
+        name: [int(head not in layer.order[: counts[name]]) for head in range(len(layer.order))]
+        for name, layer in removals.items()
     }

@@ -8,20 +8,64 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from attnserve.planning.blocks.configurations import MULTIPLE, LossCurve
-from attnserve.planning.blocks.groups import BlockGroup
+from attnserve.planning.blocks.configurations import MULTIPLE, BlockConfig, LossCurve
+from attnserve.planning.blocks.groups import FeedForwardGroup, feed_forward_groups
+from attnserve.planning.blocks.loss_curves import loss_curves
 from attnserve.planning.blocks.pareto import pareto_front
 from attnserve.planning.heads.files import Masks
+from attnserve.planning.request.request import Request
+from graph_passes.errors import Refusal
+from graph_passes.matching.feed_forward import find_feed_forward
 
-__all__ = ["choose_neurons"]
+__all__ = ["choose_neurons", "neuron_masks"]
+
+SAME_NAME = Refusal("same_name", "an attention block has the same name")
 
 TIE = 1e-12
 """The loss that is added per removed neuron. Otherwise, only the largest of several numbers of
 removals with equal losses would be on the front, and it may exceed the request."""
 
 
-def choose_neurons(
-    groups: Sequence[BlockGroup], curves: Mapping[str, LossCurve], share: float
+def choose_neurons(request: Request) -> Masks:
+    """1 for each neuron that stays, by feed-forward that loses neurons.
+
+    Raises:
+        InvalidArgument: There is no data to measure on.
+    """
+    share = request.rewrites.ffn
+    if share is None:
+        return {}
+    batches = request.batches("`ffn` measures the loss of removed neurons", "leave `ffn` out")
+    if request.rewrites.layers is not None:
+        request.warnings.append(
+            "`layers` names attention blocks: `ffn` removes neurons of any layer"
+        )
+    groups = feed_forward_groups(request.model, request.blocks)
+    refusals = {name: group.refusal for group in groups for name in group.names}
+    for block in request.analyses.get(find_feed_forward):
+        if refusal := request.body_refusal(block) or refusals.get(block.name, SAME_NAME):
+            request.warnings.append(f"{block.name} keeps all its neurons: {refusal}")
+    groups = [group for group in groups if group.refusal is None]
+    if not groups:
+        request.warnings.append(
+            "`ffn` removes nothing: no feed-forward has neurons that can be removed"
+        )
+        return {}
+    losses = loss_curves(
+        request.model, groups, batches, new_meter=request.job.meter, context=request.job.context
+    )
+    masks = neuron_masks(groups, losses.curves, share)
+    if not masks:
+        total = sum(group.count for group in groups)
+        request.warnings.append(
+            f"`ffn` {share} rounds to 0 of {total} neurons: the number of remaining neurons of a "
+            f"layer is a multiple of {MULTIPLE}"
+        )
+    return masks
+
+
+def neuron_masks(
+    groups: Sequence[FeedForwardGroup], curves: Mapping[str, LossCurve], share: float
 ) -> Masks:
     """Masks (1 = keep) that remove about ``share`` of all neurons, with least predicted loss.
 
@@ -45,12 +89,13 @@ def choose_neurons(
     for group, of_group, pick in zip(groups, numbers, choice.picks, strict=True):
         _, count = of_group[pick]
         if count < group.count:
-            masks |= {name: curves[group.key].mask(count) for name in group.names}
+            mask = BlockConfig(count).mask(curves[group.key].order)
+            masks |= dict.fromkeys(group.names, mask)
     return masks
 
 
 def _numbers(
-    group: BlockGroup, curve: LossCurve | None, is_measured: bool
+    group: FeedForwardGroup, curve: LossCurve | None, is_measured: bool
 ) -> list[tuple[float, int]]:
     """The losses of the possible numbers of remaining neurons, with these numbers."""
     numbers = [(0.0, group.count)]

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.options import Rewrites
-from attnserve.planning.heads.criteria import observable_blocks
 from attnserve.planning.heads.files import layer_name
 from attnserve.runtime.interface import Batch
 from graph_passes.analyses import Analyses
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
-from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
+from graph_passes.blocks import AttentionBlock, Block
+from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import AttentionPass
 
 __all__ = ["Request"]
@@ -93,18 +91,9 @@ class Request:
         if self.rewrites.strip_cache and is_cached and STRIP_FIRST not in self.warnings:
             self.warnings.append(STRIP_FIRST)
 
-    def body_refusal(self, block: AttentionBlock | FeedForwardBlock) -> Refusal | None:
+    def body_refusal(self, block: Block) -> Refusal | None:
         """Why a block cannot be measured, if it lies in the body of a node; None if it can."""
         return None if block.graph is self.model.graph else IN_BODY
-
-    def nothing(self, rewritten: str) -> CannotRewrite:
-        """The error of a request that applies to no block."""
-        return CannotRewrite(
-            f"none of the {len(self.blocks)} attention blocks can be {rewritten}"
-            + (f" ({self.warnings[0]})" if self.warnings else ""),
-            "`attnserve inspect` lists the reasons by block",
-            code="request.nothing",
-        )
 
     def batches(self, why: str, otherwise: str) -> Sequence[Batch]:
         """The calibration rows.
@@ -122,8 +111,3 @@ class Request:
                 code="request.no_data",
             )  # fmt: skip
         return self.job.data.fit
-
-    @cached_property
-    def observable(self) -> tuple[ir.Model, list[AttentionBlock]]:
-        """The model in plain operators, and the blocks whose probabilities can be observed."""
-        return observable_blocks(self.model, self.names)

@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from attnserve.planning.blocks.configurations import LossCurve, ReusePair
+from attnserve.planning.blocks.configurations import LossCurve
+from attnserve.planning.blocks.groups import ReusePair
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.runtime.checkpoint import Checkpoint
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 
-from attnserve.planning.blocks.configurations import BlockConfig, LossCurve, ReusePair
-from attnserve.planning.blocks.groups import Block, BlockGroup
+from attnserve.planning.blocks.configurations import BlockConfig, LossCurve
+from attnserve.planning.blocks.groups import BlockGroup, ReusePair
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.search.block_timing import BlockLatency
+from graph_passes.blocks import Block
 
 __all__ = ["Estimates", "Unit", "UnitConfig", "changes_to_measure", "paired_groups"]
 
@@ -39,8 +40,7 @@ class UnitConfig:
     def is_unreduced(self, groups: Sequence[BlockGroup]) -> bool:
         """Whether all of these groups, those of the unit, stay whole."""
         return all(
-            config.is_whole(group.count)
-            for config, group in zip(self.group_configs, groups, strict=True)
+            config == group.whole for config, group in zip(self.group_configs, groups, strict=True)
         )
 
 
@@ -169,7 +169,7 @@ class Estimates:
             if not all(config in latency.configs for latency in times):
                 continue
             ms = Latencies.total([latency.configs[config] for latency in times])
-            if config.is_whole(group.count):
+            if config == group.whole:
                 loss = 0.0
             elif curve is None or not ms.keeps_up_with(original):
                 continue

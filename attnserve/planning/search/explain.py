@@ -75,7 +75,7 @@ def _reason(chosen: ChosenBlock) -> str:
     if len(configs) == 1:
         return f"no smaller number of {group.noun} is faster at every length"
     parts = ["it is not converted"] if chosen.in_float else list[str]()
-    parts += chosen.config.reasons(group, curve)
+    parts += chosen.config.reasons(group.noun, curve)
     present, following = configs[chosen.pick], next(iter(configs[chosen.pick + 1 :]), None)
     if following is not None and following.ms < present.ms:
         smaller = f"{following.group_configs[chosen.place]} {group.noun}"

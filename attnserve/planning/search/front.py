@@ -14,12 +14,13 @@ from attnserve.planning.blocks.configurations import (
     LossCurve,
     fusion_of,
 )
-from attnserve.planning.blocks.groups import Block, BlockGroup
+from attnserve.planning.blocks.groups import BlockGroup
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice, pareto_front
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.estimates import Estimates, Unit, paired_groups
 from attnserve.planning.search.model_latency import ModelLatency
+from graph_passes.blocks import Block
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 
@@ -57,7 +58,7 @@ class ChosenBlock:
     @property
     def passes(self) -> list[RewritePass]:
         """The passes that give it its configuration and its operator."""
-        passes: list[RewritePass] = [*self.config.passes(self.block, self.mask)]
+        passes: list[RewritePass] = [*self.group.passes(self.block, self.config, self.mask)]
         if self.operator is not None:
             passes.append(fusion_of(self.block.name, self.operator))
         return passes
@@ -135,7 +136,7 @@ class Front:
                 zip(unit.groups, chosen.group_configs, strict=True)
             ):
                 curve, in_float = self.losses.curves.get(group.key), place in chosen.in_float
-                mask = config.mask(group, self.losses.curves)
+                mask = config.mask(range(group.count) if curve is None else curve.order)
                 loss = 0.0 if curve is None else config.loss(curve)
                 if self.latency.float_latencies and not in_float:
                     loss += self.losses.conversion.get(group.key, 0.0)
@@ -155,7 +156,7 @@ class Front:
         blocks = list(self.blocks(choice))
         passes = [graph_pass for chosen in blocks for graph_pass in chosen.passes]
         if self.latency.residual_fusion is not None:
-            passes += [FoldBiases(), self.latency.residual_fusion]
+            passes += [FoldBiases(), self.latency.residual_fusion.graph_pass]
         float_blocks = [chosen.block.name for chosen in blocks if chosen.in_float]
         return Plan.merged(passes, self.precision, float_blocks)
 

@@ -11,14 +11,15 @@ import onnx_ir as ir
 
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
-from attnserve.planning.blocks.configurations import AS_EXPORTED, ReusePair
-from attnserve.planning.blocks.groups import Block, BlockGroup
+from attnserve.planning.blocks.configurations import AS_EXPORTED
+from attnserve.planning.blocks.groups import BlockGroup, ReusePair
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
+from attnserve.planning.search.residual_timing import ResidualFusion, residual_fusion
 from attnserve.precision.convert import convert
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.part_latency import LatencyTable, default_cache
+from attnserve.runtime.part_latency import LatencyTable, Part, default_cache
 from graph_passes.analysis.workload import Workload
-from graph_passes.passes.base import RewritePass
+from graph_passes.blocks import Block
 
 __all__ = ["ModelLatency"]
 
@@ -34,7 +35,6 @@ class ModelLatency:
         float_latencies: The same in float32, if the goal is an int8 or int4 model; otherwise empty.
         pairs: The latencies of pairs of attention blocks that share probabilities.
         residual_fusion: The fastest pass for residual additions; None if the export is fastest.
-        residual_fusion_ms: The time that it saves.
         other_ms: Latency of the rest of the model, after residual fusion.
     """
 
@@ -44,8 +44,7 @@ class ModelLatency:
     latencies: Mapping[Block, BlockLatency]
     float_latencies: Mapping[Block, BlockLatency]
     pairs: Sequence[ReusePair]
-    residual_fusion: RewritePass | None
-    residual_fusion_ms: float
+    residual_fusion: ResidualFusion | None
     other_ms: float = 0.0
 
     @classmethod
@@ -73,9 +72,9 @@ class ModelLatency:
         if (scheme := SCHEMES[precision]).allows_float_blocks:
             float_latencies = replace(timer, precision=scheme.rest).time_blocks(groups)
         pairs = timer.time_pairs(groups, latencies)
-        residuals, saved_ms = timer.residual_fusion()
+        fusion = residual_fusion(timer)
         converted = convert(job.original, precision, job.calibration, to_nearest=True)
-        total_ms = timer.time_whole(converted).mean
+        total_ms = timer.time(Part(converted, timer.feeds), {})[None].mean
         parts = cls(
             groups=groups,
             workloads=[*requested, *extremes],
@@ -83,8 +82,7 @@ class ModelLatency:
             latencies=latencies,
             float_latencies=float_latencies,
             pairs=pairs,
-            residual_fusion=residuals,
-            residual_fusion_ms=saved_ms,
+            residual_fusion=fusion,
         )
         # Blocks may take longer alone than in the model; the rest then counts as 0.
         return replace(parts, other_ms=max(total_ms - parts.original_ms, 0.0))
@@ -102,7 +100,8 @@ class ModelLatency:
         """Latency of the original model, as the sum of its parts."""
         blocks = [self.default_of(block) for group in self.groups for block in group.blocks]
         in_blocks = sum(latency.original.mean for latency in blocks)
-        return self.other_ms + self.residual_fusion_ms + in_blocks
+        in_residuals = 0.0 if self.residual_fusion is None else self.residual_fusion.saved_ms
+        return self.other_ms + in_residuals + in_blocks
 
     def to_json(self) -> list[dict[str, Any]]:
         """The latencies of each distinct block."""

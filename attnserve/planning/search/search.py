@@ -17,7 +17,7 @@ from attnserve.job import Job
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
-from attnserve.planning.blocks.loss_curves import BlockLosses, conversion_losses, loss_curves
+from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.state import State
@@ -102,16 +102,10 @@ def _estimate_losses(
         group.key: changes_to_measure(group, latency.default_of(group.blocks[0]))
         for group in latency.groups
     }
-    context = replace(job.context.on_all_threads(), seed=0)
     losses = loss_curves(
-        model, latency.groups, job.calibration, changes, latency.pairs, new_meter=job.meter,
-        context=context,
+        model, latency.groups, job.calibration, changes, latency.pairs,
+        job.target.precision if latency.float_latencies else None,
+        new_meter=job.meter, context=replace(job.context.on_all_threads(), seed=0),
     )  # fmt: skip
-    if latency.float_latencies:
-        conversion = conversion_losses(
-            model, latency.groups, job.calibration, job.target.precision, new_meter=job.meter,
-            context=context,
-        )  # fmt: skip
-        losses = losses._replace(conversion=conversion)
     checkpoint.put_losses(losses)
     return losses

@@ -64,4 +64,4 @@ def replays(optimized: Optimizer, tmp_path: Path) -> Callable[[], bool]:
 @pytest.fixture
 def short_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tiny model's heads have 8 dimensions: half of them is not a multiple of 8."""
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", 4)
+    monkeypatch.setattr("attnserve.planning.blocks.groups.MULTIPLE", 4)

@@ -15,6 +15,7 @@ from attnserve import optimize, verify
 from attnserve.checks.inspect import inspect
 from attnserve.context import RunContext, TimedModel
 from attnserve.literals import MixingKind
+from attnserve.models.lineage import MixingReport
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
@@ -63,11 +64,19 @@ class Comparison:
     def error(self, rewritten: Any) -> float:
         return self.errors[PLANS.index(rewritten.model)]
 
-    def speeds(self, models: Sequence[Any]) -> list[tuple[Speedup, Speedup]] | None:
+    def reports(
+        self, models: Mapping[MixingKind, Any], errors: Mapping[MixingKind, float]
+    ) -> dict[MixingKind, MixingReport] | None:
         if self.known is None:
             return None
-        found = [self.known[FORMS[PLANS.index(model)]] for model in models]
-        return [(steady(mean), steady(slowest)) for mean, slowest in found]
+        finite = {kind: error for kind, error in errors.items() if math.isfinite(error)}
+        reports: dict[MixingKind, MixingReport] = {}
+        for kind in models:
+            mean, slowest = map(steady, self.known[kind])
+            reports[kind] = MixingReport(
+                kind=kind, error=finite.get(kind), speedup=mean, slowest=slowest
+            )
+        return reports
 
 
 def choose(
@@ -161,9 +170,9 @@ def test_form_comparison_times_again_if_a_form_seems_slower(tiny: Path) -> None:
         return [np.array([[1.0] * 3, [slow if n == 512 else 0.8] * 3]) for n in lengths]
 
     job = job_of(model, target=Target(sequence=16), context=RunContext(timer=timer))
-    found = MixingComparison(ServedTimer(job)).speeds([model])
-    assert found is not None
-    ((mean, slowest),) = found
+    found = MixingComparison(ServedTimer(job)).reports({"dense": model}, {"dense": 0.1})
+    assert found is not None and found["dense"].error == 0.1
+    mean, slowest = found["dense"].speedup, found["dense"].slowest
     assert mean == Speedup(value=1.25, ci95=(1.25, 1.25))
     assert slowest.value == pytest.approx((1.1 * 0.9) ** -0.5)
     assert slowest.low == pytest.approx(1 / 1.1) and slowest.high == pytest.approx(1 / 0.9)

@@ -24,13 +24,11 @@ from attnserve.planning.blocks.configurations import (
     BlockConfig,
     LossCurve,
     Replaced,
-    ReusePair,
     Reusing,
     Shared,
     Truncated,
-    configs_of,
 )
-from attnserve.planning.blocks.groups import Block, BlockGroup, group_blocks
+from attnserve.planning.blocks.groups import BlockGroup, ReusePair, group_blocks
 from attnserve.planning.blocks.latencies import Latencies
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.plan_file import Decision
@@ -41,6 +39,7 @@ from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
+from graph_passes.blocks import Block
 from graph_passes.errors import InvalidModel, InvariantBroken
 from graph_passes.passes.skip_attention import SkipAttention
 from tests.architectures import ARCHITECTURES, Cell, cells_of
@@ -159,7 +158,7 @@ def test_time_blocks_skips_operator_without_kernel(
             raise InvalidModel("no kernel", "none")
         return open_session(part, *given, **named)
 
-    monkeypatch.setattr("attnserve.planning.search.block_timing.open_session", lacks)
+    monkeypatch.setattr("attnserve.planning.search.part_timing.open_session", lacks)
     feeds = [example_inputs(bert, Workload.of(1, 16))]
     found = BlockTimer(bert, LatencyTable(None, timer=Count()), feeds).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
@@ -220,7 +219,7 @@ def test_loss_curve_equals_measurements_at_measured_shares(curves: dict[str, Los
 def test_loss_curve_mask_keeps_last_removals(curves: dict[str, LossCurve]):
     for curve in curves.values():
         kept = len(curve.order) // 4
-        mask = np.array(curve.mask(kept))
+        mask = np.array(BlockConfig(kept).mask(curve.order))
         assert mask.sum() == kept
         assert set(np.flatnonzero(mask)) == set(curve.order[-kept:])
 
@@ -423,7 +422,7 @@ def test_config_unmeasured_loss_is_infinite(curves: dict[str, LossCurve]):
 def test_configs_of_small_heads_are_not_truncated(groups: list[BlockGroup]):
     """Half of 8 dimensions is not a multiple of 8."""
     for group in filter(cut_attention, groups):
-        assert not any(config.is_fitted for config in configs_of(group.blocks[0]))
+        assert not any(config.is_fitted for config in group.configs)
 
 
 # Dimensions that heads share, and layers that are left out
@@ -457,9 +456,9 @@ def test_configs_of_fewer_heads_share_fewer_dimensions(
     ranks: tuple[int, ...],
 ):
     """In proportion, in multiples, and never none; all kinds of configurations in order."""
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.MULTIPLE", multiple)
+    monkeypatch.setattr("attnserve.planning.blocks.groups.MULTIPLE", multiple)
     for group in filter(cut_attention, groups):
-        assert configs_of(group.blocks[0]) == [
+        assert group.configs == [
             REPLACED,
             *(BlockConfig(kept) for kept in range(1, 5)),
             *(Truncated(kept, 3) for kept in range(1, 5)),
@@ -531,7 +530,7 @@ def test_loss_curves_pair_that_is_slow_or_without_edges_is_left_out(
         assert list(pair.times) == [4] and pair.saved_ms < 0
         assert paired_groups(groups, [pair]) == groups
     else:
-        monkeypatch.setattr("attnserve.planning.blocks.loss_curves.edges_of", lambda *_, **__: {})
+        monkeypatch.setattr("attnserve.planning.blocks.change_losses.edges_of", lambda *_, **__: {})
     found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
     assert found.pairs == ()
 
@@ -543,11 +542,11 @@ def test_loss_curves_defect_of_a_pass_is_an_error(
 ):  # fmt: skip
     """It is no change that is left out."""
 
-    def defect(*_: object) -> None:
+    def defect(*_: object, **__: object) -> None:
         raise InvariantBroken("a pass violates an invariant")
 
     _, pairs = handed_on(bert, groups, SLOW_OPERATORS)
-    monkeypatch.setattr("attnserve.planning.blocks.loss_curves.apply_config", defect)
+    monkeypatch.setattr("attnserve.planning.blocks.change_losses.apply_config", defect)
     pairs, changes = (pairs, {}) if is_pair else ([], {groups[0].key: [REPLACED]})
     with raises(InvariantBroken, "internal.invariant"):
         loss_curves(bert, groups, data, changes, pairs, new_meter=meters(bert), context=CONTEXT)
@@ -618,7 +617,7 @@ def test_configuration_names_its_operators_and_its_change(
     changed = {config.change: loss for config, loss in losses.items()}
     curve = replace(curves[group.key], changed=changed)
     assert config.plain_operators == operators
-    assert "; ".join(config.reasons(group, curve)) == change
+    assert "; ".join(config.reasons(group.noun, curve)) == change
     assert config.is_fitted == change.startswith("queries")
 
 
@@ -628,20 +627,20 @@ def test_config_of_a_reader_has_the_heads_and_the_loss_of_its_pair(
     source, reader = filter(cut_attention, groups)
     pair = ReusePair(source, reader, {}, 1.0, heads=(2, 3, 0, 1), loss=0.1)
     curve, of_source = curves[reader.key], replace(curves[source.key], order=(3, 0, 1, 2))
-    assert of_source.mask(2) == [0, 1, 1, 0]
+    assert BlockConfig(2).mask(of_source.order) == [0, 1, 1, 0]
     config = pair.reusing(2, of_source)
     assert config == Reusing(2, {}, source.names[0], 0.1)
-    mask = config.mask(reader, curves)
+    mask = config.mask(curve.order)
     assert mask == [1, 0, 0, 1]  # those that take heads 2 and 1
-    *_, reuse = config.passes(reader.blocks[0], mask)  # by the numbers of heads after pruning
+    # By the numbers of heads after pruning.
+    *_, reuse = reader.passes(reader.blocks[0], config, mask)
     assert reuse.targets == {reader.names[0]: {0: (source.names[0], 1), 1: (source.names[0], 0)}}
     assert config.loss(curve) == curve.at(2) + 0.1 * 2 / 4
-    removed, reused = config.reasons(reader, curve)
+    removed, reused = config.reasons(reader.noun, curve)
     assert "2 removed heads" in removed
     assert source.names[0] in reused and "0.1000" in reused
     assert config.sources == (source.names[0],)
     kept = BlockConfig(2)
-    assert kept.mask(reader, curves) == curve.mask(2)
     assert kept.sources == ()
 
 
@@ -650,7 +649,7 @@ def test_config_without_attention_removes_no_heads_before(
 ):
     group = next(filter(cut_attention, groups))
     curve = replace(curves[group.key], changed={REPLACED.change: 0.25})
-    (replacing,) = REPLACED.passes(group.blocks[0], REPLACED.mask(group, curves))
+    (replacing,) = group.passes(group.blocks[0], REPLACED, REPLACED.mask(curve.order))
     assert replacing.name == SkipAttention.name
-    (reason,) = REPLACED.reasons(group, curve)
+    (reason,) = REPLACED.reasons(group.noun, curve)
     assert "0.2500" in reason

@@ -14,14 +14,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnserve.calibration.elimination import Elimination
 from attnserve.calibration.similarity import HeadSimilarity
+from attnserve.context import DEFAULT_CONTEXT
+from attnserve.planning.heads import criteria
+from attnserve.planning.heads.criteria import CRITERIA, PruningInput
 from attnserve.planning.heads.files import MutableEdges, layer_name, read_edges, read_masks
 from attnserve.planning.heads.selection import (
+    Removals,
     Reuse,
     edges_by_damage,
     edges_of,
-    masks_by_loss,
-    masks_by_score,
+    least_costly_masks,
     parse_reuse,
     reused_layers,
 )
@@ -346,12 +350,19 @@ scores = st.lists(
 )
 
 
+def by_score(scores: Mapping[str, np.ndarray], fraction: float) -> dict[str, list[int]]:
+    """The masks of heads with these scores."""
+    return least_costly_masks(
+        {name: Removals.by_score(layer) for name, layer in scores.items()}, fraction
+    )
+
+
 @given(scores=scores, fraction=st.floats(0.01, 0.99))
-def test_masks_by_score_remove_lowest_scores_and_keep_one_per_layer(
+def test_least_costly_masks_remove_lowest_scores_and_keep_one_per_layer(
     scores: list[list[float]], fraction: float
 ):
     named = {f"layer {i}": np.array(values) for i, values in enumerate(scores)}
-    masks = masks_by_score(named, fraction)
+    masks = by_score(named, fraction)
     total = sum(map(len, scores))
     removed = sum(mask.count(0) for mask in masks.values())
     assert removed == min(round(fraction * total), total - len(scores))
@@ -362,19 +373,16 @@ def test_masks_by_score_remove_lowest_scores_and_keep_one_per_layer(
         assert not lost or max(lost) <= min(kept)
 
 
-def test_masks_by_score_share_is_of_all_heads():
-    masks = masks_by_score({"a": np.array([5, 6, 7, 8]), "b": np.array([1, 2, 3, 4])}, 0.25)
-    assert masks == {"a": [1, 1, 1, 1], "b": [0, 0, 1, 1]}
-    masks = masks_by_score({"a": np.array([5, 6, 7, 8]), "b": np.array([1, 2, 3, 4])}, 0.5)
+def test_least_costly_masks_share_is_of_all_heads():
+    scores = {"a": np.array([5, 6, 7, 8]), "b": np.array([1, 2, 3, 4])}
+    assert by_score(scores, 0.25) == {"a": [1, 1, 1, 1], "b": [0, 0, 1, 1]}
+    masks = by_score(scores, 0.5)
     assert masks == {"a": [0, 1, 1, 1], "b": [0, 0, 0, 1]}, "the last of a layer stays"
 
 
 @pytest.mark.parametrize(("fraction", "removed"), [(0.124, 0), (0.126, 1), (0.374, 1), (0.376, 2)])
-def test_masks_share_is_rounded_to_whole_heads(fraction: float, removed: int):
-    masks = masks_by_score({"a": np.arange(4)}, fraction)
-    assert masks["a"].count(0) == removed
-    orders = {"a": ([0, 1, 2, 3], np.arange(5) / 4)}
-    assert masks_by_loss(orders, fraction, {"a": 4.0}) == masks
+def test_least_costly_masks_share_is_rounded_to_whole_heads(fraction: float, removed: int):
+    assert by_score({"a": np.arange(4)}, fraction)["a"].count(0) == removed
 
 
 @given(
@@ -386,29 +394,28 @@ def test_masks_share_is_rounded_to_whole_heads(fraction: float, removed: int):
     fraction=st.floats(0.01, 0.99),
     seed=st.integers(0, 99),
 )
-def test_masks_by_loss_follow_the_order_of_each_layer(
+def test_least_costly_masks_follow_the_order_of_each_layer(
     steps: list[list[float]], fraction: float, seed: int
 ):
     random = np.random.default_rng(seed)
-    orders = {
-        f"layer {i}": (random.permutation(len(added)).tolist(), np.cumsum([0, *added]))
-        for i, added in enumerate(steps)
+    removals = {
+        f"layer {i}": Removals(random.permutation(len(costs)).tolist(), costs)
+        for i, costs in enumerate(steps)
     }
-    effects = {name: float(random.uniform(0.1, 9)) for name in orders}
-    masks = masks_by_loss(orders, fraction, effects)
+    masks = least_costly_masks(removals, fraction)
     total = sum(map(len, steps))
     removed = {name: mask.count(0) for name, mask in masks.items()}
     assert sum(removed.values()) == min(round(fraction * total), total - len(steps))
     for name, mask in masks.items():
-        order, _ = orders[name]
+        order, _ = removals[name]
         assert sum(mask) >= 1
         assert {head for head, stays in enumerate(mask) if not stays} == set(order[: removed[name]])
 
 
-def test_masks_by_loss_cheapest_step_of_any_layer_is_next():
-    orders = {
-        "a": ([2, 0, 1], np.array([0, 0.1, 0.5, 1])),
-        "b": ([0, 1, 2], np.array([0, 0.2, 0.3, 1])),
+def test_least_costly_masks_cheapest_step_of_any_layer_is_next():
+    removals = {
+        "a": Removals([2, 0, 1], [0.1, 0.4, 0.5]),
+        "b": Removals([0, 1, 2], [0.2, 0.1, 0.7]),
     }
     expected = {
         1: ([1, 1, 0], [1, 1, 1]),
@@ -417,16 +424,25 @@ def test_masks_by_loss_cheapest_step_of_any_layer_is_next():
         4: ([0, 1, 0], [0, 0, 1]),
     }
     for heads, (a, b) in expected.items():
-        assert masks_by_loss(orders, heads / 6, dict.fromkeys(orders, 3.0)) == {"a": a, "b": b}
+        assert least_costly_masks(removals, heads / 6) == {"a": a, "b": b}
 
 
-def test_masks_by_loss_weighs_layers_by_effect_on_output():
-    orders = {name: ([0, 1, 2], np.array([0, 0.1, 0.3, 1])) for name in ("early", "last")}
-    effects = {"early": 0.4, "last": 4.0}
-    masks = [masks_by_loss(orders, heads / 6, effects) for heads in (1, 2, 3)]
-    assert masks[0] == {"early": [0, 1, 1], "last": [1, 1, 1]}
-    assert masks[1] == {"early": [0, 0, 1], "last": [1, 1, 1]}
-    assert masks[2] == {"early": [0, 0, 1], "last": [0, 1, 1]}
+def test_by_energy_weighs_layers_by_effect_on_output(monkeypatch: pytest.MonkeyPatch):
+    early, last = NAMES[:2]
+    elimination = Elimination(np.arange(H), np.array([0, 0.1, 0.3, 1]))
+    for name, result in (
+        ("elimination_order", {early: elimination, last: elimination}),
+        ("leave_one_out_total", {early: 0.4, last: 4.0}),
+    ):
+        monkeypatch.setattr(criteria, name, lambda *_, result=result, **__: result)
+    model = layers(2)
+    masks = [
+        CRITERIA["energy"](PruningInput(model, blocks(2), [], heads / 6, DEFAULT_CONTEXT))
+        for heads in (1, 2, 3)
+    ]
+    assert masks[0] == {early: [0, 1, 1], last: [1, 1, 1]}
+    assert masks[1] == {early: [0, 0, 1], last: [1, 1, 1]}
+    assert masks[2] == {early: [0, 0, 1], last: [0, 1, 1]}
 
 
 # Names of layers

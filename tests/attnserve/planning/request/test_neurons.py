@@ -21,8 +21,8 @@ from attnserve.models.lineage import Calibration
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.options import Rewrites
 from attnserve.planning.blocks.configurations import LossCurve
-from attnserve.planning.blocks.groups import BlockGroup
-from attnserve.planning.request.neurons import choose_neurons
+from attnserve.planning.blocks.groups import FeedForwardGroup
+from attnserve.planning.request.neurons import neuron_masks
 from attnserve.planning.request.rewrites import PlannedRequest, plan_request
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.observer import observe
@@ -58,9 +58,13 @@ def data(tiny: Path, sentences: Path, bert: ir.Model) -> Dataset:
 # Selection
 
 
-def groups_of(blocks: Sequence[FeedForwardBlock], *counts: int) -> list[BlockGroup]:
-    pairs = zip(blocks, counts, strict=True)
-    return [BlockGroup("feed_forward", (block,), count) for block, count in pairs]
+def groups_of(blocks: Sequence[FeedForwardBlock], *counts: int) -> list[FeedForwardGroup]:
+    """A group of each block, as if it had that number of neurons."""
+    sized = [
+        replace(block, second=replace(block.second, width=count))
+        for block, count in zip(blocks, counts, strict=True)
+    ]
+    return [FeedForwardGroup((block,)) for block in sized]
 
 
 def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
@@ -75,18 +79,18 @@ def curve_of(count: int, scale: float, power: float = 2.0) -> LossCurve:
     )
 
 
-def kept_by(masks: Any, groups: Sequence[BlockGroup]) -> list[int]:
+def kept_by(masks: Any, groups: Sequence[FeedForwardGroup]) -> list[int]:
     return [sum(masks.get(group.names[0], [1] * group.count)) for group in groups]
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.25, 1 / 3, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("counts", [(64, 64), (64, 44), (16, 16), (16, 4)])
-def test_choose_neurons_keeps_multiples_of_eight(
+def test_neuron_masks_keeps_multiples_of_eight(
     share: float, counts: tuple[int, int], blocks: list[FeedForwardBlock]
 ):
     groups = groups_of(blocks, *counts)
     curves = {g.key: curve_of(g.count, 1 + i) for i, g in enumerate(groups)}
-    kept = kept_by(choose_neurons(groups, curves, share), groups)
+    kept = kept_by(neuron_masks(groups, curves, share), groups)
     for size, count in zip(kept, counts, strict=True):
         assert size == count or (size % 8 == 0 and 8 <= size < count)
     removed, wanted = sum(counts) - sum(kept), round(share * sum(counts))
@@ -94,10 +98,10 @@ def test_choose_neurons_keeps_multiples_of_eight(
     assert min(wanted - 7, most) <= removed <= wanted
 
 
-def test_choose_neurons_loses_least(blocks: list[FeedForwardBlock]):
+def test_neuron_masks_loses_least(blocks: list[FeedForwardBlock]):
     groups = groups_of(blocks, F, F)
     curves = {g.key: curve_of(F, *form) for g, form in zip(groups, [(1, 1.5), (3, 3)], strict=True)}
-    masks = choose_neurons(groups, curves, 0.5)
+    masks = neuron_masks(groups, curves, 0.5)
     first, second = (curves[group.key] for group in groups)
     best = min(range(8, F, 8), key=lambda gone: first.at(gone) + second.at(F - gone))
     assert kept_by(masks, groups) == [F - best, best]
@@ -108,22 +112,22 @@ def test_choose_neurons_loses_least(blocks: list[FeedForwardBlock]):
     }
 
 
-def test_choose_neurons_layer_without_effect_is_pruned(blocks: list[FeedForwardBlock]):
+def test_neuron_masks_layer_without_effect_is_pruned(blocks: list[FeedForwardBlock]):
     groups = groups_of(blocks, F, F)
     curves = {groups[0].key: curve_of(F, 1), groups[1].key: curve_of(F, 100)}
-    assert kept_by(choose_neurons(groups, curves, 0.25), groups) == [F // 2, F]
+    assert kept_by(neuron_masks(groups, curves, 0.25), groups) == [F // 2, F]
 
 
-def test_choose_neurons_unmeasurable_losses_follow_own_losses(blocks: list[FeedForwardBlock]):
+def test_neuron_masks_unmeasurable_losses_follow_own_losses(blocks: list[FeedForwardBlock]):
     """All measured losses are 1 if a single text is pooled into one vector."""
     groups = groups_of(blocks, F, F)
     flat = [replace(curve_of(F, 1), loss=(1.0,) * 3)] * 2
     curves = {group.key: curve for group, curve in zip(groups, flat, strict=True)}
-    assert kept_by(choose_neurons(groups, curves, 0.5), groups) == [F // 2, F // 2]
+    assert kept_by(neuron_masks(groups, curves, 0.5), groups) == [F // 2, F // 2]
 
 
 @pytest.mark.parametrize("measured", [(0.2, 1.0, 1.0), (0.2, 0.2, 1.0)])
-def test_choose_neurons_losses_that_differ_anywhere_are_used(
+def test_neuron_masks_losses_that_differ_anywhere_are_used(
     measured: tuple[float, ...], blocks: list[FeedForwardBlock]
 ):
     """By its own losses, the second layer would lose its neurons: a tenth of the first's."""
@@ -134,10 +138,10 @@ def test_choose_neurons_losses_that_differ_anywhere_are_used(
         groups[0].key: replace(first, loss=measured),
         groups[1].key: replace(second, own_loss=own, loss=(1.0,) * 3),
     }
-    assert kept_by(choose_neurons(groups, curves, 1 / 8), groups) == [F - 16, F]
+    assert kept_by(neuron_masks(groups, curves, 1 / 8), groups) == [F - 16, F]
 
 
-def test_choose_neurons_equal_losses_remove_no_more_than_requested(
+def test_neuron_masks_equal_losses_remove_no_more_than_requested(
     blocks: list[FeedForwardBlock],
 ):
     groups = groups_of(blocks, F, F)
@@ -148,19 +152,19 @@ def test_choose_neurons_equal_losses_remove_no_more_than_requested(
         loss=(1e-9,) * 3,
     )
     curves = {groups[0].key: free, groups[1].key: curve_of(F, 1)}
-    assert kept_by(choose_neurons(groups, curves, 0.25), groups) == [F // 2, F]
+    assert kept_by(neuron_masks(groups, curves, 0.25), groups) == [F // 2, F]
 
 
-def test_choose_neurons_group_without_curve_keeps_its_neurons(blocks: list[FeedForwardBlock]):
+def test_neuron_masks_group_without_curve_keeps_its_neurons(blocks: list[FeedForwardBlock]):
     groups = groups_of(blocks, F, F)
-    masks = choose_neurons(groups, {groups[1].key: curve_of(F, 1)}, 0.9)
+    masks = neuron_masks(groups, {groups[1].key: curve_of(F, 1)}, 0.9)
     assert kept_by(masks, groups) == [F, 8]
-    assert choose_neurons(groups, {}, 0.9) == {}
+    assert neuron_masks(groups, {}, 0.9) == {}
 
 
-def test_choose_neurons_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlock]):
-    group = BlockGroup("feed_forward", tuple(blocks), F)
-    masks = choose_neurons([group], {group.key: curve_of(F, 1)}, 0.25)
+def test_neuron_masks_tied_blocks_have_equal_masks(blocks: list[FeedForwardBlock]):
+    group = FeedForwardGroup(tuple(blocks))
+    masks = neuron_masks([group], {group.key: curve_of(F, 1)}, 0.25)
     assert masks == {block.name: [1] * 48 + [0] * 16 for block in blocks}
 
 

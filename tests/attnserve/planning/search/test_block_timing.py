@@ -13,13 +13,10 @@ import pytest
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.groups import BlockGroup, group_blocks
-from attnserve.planning.search import block_timing
-from attnserve.planning.search.block_timing import (
-    NOTHING_TO_CONVERT,
-    BlockTimer,
-    without_casts,
-)
+from attnserve.planning.search import block_timing, part_timing
+from attnserve.planning.search.block_timing import BlockTimer
 from attnserve.planning.search.estimates import Estimates
+from attnserve.planning.search.part_timing import NOTHING_TO_CONVERT, PartTimer, without_casts
 from attnserve.precision.convert import convert
 from attnserve.precision.half import LARGEST
 from attnserve.runtime.part_latency import LatencyTable, Part
@@ -150,8 +147,8 @@ def test_block_timer_part_that_cannot_be_converted_is_unchanged():
         " { y = Tanh(x) }"
     )
     given = Part(model, ({"x": np.ones((1, 4), np.float32)},))
-    timer = BlockTimer(model, LatencyTable(None), given.feeds, precision="float16")
-    assert timer._converted(given) is given
+    timer = PartTimer(model, LatencyTable(None), given.feeds, precision="float16")
+    assert timer.converted(given) is given
 
 
 def broken(*_: object, **__: object) -> ir.Model:
@@ -203,7 +200,7 @@ def test_block_timer_failed_conversion_of_operator_leaves_it_out(
 
     whole = BlockTimer(model, EqualTimes(), feeds).time_blocks(groups)
     assert any(latency.operators for latency in whole.values())
-    monkeypatch.setattr(block_timing, "convert", converted)
+    monkeypatch.setattr(part_timing, "convert", converted)
     table = EqualTimes()
     timed = BlockTimer(model, table, feeds, precision="int8").time_blocks(groups)
     assert timed.keys() == whole.keys() and table.parts
@@ -215,12 +212,17 @@ def defect(*_: object, **__: object) -> None:
     raise InvariantBroken("a pass violates an invariant")
 
 
-@pytest.mark.parametrize("function", ["apply_config", "fusion_of", "convert"])
-def test_block_timer_defect_of_a_pass_is_an_error(function: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [(block_timing, "apply_config"), (block_timing, "fusion_of"), (part_timing, "convert")],
+)
+def test_block_timer_defect_of_a_pass_is_an_error(
+    module: object, function: str, monkeypatch: pytest.MonkeyPatch
+):
     """It is no configuration that is left out."""
     model, groups = encoder()
     feeds = [example_inputs(model, Workload.of(1, 8))]
-    monkeypatch.setattr(block_timing, function, defect)
+    monkeypatch.setattr(module, function, defect)
     timer = BlockTimer(model, EqualTimes(), feeds, precision="int8")
     with raises(InvariantBroken, "internal.invariant"):
         timer.time_blocks(groups)
@@ -244,11 +246,11 @@ def test_block_timer_only_parts_without_weights_stay_unconverted(
     def refuses(*_: object, **__: object) -> ir.Model:
         raise CannotRewrite("refused", code=code)
 
-    monkeypatch.setattr(block_timing, "convert", refuses)
+    monkeypatch.setattr(part_timing, "convert", refuses)
     given = part("y = MatMul(x, w)")
-    timer = BlockTimer(given.model, LatencyTable(None), given.feeds, precision="int8")
+    timer = PartTimer(given.model, LatencyTable(None), given.feeds, precision="int8")
     if code in NOTHING_TO_CONVERT:
-        assert timer._converted(given) is given
+        assert timer.converted(given) is given
     else:
         with pytest.raises(AttnserveError):
-            timer._converted(given)
+            timer.converted(given)

@@ -131,9 +131,9 @@ def test_search_reuses_probabilities_without_fused_operators(
         weight = graph.graph.initializers[block.k.weight.value.name]
         weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-2))
     ir.save(graph, model / "model.onnx")
-    monkeypatch.setattr("attnserve.planning.search.block_timing.OPERATORS", ())
+    monkeypatch.setattr("attnserve.planning.blocks.groups.OPERATORS", ())
     refusal = Refusal("test", "not here")
-    monkeypatch.setattr("attnserve.planning.blocks.configurations.skip_refusal", lambda *_: refusal)
+    monkeypatch.setattr("attnserve.planning.blocks.groups.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
     source, reader = (d for d in report.record.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
