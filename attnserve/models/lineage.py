@@ -11,7 +11,13 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
-from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
+from attnserve.models.measured import (
+    Fidelity,
+    Measured,
+    Quality,
+    RecordedFidelity,
+    ServedSpeed,
+)
 from attnserve.models.recorded import Recorded, RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest
@@ -180,7 +186,7 @@ class TrainingRecord(Recorded, frozen=True):
 class BeforeRecovery(Measured, frozen=True):
     """The quality of the rewritten model before its training."""
 
-    fidelity: Fidelity | None = None
+    fidelity: RecordedFidelity | None = None
 
 
 class LineageEntry(Measured, frozen=True):
@@ -205,7 +211,7 @@ class LineageEntry(Measured, frozen=True):
     before: ModelCost | None = None
     after: ModelCost | None = None
     changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
-    fidelity: Fidelity | None = None
+    fidelity: RecordedFidelity | None = None
     break_even_sequence: int | None = None
     batch: int | None = None
     sequence: int | None = None

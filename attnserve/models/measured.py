@@ -24,6 +24,7 @@ __all__ = [
     "Measured",
     "OutputFidelity",
     "Quality",
+    "RecordedFidelity",
     "ServedSpeed",
     "ShapeLatency",
     "Share",
@@ -180,7 +181,8 @@ class Measured(Recorded, frozen=True):
     Attributes:
         quality: The lowest of them; None if none was measured.
         qualities: All of them, by output, file and lengths of texts, the lowest first. They are
-            written only if there are several.
+            written only if there are several. A record with the field ``fidelity`` takes those of
+            the comparison.
     """
 
     quality: Quality | None = None
@@ -189,10 +191,12 @@ class Measured(Recorded, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Derive the missing one of ``quality`` and ``qualities`` from the other."""
+        """Derive the missing ones of ``quality`` and ``qualities``."""
         if not isinstance(content, dict):
             return content
         fields = cast("dict[str, Any]", content)
+        if isinstance(fidelity := fields.get("fidelity"), Fidelity) and fidelity.qualities:
+            fields = {"qualities": fidelity.qualities, **fields}
         quality = fields.get("quality")
         qualities = fields.get("qualities")
         if qualities and quality is None and isinstance(qualities, list | tuple):
@@ -299,14 +303,15 @@ class Fidelity(Measured, frozen=True):
     share: Share | None = None
     is_held_out: bool = Field(default=False, exclude=True)
 
-    @property
-    def cosines(self) -> Fidelity:
-        """Only the cosines, for records that have the qualities beside them."""
-        return Fidelity(mean_cosine=self.mean_cosine, min_cosine=self.min_cosine, data=self.data)
-
     def warnings(self) -> list[str]:
         """Warnings about rows that are not finite, by output."""
         return [warning for output in self.outputs for warning in output.warnings()]
+
+
+RecordedFidelity = Annotated[
+    Fidelity, PlainSerializer(lambda fidelity: fidelity.to_json("outputs", "quality", "qualities"))
+]
+"""A comparison in a record that has its qualities beside it; JSON has only its cosines."""
 
 
 class ShapeLatency(RecordedWithNulls, frozen=True):

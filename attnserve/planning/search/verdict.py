@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
-from attnserve.models.measured import Fidelity, ServedSpeed
+from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
 from attnserve.models.recorded import without_empty
-from attnserve.models.search_record import TrainingRounds, Verification
+from attnserve.models.search_record import HeldOutComparison, TrainingRounds
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import SpeedCheck, Verified
-from attnserve.planning.search.report import PlanReport
+from attnserve.planning.search.judge import Verified
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
@@ -22,7 +23,7 @@ from graph_passes.errors import CheckFailed
 
 __all__ = ["result_of"]
 
-ITSELF = Verification(
+ITSELF = HeldOutComparison(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
 )
 """The comparison of the original with itself, which needs no run."""
@@ -30,7 +31,7 @@ ITSELF = Verification(
 
 def result_of(
     search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
-) -> tuple[PlanReport, State]:
+) -> tuple[PlanRecord, State]:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
@@ -38,51 +39,51 @@ def result_of(
     """
     if not verified.meets_goal:
         return _no_gain(search, verified, verified.problem, recovered)
-    verified, timed = time_or_replace(search, prefer_unreduced(search, verified))
-    if timed.refusal is None:
-        return _gain(search, verified, timed, recovered)
+    verified, speeds = time_or_replace(search, prefer_unreduced(search, verified))
+    refusal = search.judge.refusal(verified.candidate, speeds)
+    if refusal is None:
+        return _gain(search, verified, speeds, recovered)
     target_speedup = search.goal.target_speedup or 1
     if target_speedup > 1:
         raise CheckFailed(
-            f"`target_speedup` is {target_speedup:g}: {timed.refusal}",
+            f"`target_speedup` is {target_speedup:g}: {refusal}",
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, verified, timed.refusal.reason, recovered, timed)
+    return _no_gain(search, verified, refusal.reason, recovered, speeds)
 
 
 def _gain(
-    search: FrontSearch, verified: Verified, timed: SpeedCheck, recovered: TrainingRounds | None
-) -> tuple[PlanReport, State]:
+    search: FrontSearch,
+    verified: Verified,
+    speeds: Sequence[ShapeLatency],
+    recovered: TrainingRounds | None,
+) -> tuple[PlanRecord, State]:
     """A plan that meets the goal and is faster than the original."""
-    candidate, note = verified.candidate, verified.note
-    plan, state = candidate.plan, candidate.state
+    state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
     if recovered is not None and note:
         recovered = _without_gain(recovered, note)
-    speed = ServedTimer(search.judge.job).measure(state.model, candidate.model, plan)
+    speed = ServedTimer(search.judge.job).measure(state.model, state.result, state.plan)
     # One measurement in one sentence: those of the search are others.
-    speedup = timed.speedup if speed is None else speed.over_exported
-    kept = _kept(verified.verifications[-1], search.goal.task)
-    verdict = f"{speedup:.2f}x as fast, keeping {kept}"
+    speedup = search.judge.requested_speedup(speeds) if speed is None else speed.over_exported
+    verdict = f"{speedup:.2f}x as fast, keeping {_kept(last, search.goal.task)}"
     if speed is not None:
-        verdict += f": {speed.describe(plan.precision)}"
+        verdict += f": {speed.describe(state.plan.precision)}"
     if recovered is not None and recovered.gain:
         verdict += f" ({recovered.verdict})"
     if note:
         verdict += f"; {note}"
-    return _report(search, verified, verdict, recovered, timed, speed), state
+    return _record(search, verified, verdict, recovered, speeds, gain=True, served=speed), state
 
 
-def _kept(verification: Verification, task: str | None) -> str:
+def _kept(verification: HeldOutComparison, task: str | None) -> str:
     """The result of a verification, in words."""
     parts: list[str] = []
-    if verification.fidelity.quality is not None:
-        quality = verification.fidelity.quality
+    if (quality := verification.quality) is not None:
         parts.append(f"{quality.measure} {quality.value:.4f}")
-    if verification.share is not None:
+    if (share := verification.share) is not None:
         parts.append(
-            f"{verification.share.value:.2%} of the {task} score (standard error "
-            f"{verification.share.standard_error:.2%})"
+            f"{share.value:.2%} of the {task} score (standard error {share.standard_error:.2%})"
         )
     return ", ".join(parts)
 
@@ -97,56 +98,54 @@ def _no_gain(
     verified: Verified,
     reason: str,
     recovered: TrainingRounds | None,
-    timed: SpeedCheck | None = None,
-) -> tuple[PlanReport, State]:
+    speeds: Sequence[ShapeLatency] = (),
+) -> tuple[PlanRecord, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
     if recovered is not None:
         recovered = _without_gain(recovered, reason)
     job = search.judge.job
-    return _report(search, verified, verdict, recovered, timed), start(Plan(), job, job.original)
+    record = _record(search, verified, verdict, recovered, speeds, gain=False)
+    return record, start(Plan(), job, job.original)
 
 
-def _report(
+def _record(
     search: FrontSearch,
     verified: Verified,
     verdict: str,
     recovered: TrainingRounds | None,
-    timed: SpeedCheck | None,
-    served_speed: ServedSpeed | None = None,
-) -> PlanReport:
-    """The report of a search.
+    speeds: Sequence[ShapeLatency],
+    *,
+    gain: bool,
+    served: ServedSpeed | None = None,
+) -> PlanRecord:
+    """The content of plan.json.
 
     Args:
-        timed: The speed of the candidate; None if it misses the goal. If it is not enough, the
-            original is returned as well.
-        served_speed: The speed-ups of fusion, precision and removal.
+        verified: The candidate that is explained; it is returned if it is a gain.
+        speeds: Its speeds; empty if it misses the goal.
+        served: The speed-ups of fusion, precision and removal.
     """
     front, job, candidate = search.front, search.judge.job, verified.candidate
-    gain = timed is not None and timed.refusal is None
-    plan = candidate.plan if gain else Plan()
-    verification = verified.verifications[-1] if gain else ITSELF
-    fidelity = verification.fidelity
-    record = PlanRecord(
+    last = verified.verifications[-1] if gain else ITSELF
+    return PlanRecord(
         format=FORMAT,
         model=Source(file=job.artifact.model.name, sha256=fingerprint(job.artifact)),
         calibration=job.required_data.source,
         goal=search.goal,
         verdict=verdict,
         gain=gain,
-        fidelity=fidelity.cosines.model_copy(update={"share": verification.share}),
-        qualities=fidelity.qualities,
-        quality_to_choose=candidate.fidelity.quality if gain else None,
+        fidelity=last.fidelity.model_copy(update={"share": last.share}),
+        quality_to_choose=candidate.measured.quality if gain else None,
         verifications=tuple(verified.verifications) if gain else (),
-        speedup=1.0 if timed is None else timed.speedup,
-        speeds=() if timed is None else tuple(timed.speeds),
-        speedups=served_speed,
+        speedup=search.judge.requested_speedup(speeds) if speeds else 1.0,
+        speeds=tuple(speeds),
+        speedups=served,
         decisions=tuple(explain(front, candidate.choice)),
-        plan=plan.to_json(),
+        plan=candidate.state.plan if gain else Plan(),
         front=tuple(front_points(front, search.judge.measured)),
         latency_ms=tuple(front.latency.to_json()),
         machine=front.latency.table.setting,
         versions=versions(),
         **without_empty(recovered=recovered),
     )
-    return PlanReport(record, plan, fidelity)
