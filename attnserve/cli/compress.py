@@ -28,7 +28,7 @@ from attnserve.options.fields import CALIBRATION, PRECISION
 if TYPE_CHECKING:
     from attnserve.planning.optimize import OptimizeReport
     from attnserve.planning.plans.plan_file import PlanRecord, Point
-    from attnserve.recovery.report import RecoverReport
+    from attnserve.planning.recover_command import RecoverReport
 
 __all__ = ["app"]
 

@@ -19,6 +19,5 @@ except ImportError as error:
 
 from attnserve.recovery.distillation import Distillation
 from attnserve.recovery.module import GraphModule
-from attnserve.recovery.report import RecoverReport
 
-__all__ = ["Distillation", "GraphModule", "RecoverReport"]
+__all__ = ["Distillation", "GraphModule"]
