@@ -142,12 +142,12 @@ def optimize(
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
     with Analyses.of(original):  # no step changes it: its analyses are shared
-        found = mixing = timer = None
+        record = mixing = timer = None
         request_warnings: tuple[str, ...] = ()
         if goal.is_given:
             job = Job.for_search(artifact, original, goal, data, target, context)
             require_attention(job.matches)  # raises errors before the long search
-            found, state = search(goal, job)
+            record, state = search(goal, job)
         elif saved is not None:
             job = saved.job(artifact, original, data, target, goal.measure, context)
             state = _replay(job, saved)
@@ -159,8 +159,8 @@ def optimize(
             timer = ServedTimer(job)
             state, mixing, request_warnings = _apply_request(job, rewrites, timer)
         timer = timer or ServedTimer(job)
-        entry = _entry(job, goal, state, timer, found, mixing, request_warnings)
-    report = OptimizeReport(entry, state.plan, file, found)
+        entry = _entry(job, goal, state, timer, record, mixing, request_warnings)
+    report = OptimizeReport(entry, state.plan, file, record)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
@@ -246,7 +246,7 @@ def _entry(
     goal: Goal,
     state: State,
     timer: ServedTimer,
-    found: PlanRecord | None,
+    search: PlanRecord | None,
     mixing: MixingChoice | None,
     request_warnings: tuple[str, ...],
 ) -> OptimizeEntry:
@@ -255,17 +255,17 @@ def _entry(
     Args:
         state: The state after the last step of its plan.
         timer: The timer of the served models, with those that it has made.
-        found: The record of the search that made the plan, if there was one.
+        search: The record of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
         request_warnings: Warnings about the requested rewrites.
     """
     converted = state.result
-    fidelity = _compare(job, converted, found)
+    fidelity = _compare(job, converted, search)
     other_runtimes: Mapping[str, Fidelity] = {}
     if job.data is not None and goal.eval_data is None:
         other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
-    if found is not None and found.speedups is not None:
-        speed = found.speedups
+    if search is not None and search.speedups is not None:
+        speed = search.speedups
     else:
         speed = timer.measure(state.model, converted, state.plan, other_runtimes.keys())
     other_fidelities = tuple(
@@ -278,9 +278,9 @@ def _entry(
     after = _cost(state.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, state.model)
     fidelities = (fidelity, *other_fidelities)
-    warnings = warnings_of(job, state, found, (before, after), break_even_length, fidelities)
+    warnings = warnings_of(job, state, search, (before, after), break_even_length, fidelities)
     return OptimizeEntry(
-        rewrite=_names(state, found),
+        rewrite=_names(state, search),
         source=source_entry(job.artifact, job.original),
         calibration=None if job.data is None else calibration_of(job.data),
         seed=job.context.seed,
@@ -297,7 +297,7 @@ def _entry(
         speedups=speed,
         versions=versions(),
         **without_empty(
-            search=found,
+            search=search,
             mixing=mixing,
             int8_weight_bits=int8_weight_bits(converted),
             int8_activations=int8_activations(converted),
@@ -305,27 +305,27 @@ def _entry(
             other_runtimes=other_runtimes,
         ),
         # Null without a gain.
-        **(dict[str, Any](quality_to_choose=found.quality_to_choose) if found else {}),
+        **(dict[str, Any](quality_to_choose=search.quality_to_choose) if search else {}),
     )
 
 
-def _names(state: State, found: PlanRecord | None) -> str:
+def _names(state: State, search: PlanRecord | None) -> str:
     """The names of the passes, of the training and of the precision, joined by "+"."""
     names = [change.rewrite for change in state.applied.changes]
-    if found is not None and found.recovered and found.recovered.gain:
+    if search is not None and search.recovered and search.recovered.gain:
         names.append("recover")
     if state.plan.precision != "float32":
         names.append(state.plan.precision)
     return "+".join(dict.fromkeys(names)) or "none"
 
 
-def _compare(job: Job, converted: ir.Model, found: PlanRecord | None) -> Fidelity:
+def _compare(job: Job, converted: ir.Model, search: PlanRecord | None) -> Fidelity:
     """Compare the converted model with the original, as the search did or on held-out rows.
 
     Without data, they are compared on random inputs.
     """
-    if found is not None and found.gain:
-        return found.verifications[-1].fidelity
+    if search is not None and search.gain:
+        return search.verifications[-1].fidelity
     original = job.original
     if job.data is not None:
         return job.compare_held_out(converted, job.data.to_verify)

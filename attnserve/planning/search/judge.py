@@ -19,7 +19,7 @@ from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
-from attnserve.models.search_record import HeldOutComparison
+from attnserve.models.search_record import HeldOutComparison, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
@@ -75,12 +75,14 @@ class Verified:
         problem: Why the candidate may not be returned; empty if it meets the goal, or differs from
             the original by rounding only.
         note: Why the candidate is unreduced, although a reduced one was found; else empty.
+        recovered: The training rounds, if the goal allows training.
     """
 
     candidate: Candidate
     verifications: Sequence[HeldOutComparison]
     problem: str = ""
     note: str = ""
+    recovered: TrainingRounds | None = None
 
     @property
     def meets_goal(self) -> bool:

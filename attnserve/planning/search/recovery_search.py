@@ -57,7 +57,7 @@ class RecoverySearch:
     verifications: list[HeldOutComparison] = field(default_factory=list[HeldOutComparison])
     _keys: list[str] = field(default_factory=list[str])
 
-    def run(self, untrained: Candidate | None) -> tuple[Verified, TrainingRounds]:
+    def run(self, untrained: Candidate | None) -> Verified:
         """Train choices that may be better than ``untrained``, and verify the best one.
 
         An error in a round ends the rounds. Without a better one, ``untrained`` is verified.
@@ -67,10 +67,10 @@ class RecoverySearch:
         else:
             trained, rounds = self._train_choices(untrained)
             if trained is not None:
-                return Verified(trained, self.verifications), rounds
+                return Verified(trained, self.verifications, recovered=rounds)
         verified = self.search.verify(untrained)
         verifications = [*self.verifications, *verified.verifications]
-        return replace(verified, verifications=verifications), rounds
+        return replace(verified, verifications=verifications, recovered=rounds)
 
     def remove_checkpoints(self) -> None:
         """Delete the training checkpoints of the search."""

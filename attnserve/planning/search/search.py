@@ -85,7 +85,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
         result = result_of(front_search, front_search.verify(best))
     else:
         recovery = RecoverySearch(front_search, training, key)
-        result = result_of(front_search, *recovery.run(best))
+        result = result_of(front_search, recovery.run(best))
         recovery.remove_checkpoints()
     checkpoint.remove()
     return result

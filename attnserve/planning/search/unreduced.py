@@ -38,7 +38,7 @@ def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
         f"{gain.high:.2f}) the speed of the fused original in {search.front.precision}, expected "
         f"at least {MIN_REMOVAL_GAIN}x"
     )
-    return replace(other, note=note)
+    return replace(other, note=note, recovered=verified.recovered)
 
 
 def time_or_replace(
@@ -56,4 +56,5 @@ def time_or_replace(
     if not other.meets_goal:
         return verified, speeds
     note = f"nothing is removed: with a removal {refusal}"
-    return replace(other, note=note), search.judge.time(other.candidate)
+    replaced = replace(other, note=note, recovered=verified.recovered)
+    return replaced, search.judge.time(other.candidate)

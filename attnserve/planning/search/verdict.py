@@ -15,7 +15,7 @@ from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Verified
+from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
@@ -29,20 +29,18 @@ ITSELF = HeldOutComparison(
 """The comparison of the original with itself, which needs no run."""
 
 
-def result_of(
-    search: FrontSearch, verified: Verified, recovered: TrainingRounds | None = None
-) -> tuple[PlanRecord, State]:
+def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, State]:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
         CheckFailed: It misses the requested speed-up.
     """
     if not verified.meets_goal:
-        return _no_gain(search, verified, verified.problem, recovered)
+        return _no_gain(search, verified, verified.problem)
     verified, speeds = time_or_replace(search, prefer_unreduced(search, verified))
     refusal = search.judge.refusal(verified.candidate, speeds)
     if refusal is None:
-        return _gain(search, verified, speeds, recovered)
+        return _gain(search, verified, speeds)
     target_speedup = search.goal.target_speedup or 1
     if target_speedup > 1:
         raise CheckFailed(
@@ -50,19 +48,15 @@ def result_of(
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, verified, refusal.reason, recovered, speeds)
+    return _no_gain(search, verified, refusal.reason, speeds)
 
 
 def _gain(
-    search: FrontSearch,
-    verified: Verified,
-    speeds: Sequence[ShapeLatency],
-    recovered: TrainingRounds | None,
+    search: FrontSearch, verified: Verified, speeds: Sequence[ShapeLatency]
 ) -> tuple[PlanRecord, State]:
     """A plan that meets the goal and is faster than the original."""
     state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
-    if recovered is not None and note:
-        recovered = _without_gain(recovered, note)
+    recovered = _without_gain(verified.recovered, note) if note else verified.recovered
     speed = ServedTimer(search.judge.job).measure(state.model, state.result, state.plan)
     # One measurement in one sentence: those of the search are others.
     speedup = search.judge.requested_speedup(speeds) if speed is None else speed.over_exported
@@ -73,7 +67,10 @@ def _gain(
         verdict += f" ({recovered.verdict})"
     if note:
         verdict += f"; {note}"
-    return _record(search, verified, verdict, recovered, speeds, gain=True, served=speed), state
+    record = _record(
+        search, verified.candidate, verdict, recovered, speeds, verified.verifications, speed
+    )
+    return record, state
 
 
 def _kept(verification: HeldOutComparison, task: str | None) -> str:
@@ -88,7 +85,9 @@ def _kept(verification: HeldOutComparison, task: str | None) -> str:
     return ", ".join(parts)
 
 
-def _without_gain(recovered: TrainingRounds, reason: str) -> TrainingRounds:
+def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRounds | None:
+    if recovered is None:
+        return None
     verdict = f"training brings no gain: {reason}"
     return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
@@ -97,37 +96,35 @@ def _no_gain(
     search: FrontSearch,
     verified: Verified,
     reason: str,
-    recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency] = (),
 ) -> tuple[PlanRecord, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
-    if recovered is not None:
-        recovered = _without_gain(recovered, reason)
+    recovered = _without_gain(verified.recovered, reason)
     job = search.judge.job
-    record = _record(search, verified, verdict, recovered, speeds, gain=False)
-    return record, start(Plan(), job, job.original)
+    state = start(Plan(), job, job.original)
+    return _record(search, verified.candidate, verdict, recovered, speeds), state
 
 
 def _record(
     search: FrontSearch,
-    verified: Verified,
+    candidate: Candidate,
     verdict: str,
     recovered: TrainingRounds | None,
     speeds: Sequence[ShapeLatency],
-    *,
-    gain: bool,
+    verifications: Sequence[HeldOutComparison] = (),
     served: ServedSpeed | None = None,
 ) -> PlanRecord:
     """The content of plan.json.
 
     Args:
-        verified: The candidate that is explained; it is returned if it is a gain.
+        candidate: The candidate that is explained.
         speeds: Its speeds; empty if it misses the goal.
+        verifications: Empty if the original is returned in its place.
         served: The speed-ups of fusion, precision and removal.
     """
-    front, job, candidate = search.front, search.judge.job, verified.candidate
-    last = verified.verifications[-1] if gain else ITSELF
+    front, job, gain = search.front, search.judge.job, bool(verifications)
+    last = verifications[-1] if gain else ITSELF
     return PlanRecord(
         format=FORMAT,
         model=Source(file=job.artifact.model.name, sha256=fingerprint(job.artifact)),
@@ -137,7 +134,7 @@ def _record(
         gain=gain,
         fidelity=last.fidelity.model_copy(update={"share": last.share}),
         quality_to_choose=candidate.measured.quality if gain else None,
-        verifications=tuple(verified.verifications) if gain else (),
+        verifications=tuple(verifications),
         speedup=search.judge.requested_speedup(speeds) if speeds else 1.0,
         speeds=tuple(speeds),
         speedups=served,
