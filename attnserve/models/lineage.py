@@ -24,6 +24,7 @@ from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
+    "NOT_REPORTED",
     "SIZES",
     "AnyEntry",
     "BeforeRecovery",
@@ -263,6 +264,10 @@ class RecoverEntry(LineageEntry, frozen=True):
     verdict: str
     training: TrainingRecord
     versions: Mapping[str, str] = {}
+
+
+NOT_REPORTED = ("rewrite", "source", "rewritten", "calibration", "seed", "versions")
+"""Fields of an entry that the JSON of a command leaves out."""
 
 
 def search_of(entry: LineageEntry) -> SearchRecord | None:

@@ -19,7 +19,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost, OptimizeEntry, RecordedChange
+from attnserve.models.lineage import NOT_REPORTED, ModelCost, OptimizeEntry, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -94,7 +94,7 @@ class OptimizeReport:
         return self.record.break_even_sequence
 
     def to_json(self) -> dict[str, Any]:
-        return self.record.to_json("rewrite", "source", "calibration", "seed", "versions")
+        return self.record.to_json(*NOT_REPORTED)
 
 
 def optimize(

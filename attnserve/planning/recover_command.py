@@ -21,7 +21,7 @@ from attnserve.job import Job
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import fingerprint, last_rewrite_of, source_entry
-from attnserve.models.lineage import BeforeRecovery, RecoverEntry
+from attnserve.models.lineage import NOT_REPORTED, BeforeRecovery, RecoverEntry
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import data_file, load_model
 from attnserve.models.outputs import check_openvino, check_output, output_file, write_rewritten
@@ -52,9 +52,6 @@ __all__ = ["RecoverReport", "recover"]
 KEPT = ("plan", "before", "after", "batch", "sequence", "break_even_sequence")
 """Fields of the rewrite's record about the graph, which training does not change."""
 
-INPUTS = ("source", "rewritten", "calibration", "seed", "versions")
-"""Fields of a record about the inputs."""
-
 
 @dataclass(frozen=True)
 class RecoverReport:
@@ -83,7 +80,7 @@ class RecoverReport:
         return self.record.fidelity
 
     def to_json(self) -> dict[str, Any]:
-        return self.record.to_json("rewrite", *INPUTS, *KEPT)
+        return self.record.to_json(*NOT_REPORTED, *KEPT)
 
 
 def recover(
