@@ -11,13 +11,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
-from attnserve.models.measured import (
-    Fidelity,
-    Measured,
-    Quality,
-    RecordedFidelity,
-    ServedSpeed,
-)
+from attnserve.models.measured import Fidelity, Measured, Quality, RecordedFidelity, ServedSpeed
 from attnserve.models.recorded import Recorded, RecordedWithNulls
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest

@@ -93,10 +93,7 @@ def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRoun
 
 
 def _no_gain(
-    search: FrontSearch,
-    verified: Verified,
-    reason: str,
-    speeds: Sequence[ShapeLatency] = (),
+    search: FrontSearch, verified: Verified, reason: str, speeds: Sequence[ShapeLatency] = ()
 ) -> tuple[PlanRecord, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {reason}; the original is returned"
