@@ -122,13 +122,13 @@ class RecoverySearch:
         """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
         search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        gain_without = judge.requested_speedup(judge.time(untrained))
+        speedup_without = judge.requested_speedup(judge.time(untrained))
         reason = ""
         for candidate in self.found:
             speeds = judge.time(candidate)
-            gain, refusal = judge.requested_speedup(speeds), judge.refusal(candidate, speeds)
-            if search.trains_faster and gain < MIN_GAIN * gain_without:
-                without = f"{gain:.2f}x with it, {gain_without:.2f}x without"
+            speedup, refusal = judge.requested_speedup(speeds), judge.refusal(candidate, speeds)
+            if search.trains_faster and speedup < MIN_GAIN * speedup_without:
+                without = f"{speedup:.2f}x with it, {speedup_without:.2f}x without"
                 refusal = Refusal("slow", without)
             if refusal is not None:
                 reason = reason or refusal.reason
@@ -140,15 +140,15 @@ class RecoverySearch:
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
-                return candidate, self._rounds(True, self._verdict(gain, gain_without))
+                return candidate, self._rounds(True, self._verdict(speedup, speedup_without))
             reason = "a trained model missed the goal on held-out data"
         return None, self._no_gain(reason)
 
-    def _verdict(self, gain: float, without: float) -> str:
+    def _verdict(self, speedup: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
         count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
         after = f"{count} of training in {minutes:.1f} minutes"
-        return f"{gain:.2f}x after {after}, {without:.2f}x without"
+        return f"{speedup:.2f}x after {after}, {without:.2f}x without"
 
     def _shortage(self) -> str:
         """Why no trained choice was found."""
