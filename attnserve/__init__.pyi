@@ -43,7 +43,7 @@ from attnserve.options import (
 from attnserve.options.fields import Allowed
 from attnserve.paths import StrPath
 from attnserve.planning.optimize import OptimizeReport
-from attnserve.planning.search.report import PlanReport
+from attnserve.planning.plan_command import PlanReport
 from attnserve.planning.verify_again import VerifyAgainReport
 from attnserve.recovery.report import RecoverReport
 from attnserve.reports.analysis import Analysis

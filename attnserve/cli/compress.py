@@ -26,7 +26,6 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
-    from attnserve.models.measured import Fidelity
     from attnserve.planning.optimize import OptimizeReport
     from attnserve.planning.plans.plan_file import PlanRecord, Point
     from attnserve.recovery.report import RecoverReport
@@ -194,13 +193,12 @@ def plan(
     if show.json_:
         print_json({"output": str(report.output), **report.to_json()})
         return
-    _show_plan(report.record, report.fidelity)
-    assert report.output is not None
+    _show_plan(report.record)
     plot = report.output.with_suffix(".svg")
     print_line(f"wrote {report.output}" + (f", {plot}" if plot.exists() else ""))
 
 
-def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
+def _show_plan(record: PlanRecord) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
     if record.decisions:
         names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
@@ -244,7 +242,7 @@ def _show_plan(record: PlanRecord, fidelity: Fidelity) -> None:
                 for at in record.speeds
             ],
         )
-    print_qualities("verified quality", fidelity)
+    print_qualities("verified quality", record.fidelity)
     print_line(record.verdict)
 
 

@@ -11,13 +11,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny
 
 from attnserve.literals import MixingKind
-from attnserve.models.measured import Fidelity, Measured, Quality, ServedSpeed
+from attnserve.models.measured import Fidelity, Measured, Quality, RecordedFidelity, ServedSpeed
 from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest
 from attnserve.runtime.interleaved_timer import Speedup
 
 __all__ = [
+    "NOT_REPORTED",
     "SIZES",
     "AnyEntry",
     "BeforeRecovery",
@@ -180,7 +181,7 @@ class TrainingRecord(Recorded, frozen=True):
 class BeforeRecovery(Measured, frozen=True):
     """The quality of the rewritten model before its training."""
 
-    fidelity: Fidelity | None = None
+    fidelity: RecordedFidelity | None = None
 
 
 class LineageEntry(Measured, frozen=True):
@@ -205,7 +206,7 @@ class LineageEntry(Measured, frozen=True):
     before: ModelCost | None = None
     after: ModelCost | None = None
     changes: Annotated[tuple[RecordedChange, ...], Field(alias="steps")] = ()
-    fidelity: Fidelity | None = None
+    fidelity: RecordedFidelity | None = None
     break_even_sequence: Always[int | None] = None
     batch: int | None = None
     sequence: int | None = None
@@ -259,6 +260,10 @@ class RecoverEntry(LineageEntry, frozen=True):
     verdict: str
     training: TrainingRecord
     versions: Mapping[str, str] = {}
+
+
+NOT_REPORTED = ("rewrite", "source", "rewritten", "calibration", "seed", "versions")
+"""Fields of an entry that the JSON of a command leaves out."""
 
 
 def search_of(entry: LineageEntry) -> SearchRecord | None:

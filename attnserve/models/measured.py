@@ -24,6 +24,7 @@ __all__ = [
     "Measured",
     "OutputFidelity",
     "Quality",
+    "RecordedFidelity",
     "ServedSpeed",
     "ShapeLatency",
     "Share",
@@ -179,7 +180,8 @@ class Measured(Recorded, frozen=True):
 
     Attributes:
         quality: The lowest of them; None if none was measured.
-        several: All of them, if there are several.
+        several: All of them, if there are several. A record with the field ``fidelity`` takes those
+            of the comparison.
     """
 
     quality: Quality | None = None
@@ -188,9 +190,9 @@ class Measured(Recorded, frozen=True):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, content: Any) -> Any:
-        """Derive a missing ``quality`` from ``qualities``."""
+        """Derive missing ``qualities`` from ``fidelity``, and a missing ``quality`` from them."""
         match content:
-            case {"qualities": [first, *rest]}:
+            case {"qualities": [first, *rest]} | {"fidelity": Fidelity(qualities=[first, *rest])}:
                 return {"quality": first, **content, "qualities": (first, *rest) if rest else ()}
             case _:
                 return content
@@ -293,14 +295,16 @@ class Fidelity(Measured, frozen=True):
     data: str = ""
     is_held_out: bool = Field(default=False, exclude=True)
 
-    @property
-    def cosines(self) -> Fidelity:
-        """Only the cosines, for records that have the qualities beside them."""
-        return Fidelity(mean_cosine=self.mean_cosine, min_cosine=self.min_cosine, data=self.data)
-
     def warnings(self) -> list[str]:
         """Warnings about rows that are not finite, by output."""
         return [warning for output in self.outputs for warning in output.warnings()]
+
+
+COSINES = PlainSerializer(lambda fidelity: fidelity.to_json("outputs", "quality", "several"))
+"""Writes only the cosines of a comparison, in a record that has its qualities beside it."""
+
+RecordedFidelity = Annotated[Fidelity, COSINES]
+"""A comparison in a record that has its qualities beside it; JSON has only its cosines."""
 
 
 class ShapeLatency(Recorded, frozen=True):

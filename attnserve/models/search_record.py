@@ -6,16 +6,16 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, FiniteFloat
 
-from attnserve.models.measured import Fidelity, Measured, Quality, ShapeLatency, Share
+from attnserve.models.measured import COSINES, Fidelity, Measured, Quality, ShapeLatency, Share
 from attnserve.models.recorded import Always, Recorded
 
 __all__ = [
     "GoalRecord",
+    "HeldOutComparison",
     "Round",
     "SearchFidelity",
     "SearchRecord",
     "TrainingRounds",
-    "Verification",
 ]
 
 
@@ -47,11 +47,11 @@ class GoalRecord(Recorded, frozen=True):
     recover: float | None = None
 
 
-class Verification(Measured, frozen=True):
-    """A verification of a choice on held-out data that no selection used.
+class HeldOutComparison(Measured, frozen=True):
+    """A comparison of a model with the original on held-out data, to choose or to verify.
 
     Attributes:
-        fidelity: The comparison with the original; only its qualities are recorded.
+        fidelity: The comparison of the outputs; only its qualities are recorded.
         loss: The largest of the losses that the goal limits; see ``Losses``.
         share: The kept share of the task's score, if the goal has a task.
         part: The held-out part that it is measured on: the name of a ``checks.held_out.HeldOut``.
@@ -98,7 +98,7 @@ class TrainingRounds(Recorded, frozen=True):
 
 
 class SearchFidelity(Fidelity, frozen=True):
-    """The cosines of the returned choice, and the kept share of the task's score."""
+    """The comparison of the returned choice, and the kept share of the task's score."""
 
     share: Always[Share | None] = None
 
@@ -117,9 +117,9 @@ class SearchRecord(Measured, frozen=True):
     goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
     verdict: str = ""
     gain: bool = False
-    fidelity: SearchFidelity | None = None
+    fidelity: Annotated[SearchFidelity, COSINES] = SearchFidelity()
     quality_to_choose: Annotated[Quality | None, Field(alias="choose")] = None
-    verifications: Annotated[tuple[Verification, ...], Field(alias="proofs")] = ()
+    verifications: Annotated[tuple[HeldOutComparison, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None

@@ -129,7 +129,7 @@ def choose_mixing(
     plans: Mapping[MixingKind, Sequence[Plan]],
     build: Callable[[Plan], State],
     comparison: MixingComparison,
-) -> tuple[Plan, State, MixingChoice | None]:
+) -> tuple[State, MixingChoice | None]:
     """Build the model with each kind of mixing, compare them, and return the fastest one.
 
     Sparse mixing takes longest to fit: its speed is measured first, and it is fitted if it would be
@@ -140,14 +140,14 @@ def choose_mixing(
         build: Applies a plan.
 
     Returns:
-        The chosen plan, its model, and the report; dense mixing and None if they cannot be timed.
+        The chosen model, and the report; dense mixing and None if they cannot be timed.
     """
-    built: dict[MixingKind, tuple[Plan, State]] = {}
+    built: dict[MixingKind, State] = {}
     errors: dict[MixingKind, float] = {}
 
     def fit(kind: MixingKind, plan: Plan) -> None:
-        built[kind] = plan, build(plan)
-        errors[kind] = comparison.error(built[kind][1])
+        built[kind] = build(plan)
+        errors[kind] = comparison.error(built[kind])
 
     fit("dense", plans["dense"][0])
     bound = SAME_ERROR * errors["dense"]
@@ -156,13 +156,13 @@ def choose_mixing(
         if errors["own"] <= bound:
             break
     models: dict[MixingKind, ir.Model] = {
-        kind: state.model for kind, (_, state) in built.items() if errors[kind] <= bound
+        kind: state.model for kind, state in built.items() if errors[kind] <= bound
     }
     for plan in plans.get("sparse", ()):
         models["sparse"] = comparison.sketch(plan)
     reports = comparison.reports(models, errors)
     if reports is None:
-        return *built["dense"], None
+        return built["dense"], None
     if _fastest(reports.values()).kind == "sparse":
         fit("sparse", plans["sparse"][0])
         error = _finite(errors["sparse"])
@@ -177,7 +177,7 @@ def choose_mixing(
         + (f"; {' and '.join(lossier)} lost more than dense" if lossier else "")
     )
     choice = MixingChoice(chosen=chosen.kind, why=why, candidates=tuple(reports.values()))
-    return *built[chosen.kind], choice
+    return built[chosen.kind], choice
 
 
 def _fastest(reports: Collection[MixingReport]) -> MixingReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.cache_inputs import empty_axes, require_empty
 from attnserve.models.checksums import source_entry
 from attnserve.models.example_inputs import random_batches
-from attnserve.models.lineage import ModelCost, OptimizeEntry, RecordedChange
+from attnserve.models.lineage import NOT_REPORTED, ModelCost, OptimizeEntry, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import (
@@ -37,7 +37,6 @@ from attnserve.planning.optimize_warnings import warnings_of
 from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
-from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
@@ -67,16 +66,20 @@ class OptimizeReport:
     Attributes:
         record: The entry of the lineage.
         plan: The applied plan.
-        fidelity: The comparison with the original, with the errors of each output.
         output: The .onnx file.
         search: The content of plan.json, if there was a search; the lineage has a part of it.
     """
 
     record: OptimizeEntry
     plan: Plan
-    fidelity: Fidelity
     output: Path
     search: PlanRecord | None = None
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The comparison with the original, with the errors of each output."""
+        assert self.record.fidelity is not None  # earlier records may lack it
+        return self.record.fidelity
 
     @property
     def changes(self) -> tuple[RecordedChange, ...]:
@@ -89,7 +92,7 @@ class OptimizeReport:
         return self.record.break_even_sequence
 
     def to_json(self) -> dict[str, Any]:
-        return self.record.to_json("rewrite", "source", "calibration", "seed", "versions")
+        return self.record.to_json(*NOT_REPORTED)
 
 
 def optimize(
@@ -136,26 +139,32 @@ def optimize(
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
+    record = mixing = timer = None
+    request_warnings: tuple[str, ...] = ()
     if goal.is_given:
         job = Job.for_search(artifact, original, goal, data, target, context)
-        rewritten = _search(job, goal)
+        require_attention(job.matches)  # raises errors before the long search
+        record, state = search(goal, job)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
-        rewritten = _replay(job, saved)
+        state = _replay(job, saved)
     else:
         job = Job.read(
             artifact, original, data, target,
             measure=goal.measure, joined=target.sequence, context=context,
         )  # fmt: skip
-        rewritten = _apply_request(job, rewrites)
-    report = _report(job, goal, rewritten, file)
+        timer = ServedTimer(job)
+        state, mixing, request_warnings = _apply_request(job, rewrites, timer)
+    timer = timer or ServedTimer(job)
+    entry = _entry(job, goal, state, timer, record, mixing, request_warnings)
+    report = OptimizeReport(entry, state.plan, file, record)
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
-        _write(job, rewritten.state.result, report, write)
+        _write(job, state.result, report, write)
         if saved is not None:
-            saved.forget_trainings(rewritten.plan)
+            saved.forget_trainings()
     return report
 
 
@@ -180,85 +189,37 @@ def _output_file(
 # ---- rewrites -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class _Outcome:
-    """A rewritten model, and the plan whose steps made it.
-
-    Attributes:
-        state: The state after the last step.
-        timer: The timer of the served models, with those that it has made.
-        search: The record of the search that made the plan, if there was one.
-        mixing: The choice of the mixing, if there was one.
-    """
-
-    plan: Plan
-    state: State
-    timer: ServedTimer
-    warnings: tuple[str, ...] = ()
-    search: PlanRecord | None = None
-    mixing: MixingChoice | None = None
-
-    @property
-    def model(self) -> ir.Model:
-        """The rewritten model in float32."""
-        return self.state.model
-
-    @property
-    def applied(self) -> ApplyReport:
-        """The finished rewrites, with their errors."""
-        return self.state.applied
-
-    @property
-    def names(self) -> str:
-        """The names of the passes, of the training and of the precision, joined by "+"."""
-        names = [change.rewrite for change in self.applied.changes]
-        if self.search is not None and self.search.recovered and self.search.recovered.gain:
-            names.append("recover")
-        if self.plan.precision != "float32":
-            names.append(self.plan.precision)
-        return "+".join(dict.fromkeys(names)) or "none"
-
-
-def _search(job: Job, goal: Goal) -> _Outcome:
-    """Search for a plan, and return its model."""
-    require_attention(job.matches)  # raises errors before the long search
-    report, state = search(goal, job)
-    return _Outcome(report.plan, state, ServedTimer(job), search=report.record)
-
-
-def _replay(job: Job, saved: SavedPlan) -> _Outcome:
+def _replay(job: Job, saved: SavedPlan) -> State:
     """Apply a plan.json to the same model and data as in its search."""
     plan = saved.plan_for(job.artifact, job.required_data)
     _require_empty_caches(job, plan)
-    state = apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
-    return _Outcome(plan, state, ServedTimer(job))
+    return apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
 
 
-def _apply_request(job: Job, rewrites: Rewrites) -> _Outcome:
-    """Apply the requested rewrites, in the fastest mixing if none is requested."""
+def _apply_request(
+    job: Job, rewrites: Rewrites, timer: ServedTimer
+) -> tuple[State, MixingChoice | None, tuple[str, ...]]:
+    """Apply the requested rewrites, in the fastest mixing if none is requested.
+
+    Returns:
+        The state after the last step, the choice of the mixing, and warnings about the request.
+    """
     planned = plan_request(rewrites, job)
-    timer = ServedTimer(job)
+    mixing, warnings = None, planned.warnings
 
     def build(plan: Plan) -> State:
         _require_empty_caches(job, plan)
         return apply_plan(plan, job, job.original.clone(), fit=rewrites.refit)
 
     if len(planned.plans) > 1:
-        plan, state, mixing = choose_mixing(planned.plans, build, MixingComparison(timer))
-        warnings = () if mixing is not None else (NOT_COMPARED,)
+        state, mixing = choose_mixing(planned.plans, build, MixingComparison(timer))
+        warnings += () if mixing is not None else (NOT_COMPARED,)
     else:
-        plan, mixing, warnings = planned.plan, None, ()
-        state = build(plan)
-    rewritten = _Outcome(plan, state, timer, (*planned.warnings, *warnings), mixing=mixing)
-    return rewritten if job.target.precision == "float32" else _convert(job, rewritten)
-
-
-def _convert(job: Job, rewritten: _Outcome) -> _Outcome:
-    """Fuse and convert the rewritten model, and complete its plan by these steps."""
-    precision = job.target.precision
-    passes = (*rewritten.plan.passes, *rewritten.state.fuse(precision))
-    plan = replace(rewritten.plan, passes=passes, precision=precision)
-    return replace(rewritten, plan=plan, state=apply_steps(plan.conversion, rewritten.state))
+        state = build(planned.plan)
+    if job.target.precision != "float32":
+        state.fuse(job.target.precision)
+        apply_steps(state.plan.conversion, state)
+    return state, mixing, warnings
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
@@ -277,18 +238,33 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeReport:
-    """Measure the converted model, and record it."""
-    search, plan = rewritten.search, rewritten.plan
-    converted = rewritten.state.result
-    fidelity = _compare(job, rewritten)
+def _entry(
+    job: Job,
+    goal: Goal,
+    state: State,
+    timer: ServedTimer,
+    search: PlanRecord | None,
+    mixing: MixingChoice | None,
+    request_warnings: tuple[str, ...],
+) -> OptimizeEntry:
+    """Measure a rewritten model, and record it.
+
+    Args:
+        state: The state after the last step of its plan.
+        timer: The timer of the served models, with those that it has made.
+        search: The record of the search that made the plan, if there was one.
+        mixing: The choice of the mixing, if there was one.
+        request_warnings: Warnings about the requested rewrites.
+    """
+    converted = state.result
+    fidelity = _compare(job, converted, search)
     other_runtimes: Mapping[str, Fidelity] = {}
     if job.data is not None and goal.eval_data is None:
         other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:
-        speed = rewritten.timer.speed_of(rewritten.model, converted, plan, other_runtimes.keys())
+        speed = timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,
@@ -296,49 +272,55 @@ def _report(job: Job, goal: Goal, rewritten: _Outcome, file: Path) -> OptimizeRe
         ) for name, other in job.others
     )  # fmt: skip
     before = _cost(job.original, job.original, job.counted_workload)
-    after = _cost(rewritten.model, converted, job.counted_workload)
-    break_even_length = _break_even(job.original, rewritten.model)
+    after = _cost(state.model, converted, job.counted_workload)
+    break_even_length = _break_even(job.original, state.model)
     fidelities = (fidelity, *other_fidelities)
-    warnings = warnings_of(
-        job, plan, rewritten.applied, search, (before, after), break_even_length, fidelities
-    )
-    record = OptimizeEntry(
-        rewrite=rewritten.names,
+    warnings = warnings_of(job, state, search, (before, after), break_even_length, fidelities)
+    return OptimizeEntry(
+        rewrite=_names(state, search),
         source=source_entry(job.artifact, job.original),
         calibration=None if job.data is None else calibration_of(job.data),
         seed=job.context.seed,
         before=before,
         after=after,
-        changes=rewritten.applied.changes,
-        fidelity=fidelity.cosines,
-        qualities=fidelity.qualities,
+        changes=state.applied.changes,
+        fidelity=fidelity,
         break_even_sequence=break_even_length,
         batch=job.counted_workload.batch,
         sequence=job.counted_workload.length,
-        warnings=(*rewritten.warnings, *warnings),
-        plan=plan.to_json(),
+        warnings=(*request_warnings, *warnings),
+        plan=state.plan.to_json(),
         served_speedup=speed and speed.served.value,
         speedups=speed,
         versions=versions(),
         search=search,
-        mixing=rewritten.mixing,
+        mixing=mixing,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         also_verified=other_fidelities,
         other_runtimes=other_runtimes,
         quality_to_choose=search and search.quality_to_choose,
     )
-    return OptimizeReport(record, plan, fidelity, file, search)
 
 
-def _compare(job: Job, rewritten: _Outcome) -> Fidelity:
+def _names(state: State, search: PlanRecord | None) -> str:
+    """The names of the passes, of the training and of the precision, joined by "+"."""
+    names = [change.rewrite for change in state.applied.changes]
+    if search is not None and search.recovered and search.recovered.gain:
+        names.append("recover")
+    if state.plan.precision != "float32":
+        names.append(state.plan.precision)
+    return "+".join(dict.fromkeys(names)) or "none"
+
+
+def _compare(job: Job, converted: ir.Model, search: PlanRecord | None) -> Fidelity:
     """Compare the converted model with the original, as the search did or on held-out rows.
 
     Without data, they are compared on random inputs.
     """
-    search, original, converted = rewritten.search, job.original, rewritten.state.result
     if search is not None and search.gain:
         return search.verifications[-1].fidelity
+    original = job.original
     if job.data is not None:
         return job.compare_held_out(converted, job.data.to_verify)
     batches = random_batches(original, job.context.seed, empty=empty_axes(original, converted))

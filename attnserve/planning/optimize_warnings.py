@@ -17,6 +17,7 @@ from attnserve.models.measured import Fidelity
 from attnserve.models.search_record import SearchRecord
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.planning.plans.state import State
 from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 
@@ -30,8 +31,7 @@ GPU_ONLY = (
 
 def warnings_of(
     job: Job,
-    plan: Plan,
-    applied: ApplyReport,
+    state: State,
     search: SearchRecord | None,
     costs: tuple[ModelCost, ModelCost],
     break_even: int | None,
@@ -40,13 +40,14 @@ def warnings_of(
     """The warnings about a rewritten model, the most important first.
 
     Args:
-        applied: The changes by the plan.
+        state: The state after the last step of its plan.
         search: The record of the search, if there was one.
         costs: Costs of the original and of the rewritten model.
         break_even: The length from which the rewritten model needs more MACs; None if there is
             none.
         fidelities: The comparison with the original, and those on other data.
     """
+    plan, applied = state.plan, state.applied
     return (
         *((search.verdict,) if search and not search.gain else ()),
         *_training_warnings(search),

@@ -4,24 +4,49 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
+from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_output, default_output, staged
 from attnserve.options import Data, Goal, Run, Target
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.search.report import PlanReport, draw_front
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan_file import PlanRecord
 from attnserve.planning.search.search import search
 from attnserve.precision.convert import check_cpu
+from attnserve.reports.plots import plot_front
 from graph_passes.errors import InvalidArgument, MissingExtra
 
-__all__ = ["plan"]
+__all__ = ["PlanReport", "plan"]
 
 log = logging.getLogger("attnserve")
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The result of a search, and the file that it was written to."""
+
+    record: PlanRecord
+    output: Path
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; empty if the original is returned."""
+        return self.record.plan
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The verification, with the errors of each output."""
+        return self.record.fidelity
+
+    def to_json(self) -> dict[str, Any]:
+        return self.record.to_json()
 
 
 def plan(
@@ -82,13 +107,33 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
     job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
-    report, _ = search(goal, job)
+    record, _ = search(goal, job)
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
-        text = json.dumps(report.to_json(), indent=1)
+        text = json.dumps(record.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
         try:
-            (stage / plot.name).write_text(draw_front(report.record), encoding="utf-8")
+            (stage / plot.name).write_text(_front_plot(record), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
-    return replace(report, output=output)
+    return PlanReport(record, output)
+
+
+def _front_plot(record: PlanRecord) -> str:
+    """The Pareto front as an SVG file.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    return plot_front(
+        [(1 - point.predicted_loss, point.speedup) for point in record.front],
+        [
+            (1 - point.measured_loss, point.speedup)
+            for point in record.front
+            if point.measured_loss is not None
+        ],
+        (1 - record.verifications[-1].loss, record.speedup)
+        if record.gain and record.verifications and record.speedup
+        else None,
+        title=record.verdict.partition(": ")[0] if record.gain else record.verdict,
+    )

@@ -15,14 +15,15 @@ from attnserve.checks.scores import Score
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
 from attnserve.data.text_files import read_sentences
-from attnserve.fusion import fuse_for
+from attnserve.data.token_statistics import calibration_of
+from attnserve.fusion import fuse_for, fused_for_libraries
 from attnserve.job import Job
 from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact, open_artifact
-from attnserve.models.checksums import fingerprint, last_rewrite_of
+from attnserve.models.checksums import fingerprint, last_rewrite_of, source_entry
 from attnserve.models.lineage import BeforeRecovery, RecoverEntry
 from attnserve.models.onnx_files import data_file, load_model
-from attnserve.models.outputs import check_openvino, check_output, output_file
+from attnserve.models.outputs import check_openvino, check_output, output_file, write_rewritten
 from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files
@@ -34,7 +35,7 @@ from attnserve.planning.plans.steps import TRAININGS
 from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import LabeledRow, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights
-from attnserve.recovery.report import RecoverReport, write_recovered
+from attnserve.recovery.report import KEPT, RecoverReport
 from attnserve.recovery.training import torch_threads
 from attnserve.recovery.verification import VerifiedModel, labeled_outputs, verify_model
 from attnserve.runtime.cache import digest
@@ -42,6 +43,7 @@ from attnserve.runtime.external_data import external_files
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import package_versions, versions
+from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
 
 __all__ = ["recover"]
@@ -122,14 +124,16 @@ def recover(
     plan = Plan(trainings=(step,), precision=job.target.precision)
     state = start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        report, result = _recovered(plan, state, job, file)
-    write_recovered(
-        artifact, rewritten, original_artifact, job, result, report,
+        entry, result = _recovered(state, artifact, original_artifact)
+    assert state.training is not None
+    has_openvino = openvino or runtime_of(result, context.device) == OpenVino.name
+    write_rewritten(
+        file, result, artifact, entry,
         external=bool(external_files(rewritten)),
-        openvino=openvino or runtime_of(result, context.device) == OpenVino.name,
+        openvino=fused_for_libraries(result) if has_openvino else None,
     )  # fmt: skip
     step.forget(state.key)
-    return report
+    return RecoverReport(entry, state.training, file)
 
 
 def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
@@ -200,20 +204,27 @@ def _checkpoint_key(
     )
 
 
-def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverReport, ir.Model]:
+def _recovered(
+    state: State, artifact: Artifact, teacher: Artifact
+) -> tuple[RecoverEntry, ir.Model]:
     """Apply a plan of one training, and verify its result and the model without it.
 
+    Args:
+        state: The state before the training.
+        artifact, teacher: The rewritten model and the original on disk; the job's artifact has the
+            tokenizer.
+
     Returns:
-        The report, and the model to write.
+        The entry of the lineage, and the model to write.
     """
-    labels = state.labels
+    job, labels, rewritten = state.job, state.labels, state.model
     check_input(job)
     teacher_score = None
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
-    plain_model = apply_steps(plan.conversion, start(plan, job, state.model)).result
+    plain_model = apply_steps(state.plan.conversion, start(state.plan, job, rewritten)).result
     before = after = verify_model(job, plain_model, labels)  # raises errors before training
-    trained_model = apply_steps(plan.steps, state).result
+    trained_model = apply_steps(state.plan.steps, state).result
     training = state.training
     assert training is not None
     result_model = plain_model
@@ -242,13 +253,15 @@ def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverR
             "after": after.score.to_json(),
         }
     bits = int8_weight_bits(result_model)
-    record = RecoverEntry(
+    entry = RecoverEntry(
         rewrite="recover" if bits is None else "recover+int8",
-        fidelity=after.fidelity.cosines,
-        qualities=after.fidelity.qualities,
-        before_recovery=BeforeRecovery(
-            fidelity=before.fidelity.cosines, qualities=before.fidelity.qualities
-        ),
+        # The quality is measured against the teacher, not against the rewritten model.
+        source=source_entry(teacher, job.original),
+        rewritten=source_entry(artifact, rewritten),
+        calibration=calibration_of(job.required_data),
+        seed=job.context.seed,
+        fidelity=after.fidelity,
+        before_recovery=BeforeRecovery(fidelity=before.fidelity),
         gain=gain,
         verdict=_verdict(before, after, teacher_score, training, gain, bits is not None),
         training=training.record,
@@ -256,9 +269,22 @@ def _recovered(plan: Plan, state: State, job: Job, file: Path) -> tuple[RecoverR
         scores=scores,
         int8_weight_bits=bits,
         int8_activations=int8_activations(result_model),
+        versions={**versions(), **package_versions(["torch"])},
+        **_kept(artifact, result_model),
     )
-    report = RecoverReport(record, before.fidelity, after.fidelity, training, file)
-    return report, result_model
+    return entry, result_model
+
+
+def _kept(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
+    """The fields of ``KEPT`` in the last record, with the precision and the bytes of the result."""
+    last = artifact.lineage[-1].stated if artifact.lineage else {}
+    fields = {name: last[name] for name in KEPT if name in last}
+    if int8_weight_bits(model) is not None:
+        if "plan" in fields:
+            fields["plan"] = {**fields["plan"], "precision": "int8"}
+        if "after" in fields:
+            fields["after"] = fields["after"].model_copy(update={"bytes": parameter_bytes(model)})
+    return fields
 
 
 def _verdict(

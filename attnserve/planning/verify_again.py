@@ -99,18 +99,20 @@ class _Rows(NamedTuple):
     """The rows to compare.
 
     Attributes:
-        first: The rows to compare in the first runtime.
-        others: The rows to compare in other runtimes.
-        part: The part of a search that ``first`` is; None without a search, or for new rows.
+        part: The part of a search; None for all rows to verify, or for new rows.
         names: The recorded names of files that are given under other names.
     """
 
     data: Dataset
-    first: Sequence[Batch]
-    others: Sequence[Batch]
     is_recorded: bool = False
     part: HeldOut | None = None
     names: Mapping[str, str] = MappingProxyType({})
+
+    @property
+    def batches(self) -> Sequence[Batch]:
+        if not self.is_recorded:
+            return self.data.fit
+        return self.data.to_verify if self.part is None else self.part.batches(self.data)
 
     @property
     def split(self) -> Split:
@@ -174,20 +176,21 @@ def verify_again(
         measure=_measure(entry, comparison.measure), context=context,
     )  # fmt: skip
     device = context.device
-    fidelity = job.compare_held_out(model, rows.first, rows.split)
+    fidelity = job.compare_held_out(model, rows.batches, rows.split)
     checks = _checks(runtime_of(model, device), guaranteed, entry.qualities, fidelity, rows)
     not_installed: list[str] = []
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
+    # Other runtimes ran all rows to verify, whatever the part of the search.
+    all_rows = rows._replace(part=None)
     for name, recorded in artifact.other_runtimes.items():
         if not set(runtimes_by_length(name)) <= {*installed}:
             not_installed.append(name)
             continue
         found = job.compare_held_out(
-            model, rows.others, "verify" if rows.is_recorded else "data",
-            open_new=opener_in(name, device, rows.others),
+            model, all_rows.batches, all_rows.split,
+            open_new=opener_in(name, device, all_rows.batches),
         )  # fmt: skip
-        # The rows of other runtimes are unused, whatever the part of the search.
-        checks += _checks(name, guaranteed, recorded.qualities, found, rows._replace(part=None))
+        checks += _checks(name, guaranteed, recorded.qualities, found, all_rows)
     if goal is not None and search is not None:
         checks.append(_score_check(job, goal, search, model, fidelity))
     return VerifyAgainReport(fidelity, rows.is_recorded, checks, not_installed)
@@ -341,7 +344,7 @@ def _read_rows(
     given = {path: path_sha256(path, "*.npz") for path in paths}
     if set(recorded).isdisjoint(given.values()):
         data = load_inputs(paths, model, artifact, tokenizer=tokenizer, split=False)
-        return _Rows(data, data.fit, data.fit)
+        return _Rows(data)
     if sorted(given.values()) != sorted(recorded):
         raise InvalidData(
             f"`data` is only a part of the calibration data {calibration.file}, or more than it",
@@ -354,11 +357,9 @@ def _read_rows(
         sequence=calibration.joined_to,
     )  # fmt: skip
     _require_same_counts(calibration, data.source)
-    part = _part(search_of(entry))
     names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
                                                       strict=True)}  # fmt: skip
-    first = data.to_verify if part is None else part.batches(data)
-    return _Rows(data, first, data.to_verify, True, part, names)
+    return _Rows(data, True, _part(search_of(entry)), names)
 
 
 def _require_same_counts(recorded: Calibration, now: Calibration) -> None:

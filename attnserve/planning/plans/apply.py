@@ -46,9 +46,8 @@ def start(
     _require_certified(plan, job)
     raise_opset_for(plan.passes, model)
     return State(
-        job, model, plan.precision, tuple(plan.float_blocks),
-        fit=fit, key=key, labels=labels, applied=applied or ApplyReport(),
-    )  # fmt: skip
+        plan, job, model, fit=fit, key=key, labels=labels, applied=applied or ApplyReport()
+    )
 
 
 def _require_certified(plan: Plan, job: Job) -> None:

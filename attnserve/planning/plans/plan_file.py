@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import onnx_ir as ir
-from pydantic import Field, ValidationError
+from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
 from attnserve.context import Provider, RunContext
 from attnserve.data.datasets import Dataset
@@ -86,11 +86,16 @@ class Point(Recorded, frozen=True):
     cosine: float | None
 
 
+def _read_plan(content: Any) -> Plan:
+    return content if isinstance(content, Plan) else Plan.from_json(content)
+
+
 class PlanRecord(SearchRecord, frozen=True):
-    """The content of plan.json: a plan, and the report of the search that made it.
+    """The content of plan.json: a plan, and the search that made it.
 
     Attributes:
         decisions: The decision for each block.
+        plan: The plan; empty if the original is returned.
         front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
@@ -100,7 +105,7 @@ class PlanRecord(SearchRecord, frozen=True):
     calibration: Calibration = Calibration()
     speedups: ServedSpeed | None = None
     decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
-    plan: Any = None
+    plan: Annotated[Plan, PlainValidator(_read_plan), PlainSerializer(Plan.to_json)] = Plan()
     front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
     versions: Mapping[str, str] = {}
@@ -123,6 +128,7 @@ class SavedPlan:
 
         Raises:
             InvalidData: The file cannot be read, or is not a plan.
+            InvalidArgument: A step of the plan is unknown or invalid.
         """
         return cls(path, _read(path))
 
@@ -151,7 +157,8 @@ class SavedPlan:
     @property
     def key(self) -> str:
         """Key of the plan, its model and its data, for the checkpoint of a training."""
-        return digest([self.record.model.sha256, self.record.calibration.sha256, self.record.plan])
+        record = self.record
+        return digest([record.model.sha256, record.calibration.sha256, record.plan.to_json()])
 
     def required_measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
@@ -198,9 +205,9 @@ class SavedPlan:
             context=replace(context, device=device, seed=goal.seed),
         )  # fmt: skip
 
-    def forget_trainings(self, plan: Plan) -> None:
+    def forget_trainings(self) -> None:
         """Delete the checkpoints of the trainings of the plan, after its model was written."""
-        for training in plan.trainings:
+        for training in self.record.plan.trainings:
             training.forget(self.key)
 
     def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
@@ -220,13 +227,8 @@ class SavedPlan:
                     "or make a new plan",
                     code="plan.other_input",
                 )
-        try:
-            plan = Plan.from_json(self.record.plan)
-        except InvalidArgument as error:
-            what = f"{self.path}: {error.what}"
-            raise InvalidArgument(what, error.fix, code=error.code) from error
-        check_cpu(plan.precision)
-        return plan
+        check_cpu(self.record.plan.precision)
+        return self.record.plan
 
 
 def _known(path: Path, value: str, kind: Any) -> Any:
@@ -249,6 +251,7 @@ def _read(path: Path) -> PlanRecord:
 
     Raises:
         InvalidData: The file cannot be read, or is not a plan.
+        InvalidArgument: A step of the plan is unknown or invalid.
     """
     try:
         return PlanRecord.model_validate(json.loads(path.read_text(encoding="utf-8")))
@@ -265,5 +268,7 @@ def _read(path: Path) -> PlanRecord:
             HOW_TO_PLAN,
             code="plan.format" if is_format else "plan.invalid",
         ) from error
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{path}: {error.what}", error.fix, code=error.code) from error
     except (ValueError, RecursionError) as error:
         raise InvalidData(f"{path}: not JSON: {error}", HOW_TO_PLAN, code="plan.invalid") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -16,9 +16,9 @@ from attnserve.planning.plans.rewriting import ApplyReport, PassRunner, exact_ch
 from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from graph_passes.analysis.cost import count_macs
-from graph_passes.passes.base import RewritePass
 
 if TYPE_CHECKING:
+    from attnserve.planning.plans.plan import Plan
     from attnserve.recovery.labels import Labels
 
 __all__ = ["State"]
@@ -31,8 +31,8 @@ class State:
     The steps change ``model`` and the attributes from ``applied`` on; the others stay.
 
     Attributes:
+        plan: All steps; trainings prepare for its conversion.
         job: The original, the data and the context of all steps.
-        precision, float_blocks: The conversion at the end of the plan, for which trainings prepare.
         fit: Whether the outputs of changed blocks are refitted, if there is data.
         key: Identifies the original and the data, in names of checkpoints.
         labels: Labeled rows that a training learns too.
@@ -43,10 +43,9 @@ class State:
         converted: The model in the precision of the conversion, once it is converted.
     """
 
+    plan: Plan
     job: Job
     model: ir.Model
-    precision: Precision = "float32"
-    float_blocks: tuple[str, ...] = ()
     fit: bool = True
     key: str = ""
     labels: Labels | None = None
@@ -68,13 +67,13 @@ class State:
             self._rewriting = PassRunner(self.job, self.model, fit)
         return self._rewriting
 
-    def fuse(self, precision: Precision) -> tuple[RewritePass, ...]:
-        """Fuse operators as far as a precision allows, and return the passes; see ``fuse_for``."""
+    def fuse(self, precision: Precision) -> None:
+        """Fuse operators (``fuse_for``), and add the passes and the precision to the plan."""
         provider = self.job.context.device.provider
         self.model, passes = fuse_for(self.model, precision, provider)
         changes = exact_changes(passes, count_macs(self.model, self.job.counted_workload))
         self.applied = self.applied.then(ApplyReport(changes))
-        return passes
+        self.plan = replace(self.plan, passes=(*self.plan.passes, *passes), precision=precision)
 
     def finish_rewrites(self) -> None:
         """Refit and certify the blocks that the passes since the last call changed."""

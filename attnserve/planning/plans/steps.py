@@ -199,8 +199,8 @@ class Distill(Train):
         return Distillation(
             state.model,
             replace(state.job, measure=self.measure),
-            state.precision,
-            state.float_blocks,
+            state.plan.precision,
+            state.plan.float_blocks,
             state.labels,
         )
 

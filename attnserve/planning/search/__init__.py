@@ -8,10 +8,9 @@
    configurations (``UnitConfig``) and the predicted loss and time of each.
 4. Choice (``Choice``): one configuration for each unit. The front (``Front``) has the choices that
    no other one beats, and makes their plans.
-5. Candidate (``Candidate``): a choice with its plan and the model that it makes, measured on the
-   rows to choose. A search of the front (``FrontSearch``) selects choices by the goal:
-   ``FastestSearch`` keeps a quality, ``LeastLossySearch`` reaches a speed-up. ``Judge`` builds and
-   measures the candidates.
+5. Candidate (``Candidate``): a choice with the model of its plan, measured on the rows to choose. A
+   search of the front (``FrontSearch``) selects choices by the goal: ``FastestSearch`` keeps a
+   quality, ``LeastLossySearch`` reaches a speed-up. ``Judge`` builds and measures the candidates.
 6. Verified candidate (``Verified``): a candidate with its verifications on held-out rows.
-7. Result (``PlanReport``): the plan of the verified candidate, or an empty one if it is not faster.
+7. Result (``PlanRecord``): the plan of the verified candidate, or an empty one if it is not faster.
 """

@@ -19,7 +19,7 @@ import numpy as np
 from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.limits import ROUNDING, SAME_MS
-from attnserve.models.search_record import Verification
+from attnserve.models.search_record import HeldOutComparison
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.front_search import (
     MAX_CANDIDATES,
@@ -175,7 +175,7 @@ class FastestSearch(FrontSearch):
         if candidate is None:
             first = self.build_first()
             return Verified(first, (), self._missed("choice with the least loss", first.loss))
-        verifications: list[Verification] = []
+        verifications: list[HeldOutComparison] = []
         for number, part in enumerate(VERIFIED_PARTS, start=1):
             if number == len(VERIFIED_PARTS):
                 candidate = self.build_first()
@@ -241,12 +241,12 @@ class FastestSearch(FrontSearch):
 
     def _worst_measure(self, candidate: Candidate) -> str:
         """The measure with the largest loss of a candidate."""
-        quality = candidate.fidelity.quality
+        quality = candidate.measured.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
 
     def _constant(self, candidate: Candidate) -> float:
         """The highest quality of a constant predictor in the outputs that the goal limits."""
-        limited = candidate.fidelity.qualities if self.goal.measure != "score" else ()
+        limited = candidate.measured.qualities if self.goal.measure != "score" else ()
         # The second condition of top1 is one that a constant predictor never meets.
         return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 

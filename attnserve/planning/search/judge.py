@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +19,7 @@ from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
 from attnserve.models.measured import Fidelity, ShapeLatency, Share
-from attnserve.models.search_record import Verification
+from attnserve.models.search_record import HeldOutComparison, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
@@ -34,7 +34,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "SpeedCheck", "Verified"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "Verified"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -42,29 +42,26 @@ PAIR_SECONDS = 8.0
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A choice with its plan, and the measured model that the plan makes.
+    """A choice, and the measured model of its plan.
 
     Attributes:
-        state: The model after the steps of the plan.
-        fidelity: The comparison of the model with the original on the rows to choose.
-        loss: The largest upper bound of the losses that the goal limits.
+        state: The plan, and the model after its steps.
+        measured: The comparison of this model with the original on the rows to choose.
     """
 
     choice: Choice
-    plan: Plan
     state: State
-    fidelity: Fidelity
-    loss: float
+    measured: HeldOutComparison
 
     @property
-    def model(self) -> ir.Model:
-        """The model in the precision of the plan."""
-        return self.state.result
+    def loss(self) -> float:
+        """The largest upper bound of the losses that the goal limits, on the rows to choose."""
+        return self.measured.loss
 
     @property
     def is_unreduced(self) -> bool:
         """Whether no pass of the plan is lossy."""
-        return not self.plan.lossy_blocks
+        return not self.state.plan.lossy_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,30 +75,18 @@ class Verified:
         refusal: Why the candidate may not be returned; None if it meets the goal, or differs from
             the original by rounding only.
         note: Why the candidate is unreduced, although a reduced one was found; else empty.
+        recovered: The training rounds, if the goal allows training.
     """
 
     candidate: Candidate
-    verifications: Sequence[Verification]
+    verifications: Sequence[HeldOutComparison]
     refusal: Refusal | None = None
     note: str = ""
+    recovered: TrainingRounds | None = None
 
     @property
     def meets_goal(self) -> bool:
         return self.refusal is None
-
-
-class SpeedCheck(NamedTuple):
-    """The speed of a candidate relative to the original, and whether it is enough.
-
-    Attributes:
-        speeds: Latencies of both models at all checked lengths.
-        speedup: The geometric mean of the speed-ups at the requested lengths.
-        refusal: Why the model is not returned; None if it is worth it.
-    """
-
-    speeds: Sequence[ShapeLatency]
-    speedup: float
-    refusal: Refusal | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,12 +165,12 @@ class Judge:
         number = len(self.measured) + (choice.picks not in self.measured)
         job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
-        self._latest = candidate = self._measure(choice, plan, state, job)
+        self._latest = candidate = self._measure(choice, state, job)
         if self.allowed is not None and candidate.loss <= self.allowed:
             self._latest_allowed = candidate
         if candidate.is_unreduced:  # every result is compared with an unreduced one
             self._latest_unreduced = candidate
-        measured = candidate.loss, candidate.fidelity.mean_cosine
+        measured = candidate.loss, candidate.measured.fidelity.mean_cosine
         self.measured[choice.picks] = measured
         self.checkpoint.add_build(digest(plan.to_json()), *measured)
         return candidate
@@ -198,37 +183,57 @@ class Judge:
             label: The name of the training in reports of progress.
         """
         job = self.untimed.labeled(label)
-        plan = replace(candidate.plan, trainings=(*candidate.plan.trainings, training))
-        state = start(plan, job, candidate.state.model, key=key, applied=candidate.state.applied)
-        apply_steps((training, *plan.conversion), state)
-        return self._measure(candidate.choice, plan, state, job)
+        before = candidate.state
+        plan = replace(before.plan, trainings=(*before.plan.trainings, training))
+        state = start(plan, job, before.model, key=key, applied=before.applied)
+        return self._measure(
+            candidate.choice, apply_steps((training, *plan.conversion), state), job
+        )
 
-    def _measure(self, choice: Choice, plan: Plan, state: State, job: Job) -> Candidate:
+    def _measure(self, choice: Choice, state: State, job: Job) -> Candidate:
         """Measure the model of an applied plan on the data to choose."""
-        measured = self._compare(state.result, HeldOut.CHOOSE, job)
-        return Candidate(choice, plan, state, measured.fidelity, measured.loss)
+        return Candidate(choice, state, self._compare(state.result, HeldOut.CHOOSE, job))
 
-    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
+    def verify(self, candidate: Candidate, part: HeldOut) -> HeldOutComparison:
         """Verify a candidate on held-out data."""
-        return self._compare(candidate.model, part, self.untimed.labeled("held out"))
+        return self._compare(candidate.state.result, part, self.untimed.labeled("held out"))
 
-    def time(self, candidate: Candidate) -> SpeedCheck:
+    def time(self, candidate: Candidate) -> list[ShapeLatency]:
         """Time a candidate and the original at all checked workloads."""
-        speeds = self.compare_speed(candidate.model, self.checked)
-        speedup = self.requested_speedup(speeds)
-        return SpeedCheck(speeds, speedup, _refusal(candidate.plan, speedup, speeds))
+        return self.compare_speed(candidate.state.result, self.checked)
 
     def measure_speedup(self, candidate: Candidate) -> float:
         """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
-        return self.requested_speedup(
-            self.compare_speed(candidate.model, self.job.requested_workloads)
-        )
+        workloads = self.job.requested_workloads
+        return self.requested_speedup(self.compare_speed(candidate.state.result, workloads))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         """The geometric mean of the speed-ups at the requested lengths."""
         lengths = [workload.length for workload in self.job.requested_workloads]
         requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
         return float(np.exp(np.mean(np.log(requested))))
+
+    def refusal(self, candidate: Candidate, speeds: Sequence[ShapeLatency]) -> Refusal | None:
+        """Why a candidate of these speeds (``time``) is not returned; None if it is worth it."""
+        plan = candidate.state.plan
+        is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
+        if not (is_lossy or plan.passes):
+            return Refusal(
+                "unchanged", "no configuration of any block is faster within the allowed loss"
+            )
+        speedup = self.requested_speedup(speeds)
+        if speedup < (MIN_GAIN if is_lossy else 1.0):
+            return Refusal(
+                "slow", f"the best model runs at {speedup:.2f}x the speed of the original"
+            )
+        slowest = min(speeds, key=lambda speed: speed.speedup)
+        if slowest.speedup < MIN_SPEEDUP:
+            return Refusal(
+                "slow_length",
+                f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
+                f"{slowest.sequence} tokens",
+            )
+        return None
 
     def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
         """Time a model and the float32 original; see ``time_models``.
@@ -256,7 +261,7 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        models = [slow.model, fast.model]
+        models = [slow.state.result, fast.state.result]
         times = self._time(models, self.job.requested_workloads, seconds=PAIR_SECONDS).values()
         return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
 
@@ -286,7 +291,7 @@ class Judge:
             )
         return times
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> Verification:
+    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> HeldOutComparison:
         """Compare a model with the original on held-out data, and on the same part of the task.
 
         Losses are bounds if the data was used before; see ``Losses``.
@@ -301,32 +306,12 @@ class Judge:
         if self.task is not None:
             share = self.task.share(model, fidelity, part, job)
             losses.append(share.losses.bounded if is_bounded else share.losses.measured)
-        return Verification(
+        return HeldOutComparison(
             fidelity=fidelity,
-            qualities=fidelity.qualities,
             share=share,
             loss=max(losses, default=0.0),
             part=part.name.lower(),
         )
-
-
-def _refusal(plan: Plan, speedup: float, speeds: Sequence[ShapeLatency]) -> Refusal | None:
-    """Why a plan is not returned; None if it is worth it."""
-    is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
-    if not (is_lossy or plan.passes):
-        return Refusal(
-            "unchanged", "no configuration of any block is faster within the allowed loss"
-        )
-    if speedup < (MIN_GAIN if is_lossy else 1.0):
-        return Refusal("slow", f"the best model runs at {speedup:.2f}x the speed of the original")
-    slowest = min(speeds, key=lambda speed: speed.speedup)
-    if slowest.speedup < MIN_SPEEDUP:
-        return Refusal(
-            "slow_length",
-            f"the best model runs at {slowest.speedup:.2f}x the speed of the original at "
-            f"{slowest.sequence} tokens",
-        )
-    return None
 
 
 def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:

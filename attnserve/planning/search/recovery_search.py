@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from attnserve.checks.held_out import HeldOut
 from attnserve.limits import MIN_GAIN
 from attnserve.literals import Measure
-from attnserve.models.search_record import Round, TrainingRounds, Verification
+from attnserve.models.search_record import HeldOutComparison, Round, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.steps import TRAININGS, Train
@@ -47,7 +47,6 @@ class RecoverySearch:
         rounds: The rounds so far.
         found: The trained candidates that meet the goal, the fastest first.
         verifications: The verifications of trained candidates, in order.
-        record: The rounds and their result, after ``run``.
     """
 
     search: FrontSearch
@@ -55,8 +54,7 @@ class RecoverySearch:
     key: str
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Candidate] = field(default_factory=list[Candidate])
-    verifications: list[Verification] = field(default_factory=list[Verification])
-    record: TrainingRounds | None = None
+    verifications: list[HeldOutComparison] = field(default_factory=list[HeldOutComparison])
     _keys: list[str] = field(default_factory=list[str])
 
     def run(self, untrained: Candidate | None) -> Verified:
@@ -65,22 +63,22 @@ class RecoverySearch:
         An error in a round ends the rounds. Without a better one, ``untrained`` is verified.
         """
         if untrained is None:
-            self._record_no_gain("even the choice with the least loss misses the goal")
+            rounds = self._no_gain("even the choice with the least loss misses the goal")
         else:
-            trained = self._train_choices(untrained)
+            trained, rounds = self._train_choices(untrained)
             if trained is not None:
-                return Verified(trained, self.verifications)
+                return Verified(trained, self.verifications, recovered=rounds)
         verified = self.search.verify(untrained)
         verifications = [*self.verifications, *verified.verifications]
-        return replace(verified, verifications=verifications)
+        return replace(verified, verifications=verifications, recovered=rounds)
 
     def remove_checkpoints(self) -> None:
         """Delete the training checkpoints of the search."""
         for key in self._keys:
             self.training.forget(key)
 
-    def _train_choices(self, untrained: Candidate) -> Candidate | None:
-        """The verified candidate; None if ``untrained`` is better."""
+    def _train_choices(self, untrained: Candidate) -> tuple[Candidate | None, TrainingRounds]:
+        """The verified candidate, None if ``untrained`` is better, and the rounds."""
         problem = ""
         try:
             self.search.train_choices(untrained, ROUNDS, self._train)
@@ -90,8 +88,7 @@ class RecoverySearch:
             problem = error.what
         if self.found:
             return self._verify_fastest(untrained)
-        self._record_no_gain(problem or self._shortage())
-        return None
+        return None, self._no_gain(problem or self._shortage())
 
     def _train(self, choice: Choice, allowed: float, rounds: int) -> Candidate:
         """Build and train a choice; it is kept in ``found`` if its loss is allowed."""
@@ -99,7 +96,7 @@ class RecoverySearch:
         candidate = search.build(choice)
         minutes = self.training.minutes - sum(each.seconds for each in self.rounds) / 60
         training = replace(self.training, minutes=max(minutes, 0.0) / rounds)
-        key = digest((self.key, candidate.plan.to_json()))
+        key = digest((self.key, candidate.state.plan.to_json()))
         trained = search.judge.train(candidate, training, key, f"round {len(self.rounds) + 1}")
         result = trained.state.training
         assert result is not None
@@ -121,17 +118,17 @@ class RecoverySearch:
             self.found.insert(0, best)
         return best
 
-    def _verify_fastest(self, untrained: Candidate) -> Candidate | None:
+    def _verify_fastest(self, untrained: Candidate) -> tuple[Candidate | None, TrainingRounds]:
         """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
         search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        speedup_without = judge.time(untrained).speedup
+        speedup_without = judge.requested_speedup(judge.time(untrained))
         reason = ""
         for candidate in self.found:
-            timed = judge.time(candidate)
-            refusal = timed.refusal
-            if search.trains_faster and timed.speedup < MIN_GAIN * speedup_without:
-                without = f"{timed.speedup:.2f}x with it, {speedup_without:.2f}x without"
+            speeds = judge.time(candidate)
+            speedup, refusal = judge.requested_speedup(speeds), judge.refusal(candidate, speeds)
+            if search.trains_faster and speedup < MIN_GAIN * speedup_without:
+                without = f"{speedup:.2f}x with it, {speedup_without:.2f}x without"
                 refusal = Refusal("slow", without)
             if refusal is not None:
                 reason = reason or refusal.reason
@@ -143,11 +140,9 @@ class RecoverySearch:
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
-                self._record(gain=True, verdict=self._verdict(timed.speedup, speedup_without))
-                return candidate
+                return candidate, self._rounds(True, self._verdict(speedup, speedup_without))
             reason = "a trained model missed the goal on held-out data"
-        self._record_no_gain(reason)
-        return None
+        return None, self._no_gain(reason)
 
     def _verdict(self, speedup: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
@@ -162,12 +157,10 @@ class RecoverySearch:
         kept = 1 - min(trained.loss for trained in self.rounds)
         return f"the best of {len(self.rounds)} trained models keeps {kept:.4f}"
 
-    def _record_no_gain(self, reason: str) -> None:
+    def _no_gain(self, reason: str) -> TrainingRounds:
         verdict = f"no gain by training: {reason}; the result without training is returned"
-        self._record(gain=False, verdict=verdict)
+        return self._rounds(False, verdict)
 
-    def _record(self, *, gain: bool, verdict: str) -> None:
+    def _rounds(self, gain: bool, verdict: str) -> TrainingRounds:
         torch = package_versions(["torch"]).get("torch", "")
-        self.record = TrainingRounds(
-            rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch
-        )
+        return TrainingRounds(rounds=tuple(self.rounds), gain=gain, verdict=verdict, torch=torch)

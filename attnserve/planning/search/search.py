@@ -20,6 +20,7 @@ from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan_file import PlanRecord
 from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
@@ -29,7 +30,6 @@ from attnserve.planning.search.judge import Judge, ScoredTask
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
-from attnserve.planning.search.report import PlanReport
 from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.search.verdict import result_of
 from attnserve.precision.convert import convert
@@ -37,7 +37,7 @@ from attnserve.precision.convert import convert
 __all__ = ["search"]
 
 
-def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
+def search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder until the
@@ -47,7 +47,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
         job: Its weights are finite.
 
     Returns:
-        The report, and the model after all steps of the plan.
+        The record, and the model after all steps of the plan.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -85,7 +85,7 @@ def search(goal: Goal, job: Job) -> tuple[PlanReport, State]:
         result = result_of(front_search, front_search.verify(best))
     else:
         recovery = RecoverySearch(front_search, training, key)
-        result = result_of(front_search, recovery.run(best), recovery.record)
+        result = result_of(front_search, recovery.run(best))
         recovery.remove_checkpoints()
     checkpoint.remove()
     return result

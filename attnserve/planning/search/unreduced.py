@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from attnserve.limits import MIN_REMOVAL_GAIN
+from attnserve.models.measured import ShapeLatency
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import SpeedCheck, Verified
+from attnserve.planning.search.judge import Verified
 
 __all__ = ["prefer_unreduced", "time_or_replace"]
 
@@ -36,19 +38,23 @@ def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
         f"{speedup.high:.2f}) the speed of the fused original in {search.front.precision}, "
         f"expected at least {MIN_REMOVAL_GAIN}x"
     )
-    return replace(other, note=note)
+    return replace(other, note=note, recovered=verified.recovered)
 
 
-def time_or_replace(search: FrontSearch, verified: Verified) -> tuple[Verified, SpeedCheck]:
-    """A verified candidate and its speed; an unreduced one if only that is fast at all lengths."""
-    timed = search.judge.time(verified.candidate)
-    if timed.refusal is None or verified.candidate.is_unreduced:
-        return verified, timed
+def time_or_replace(
+    search: FrontSearch, verified: Verified
+) -> tuple[Verified, Sequence[ShapeLatency]]:
+    """A verified candidate and its speeds; an unreduced one if only that is fast at all lengths."""
+    speeds = search.judge.time(verified.candidate)
+    refusal = search.judge.refusal(verified.candidate, speeds)
+    if refusal is None or verified.candidate.is_unreduced:
+        return verified, speeds
     unreduced = search.unreduced.run_from_fastest()
     if unreduced is None:
-        return verified, timed
+        return verified, speeds
     other = search.unreduced.verify(unreduced)
     if not other.meets_goal:
-        return verified, timed
-    note = f"nothing is removed: with a removal {timed.refusal}"
-    return replace(other, note=note), search.judge.time(other.candidate)
+        return verified, speeds
+    note = f"nothing is removed: with a removal {refusal}"
+    replaced = replace(other, note=note, recovered=verified.recovered)
+    return replaced, search.judge.time(other.candidate)

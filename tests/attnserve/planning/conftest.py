@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 import attnserve
-from attnserve.planning.search.report import PlanReport
+from attnserve.planning.plans.plan_file import PlanRecord
 from tests.attnserve.cli.conftest import cli
 from tests.fixtures.checked_child import bert, child
 
 __all__ = ["bert", "child", "cli"]
 
-Planner = Callable[..., PlanReport]
+Planner = Callable[..., PlanRecord]
 Optimizer = Callable[..., Any]
 
 
@@ -30,10 +30,10 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def planned(model: Path, sentences: Path, tmp_path: Path) -> Planner:
     """Plan the tiny model; the output is a name in ``tmp_path``."""
 
-    def plan(output: str = "p.json", **options: Any) -> PlanReport:
+    def plan(output: str = "p.json", **options: Any) -> PlanRecord:
         keep = {} if "target_speedup" in options else {"keep": 0.97}
         request = {"calib": sentences, "sequence": 32, "threads": 1, **keep, **options}
-        return attnserve.plan(model, tmp_path / output, **request)
+        return attnserve.plan(model, tmp_path / output, **request).record
 
     return plan
 

@@ -87,8 +87,8 @@ def choose(
     plans: dict[MixingKind, list[Plan]] = {}
     for form, plan, _ in zip(FORMS, PLANS, errors, strict=False):
         plans.setdefault(form, []).append(plan)
-    found, state, choice = choose_mixing(plans, comparison.build, comparison)
-    assert state.model is found
+    state, choice = choose_mixing(plans, comparison.build, comparison)
+    found: Any = state.model
     assert (choice is None) == (speeds is None)
     assert choice is None or choice.chosen == FORMS[PLANS.index(found)]
     return found, comparison.built

@@ -25,14 +25,12 @@ def test_plan_json_and_plot_contain_the_report(planned: Planner, tmp_path: Path)
     content = json.loads((tmp_path / "new" / "p.json").read_text(encoding="utf-8"))
     assert content == json.loads(json.dumps(report.to_json()))
     assert content["format"] == 2
-    assert {layer["block"] for layer in content["layers"]} == {
-        d.block for d in report.record.decisions
-    }
+    assert {layer["block"] for layer in content["layers"]} == {d.block for d in report.decisions}
     assert all(layer["why"] for layer in content["layers"])
     losses = [point["predicted_loss"] for point in content["front"]]
     assert losses == sorted(losses) and len(losses) > 5
     plot = (tmp_path / "new" / "p.svg").read_text(encoding="utf-8")
-    assert plot.startswith("<svg xmlns") and report.record.verdict.partition(": ")[0] in plot
+    assert plot.startswith("<svg xmlns") and report.verdict.partition(": ")[0] in plot
 
 
 def test_plan_without_matplotlib_writes_the_plan_and_warns(

@@ -50,7 +50,7 @@ def test_search_ignores_damaged_checkpoint(
         return SearchCheckpoint(key)
 
     monkeypatch.setattr(search, "SearchCheckpoint", damaged)
-    assert planned(keep=0.97).record.gain
+    assert planned(keep=0.97).gain
 
 
 def test_search_builds_no_choice_twice_and_names_the_build_of_each_step(

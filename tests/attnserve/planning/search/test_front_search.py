@@ -11,7 +11,8 @@ import pytest
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.literals import Precision
-from attnserve.models.search_record import GoalRecord, Verification
+from attnserve.models.measured import ShapeLatency
+from attnserve.models.search_record import GoalRecord, HeldOutComparison
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
@@ -21,7 +22,7 @@ from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
-from attnserve.planning.search.judge import Candidate, Judge, SpeedCheck, Verified
+from attnserve.planning.search.judge import Candidate, Judge, Verified
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
@@ -38,15 +39,21 @@ FRONT = [FUSED, INT8, Choice(0.005, 5.05, (2,)), Choice(0.009, 5.0, (3,)), Choic
 MODEL = ir.from_onnx_text(
     '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Relu(x) }'
 )
-STATE = start(Plan(), job_of(MODEL), MODEL)
+JOB = job_of(MODEL)
 FIDELITY = fidelity_of(quality_of("r2", 1.0))
 LATENCY = ModelLatency((), (), LatencyTable(None), {}, {}, (), None, 0.0)
+
+
+def compared(loss: float) -> HeldOutComparison:
+    return HeldOutComparison(fidelity=FIDELITY, loss=loss)
 
 
 def candidate_of(choice: Choice, loss: float | None = None, *, reduced: bool = False) -> Candidate:
     """A candidate with this loss, by default the predicted one, and maybe without a head."""
     plan = Plan.merged([PruneHeads({"layer": [1, 0]})] if reduced else [])
-    return Candidate(choice, plan, STATE, FIDELITY, choice.loss if loss is None else loss)
+    return Candidate(
+        choice, start(plan, JOB, MODEL), compared(choice.loss if loss is None else loss)
+    )
 
 
 def front_of(
@@ -93,12 +100,17 @@ class FakeJudge:
     def measure_speedup(self, candidate: Candidate) -> float:
         return FUSED.ms / candidate.choice.ms
 
-    def verify(self, candidate: Candidate, part: HeldOut) -> Verification:
+    def verify(self, candidate: Candidate, part: HeldOut) -> HeldOutComparison:
         self.parts.append(part)
-        return Verification(fidelity=FIDELITY, loss=self.verified[len(self.parts) - 1])
+        return compared(self.verified[len(self.parts) - 1])
 
-    def time(self, candidate: Candidate) -> SpeedCheck:
-        return SpeedCheck((), 2.0, None)
+    def time(self, candidate: Candidate) -> Sequence[ShapeLatency]:
+        return ()
+
+    def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
+        return 2.0
+
+    def refusal(self, candidate: Candidate, speeds: Sequence[ShapeLatency]) -> None: ...
 
 
 def search(judge: FakeJudge, keep: float = 0.99, front: Front | None = None) -> FastestSearch:
@@ -183,7 +195,7 @@ def test_unreduced_at_the_border_of_the_speedup_is_no_error() -> None:
 
 
 def verified_of(candidate: Candidate) -> Verified:
-    return Verified(candidate, [Verification(fidelity=FIDELITY, loss=candidate.loss)])
+    return Verified(candidate, [candidate.measured])
 
 
 REDUCED = verified_of(candidate_of(FRONT[3], reduced=True))
@@ -282,6 +294,7 @@ def test_recovery_search_without_keep_compares_losses_on_the_same_data():
     judge = FakeJudge(verified=[0.01, 0.02, 0.03, 0.02])
     plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
     recovery = RecoverySearch(search_to(1.5, judge), Distill(), "key", found=trained)
-    assert recovery._verify_fastest(plain) is trained[1]
+    found, rounds = recovery._verify_fastest(plain)
+    assert found is trained[1] and rounds.gain
     first, second = HeldOut.VERIFY, HeldOut.VERIFY_AGAIN
     assert judge.parts == [first, first, second, second]

@@ -70,10 +70,10 @@ def test_plan_of_a_decoder_times_the_phase(
     in_context(timer=timer)
     monkeypatch.setattr("attnserve.planning.search.search_input.CHECKED_LENGTHS", (LENGTH,))
     path = tmp_path / "plan.json"
-    report = plan(llama, path, keep=0.5, calib=rows, threads=1, sequence=LENGTH, **options)
+    record = plan(llama, path, keep=0.5, calib=rows, threads=1, sequence=LENGTH, **options).record
     assert timed == {tokens}
-    assert report.record.goal.phase == phase
-    assert {speed.sequence for speed in report.record.speeds} == {LENGTH}
+    assert record.goal.phase == phase
+    assert {speed.sequence for speed in record.speeds} == {LENGTH}
     assert SavedPlan.read(path).record.goal.phase == phase
     again = optimize(llama, tmp_path / "new", plan=path, calib=rows, threads=1)
     speed = again.record.speedups

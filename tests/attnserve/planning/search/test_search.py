@@ -54,51 +54,49 @@ def test_search_truncates_queries_and_keys(
     replays: Callable[[], bool], planned: Planner, tmp_path: Path
 ):
     report = planned(keep=0.9)
-    cut = [decision for decision in report.record.decisions if decision.head_size is not None]
+    cut = [decision for decision in report.decisions if decision.head_size is not None]
     assert cut and all(decision.head_size == 4 for decision in cut)
     assert all("queries and keys of 4 dimensions lose" in decision.why for decision in cut)
     shared = report.plan.targets(Collaborate)
     assert {n: params.head_size for n, params in shared.items()} == {d.block: 3 for d in cut}
     assert report.fidelity.mean_cosine >= 0.9
-    timed = next(row["kept"] for row in report.record.latency_ms if row["kind"] == "attention")
+    timed = next(row["kept"] for row in report.latency_ms if row["kind"] == "attention")
     heads = ["1", "2", "3", "4"]
     truncated = [f"{kept} x 4" for kept in heads]
     assert [*timed][:10] == ["none", *heads, *truncated, "4 x 4 of 8 shared"]
     assert replays()
     again = {row.block.name: row.block.head_size
              for row in attnserve.inspect(tmp_path / "a.onnx").matches.certified}  # fmt: skip
-    assert again == {
-        d.block: d.head_size or 8 for d in report.record.decisions if d.kind == "attention"
-    }
+    assert again == {d.block: d.head_size or 8 for d in report.decisions if d.kind == "attention"}
 
 
 @pytest.mark.timing(seconds=7)
 def test_search_keeps_the_requested_quality_and_uses_the_allowance(planned: Planner):
     found = {keep: planned(f"{keep}.json", keep=keep, allow=["ffn"]) for keep in (0.99, 0.9, 0.4)}
     for keep, report in found.items():
-        record, quality = report.record, report.fidelity.quality
-        assert record.gain and quality is not None
+        quality = report.quality
+        assert report.gain and quality is not None
         # The third choice, if two fail by chance, is measured on all rows that were held out.
         assert quality.measure == "similarity" and quality.split in ("verify", "held out")
         assert quality.losses.measured <= 1 - keep
-        chosen_by = record.quality_to_choose
+        chosen_by = report.quality_to_choose
         assert chosen_by is not None and chosen_by.losses.bounded <= 1 - keep
-    speeds = [report.record.speedup for report in found.values()]
+    speeds = [report.speedup for report in found.values()]
     assert speeds == sorted(speeds) and speeds[-1] > 1.2 * speeds[0]
-    assert found[0.4].record.verifications[-1].loss > 0.1  # a larger allowance is used
+    assert found[0.4].verifications[-1].loss > 0.1  # a larger allowance is used
     for report in found.values():  # every block is explained
-        decisions = report.record.decisions
+        decisions = report.decisions
         assert len(decisions) == 4 and all(decision.why for decision in decisions)
         assert all(decision.ms_after <= decision.ms_before for decision in decisions)
-    decisions = found[0.9].record.decisions
+    decisions = found[0.9].decisions
     assert any("others cannot reproduce" in decision.why for decision in decisions)
 
 
 def test_search_keep_one_is_lossless(planned: Planner):
     report = planned(keep=1.0, allow=["ffn"])
-    assert report.record.gain and not report.plan.lossy_blocks
+    assert report.gain and not report.plan.lossy_blocks
     assert report.fidelity.mean_cosine > 1 - 1e-5
-    assert {d.operator for d in report.record.decisions} == {"attention", "gelu"}
+    assert {d.operator for d in report.decisions} == {"attention", "gelu"}
 
 
 def test_search_removes_unimportant_attention(
@@ -111,11 +109,11 @@ def test_search_removes_unimportant_attention(
     weight.const_value = ir.tensor(weight.const_value.numpy() * np.float32(1e-3))
     ir.save(graph, model / "model.onnx")
     report = planned(keep=0.999)
-    decision = next(d for d in report.record.decisions if d.block == last.name)
+    decision = next(d for d in report.decisions if d.block == last.name)
     assert (decision.kept, decision.operator) == (0, "skip")
     assert report.plan.targets(SkipAttention)[last.name].kind == "affine"
     assert "affine map" in decision.why
-    assert report.record.gain and report.fidelity.mean_cosine >= 0.999
+    assert report.gain and report.fidelity.mean_cosine >= 0.999
     assert replays()
     left = attnserve.inspect(tmp_path / "a.onnx").matches
     assert last.name not in {row.block.name for row in left.certified}
@@ -135,13 +133,13 @@ def test_search_reuses_probabilities_without_fused_operators(
     refusal = Refusal("test", "not here")
     monkeypatch.setattr("attnserve.planning.blocks.groups.skip_refusal", lambda *_: refusal)
     report = planned(keep=0.95)
-    source, reader = (d for d in report.record.decisions if d.kind == "attention")
+    source, reader = (d for d in report.decisions if d.kind == "attention")
     assert reader.source == source.block and source.source is None
     assert reader.kept == source.kept > 0
     assert f"the probabilities of {source.block}" in reader.why
     edges = report.plan.targets(ReuseAttention)[reader.block]
     assert len(edges) == reader.kept and {layer for layer, _ in edges.values()} == {source.block}
-    assert report.record.gain and report.record.verifications[-1].loss <= 0.05
+    assert report.gain and report.verifications[-1].loss <= 0.05
     assert replays()
 
 
@@ -174,13 +172,13 @@ def test_search_without_newer_opset_uses_older_operators(
     in_context(timer=Count(standard=0.8))
     monkeypatch.setattr("attnserve.fusion.raise_opset", refuse)
     report = planned(keep=1.0)
-    assert {d.operator for d in report.record.decisions if d.kind == "attention"} == {"attention"}
+    assert {d.operator for d in report.decisions if d.kind == "attention"} == {"attention"}
 
 
 def test_search_without_ffn_keeps_neurons(planned: Planner):
     report = planned(keep=0.96, measure="cosine")
     assert report.plan.lossy_blocks and not report.plan.targets(PruneNeurons)
-    kinds = {d.kind: d for d in report.record.decisions}
+    kinds = {d.kind: d for d in report.decisions}
     assert "`allow`" in kinds["feed_forward"].why
 
 
@@ -193,7 +191,7 @@ def test_goal_that_a_constant_predictor_reaches_is_refused(planned: Planner):
 def test_search_lower_target_speedup_loses_less(planned: Planner):
     found = [planned(f"{speed}.json", target_speedup=speed, allow=["ffn"]) for speed in (1.2, 1.6)]
     for wanted, report in zip((1.2, 1.6), found, strict=True):
-        assert wanted <= report.record.speedup < 1.25 * wanted
+        assert wanted <= report.speedup < 1.25 * wanted
     assert found[0].fidelity.mean_cosine > found[1].fidelity.mean_cosine
 
 
@@ -230,13 +228,13 @@ def test_search_keeps_the_lower_bound_of_a_task_score(
 ):
     rows = pairs(tmp_path / "pairs.tsv", sentences)
     report = planned(keep=0.6, eval_data=rows, task="sts", measure="score", allow=["ffn"])
-    share = report.record.fidelity.share
+    share = report.fidelity.share
     assert share is not None and share.value >= 0.6
     assert share.losses.bounded >= share.losses.measured == 1 - share.value
     assert report.fidelity.quality is not None, "also reported if it is not a condition"
     both = planned("both.json", keep=0.6, eval_data=rows, task="sts", allow=["ffn"])
-    assert both.record.speedup <= report.record.speedup
-    assert both.record.verifications[-1].loss <= 0.4
+    assert both.speedup <= report.speedup
+    assert both.verifications[-1].loss <= 0.4
 
 
 @pytest.fixture
@@ -259,7 +257,7 @@ def test_search_keeps_a_retrieval_score_of_a_folder(planned: Planner, retrieval:
     report = planned(
         keep=0.5, eval_data=retrieval, task="retrieval", measure="score", allow=["ffn"]
     )
-    assert report.record.fidelity.share is not None and report.record.fidelity.share.value >= 0.5
+    assert report.fidelity.share is not None and report.fidelity.share.value >= 0.5
 
 
 @pytest.mark.timing(seconds=7)
@@ -274,7 +272,7 @@ def test_search_scores_new_queries_in_documents_of_the_original(
 
     monkeypatch.setattr("attnserve.planning.search.judge.score_session", score)
     report = planned(keep=0.5, eval_data=retrieval, task="retrieval", measure="index")
-    assert report.record.fidelity.share is not None and report.record.fidelity.share.value >= 0.5
+    assert report.fidelity.share is not None and report.fidelity.share.value >= 0.5
     assert report.fidelity.quality is not None and report.fidelity.quality.measure == "index"
     first, *others = found
     assert others and not first and all(others), "the first one is that of the original"
@@ -334,15 +332,15 @@ def test_search_of_several_files_verifies_each_of_them(
     other.write_text("\n".join(lines))
     both: Any = {"calib": [sentences, str(other)], "calib_weights": (1, 2)}
     report = planned(**both)
-    assert report.record.gain
-    assert report.record.quality_to_choose == timed[-1].fidelity.quality
-    for fidelity in (report.fidelity, timed[-1].fidelity):
+    assert report.gain
+    assert report.quality_to_choose == timed[-1].measured.quality
+    for fidelity in (report.fidelity, timed[-1].measured.fidelity):
         assert fidelity.quality is not None
         assert {quality.file for quality in fidelity.qualities} == {"sentences.txt", "other.txt"}
         losses = [quality.losses.bounded for quality in fidelity.qualities]
         assert fidelity.quality.losses.bounded == max(losses)
     losses = [quality.losses.measured for quality in report.fidelity.qualities]
-    assert report.record.verifications[-1].loss == max(losses) <= 0.03
+    assert report.verifications[-1].loss == max(losses) <= 0.03
     content = json.loads((tmp_path / "p.json").read_text())["calibration"]
     assert [file["file"] for file in content["files"]] == ["sentences.txt", "other.txt"]
     assert content["weights"] == [1, 2]
@@ -372,9 +370,9 @@ def test_search_range_is_timed_at_both_ends_and_between(
     planned: Planner, replays: Callable[[], bool], tmp_path: Path
 ):
     report = planned(sequence=(4, 64))
-    assert report.record.goal.sequences == (4, 16, 64)
-    assert {4, 16, 64} <= {speed.sequence for speed in report.record.speeds}
-    assert report.record.calibration.joined_rows
+    assert report.goal.sequences == (4, 16, 64)
+    assert {4, 16, 64} <= {speed.sequence for speed in report.speeds}
+    assert report.calibration.joined_rows
     assert json.loads((tmp_path / "p.json").read_text())["calibration"]["joined_to"] == [4, 64]
     assert replays()
 
@@ -385,7 +383,7 @@ def test_search_default_lengths_are_quantiles_of_the_data(
     report = planned(sequence=None)
     graph = load_model(model / "model.onnx")
     lengths = load_inputs(sentences, graph, open_artifact(model)).lengths
-    low, *_, high = report.record.goal.sequences
+    low, *_, high = report.goal.sequences
     assert np.quantile(lengths, 0.1) <= low < high <= np.quantile(lengths, 0.9)
 
 
@@ -397,6 +395,6 @@ def test_search_scalar_output_is_measured_by_r2(
     attnserve.export(str(source), tmp_path / "scored", task="sequence-classification")
     report = attnserve.plan(
         tmp_path / "scored", tmp_path / "p.json", calib=sentences, keep=0.9, threads=1
-    )
+    ).record
     assert report.fidelity.quality is not None and report.fidelity.quality.measure == "r2"
-    assert report.record.verifications[-1].loss <= 0.1
+    assert report.verifications[-1].loss <= 0.1
