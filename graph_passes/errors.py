@@ -112,7 +112,9 @@ class CheckFailed(AttnserveError):
 
 @dataclass(frozen=True)
 class Refusal:
-    """The reason why something does not apply, such as a rewrite to a block; None if it applies.
+    """The reason why something does not apply, such as a rewrite to a block.
+
+    Functions that return ``Refusal | None`` return None if it applies.
 
     Attributes:
         code: Stable identifier of the reason, such as ``quantized``; an error adds the area.

@@ -2,7 +2,7 @@
 
 The nodes of a block are extracted at its inputs (x, y, masks, biases) and run in ONNX Runtime on
 random values. The reference computes the same from the matched weights, scale and mask. A block
-whose difference exceeds ``TOLERANCE`` is reported as unmatched, and passes leave it unchanged.
+whose difference exceeds ``TOLERANCE`` is reported as unmatched, and plans leave it unchanged.
 
 Products with quantized weights are not run: their outputs are random values, and the operand of a
 quantized output projection is compared.

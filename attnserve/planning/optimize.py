@@ -121,8 +121,7 @@ def optimize(
         rewrites: Rewrites by hand.
         goal: Goal of a search. The original is written if nothing is faster.
         data: Calibration data.
-        target: Precision, and target workloads. The sequence defaults to the calibration data's
-            median length, else 128.
+        target: Precision, and target workloads (``served_lengths``).
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
         write: Output options. An existing output is replaced only with ``force``; the input never.
         plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
@@ -251,7 +250,7 @@ def _entry(
 
     Args:
         state: The state after the last step of its plan.
-        timer: The timer of the served models, with those that it has made.
+        timer: Times served models, and reuses the models that it has fused before.
         search: The record of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
         request_warnings: Warnings about the requested rewrites.

@@ -86,8 +86,8 @@ def convert(
     Raises:
         InvalidArgument: The precision is unknown, the model has no float32 weights to convert or no
             block of ``float_blocks``, or this CPU multiplies "int8-full" weights inexactly.
-        CannotRewrite: The model has no weights to convert, its opset is too old, the conversion
-            fails, or ONNX Runtime does not run the result.
+        CannotRewrite: No weight fits the precision, the opset is too old, the conversion fails, or
+            ONNX Runtime does not run the result.
         InvalidData: The model refuses the calibration data, or its activations are not finite.
         MissingExtra: ONNX Runtime is not installed.
     """

@@ -439,9 +439,11 @@ def _resource_refusal(weights: int, folder: Path, runtimes: int) -> Refusal | No
         runtimes: The number of compared runtimes.
     """
     memory = FUSION_MEMORY_BYTES + FUSION_MEMORY_PER_BYTE * weights * runtimes
-    has = available_bytes()
-    if memory > has:
-        needed = f"it needs {memory / 1e9:.1f} GB of memory, and {has / 1e9:.1f} GB are available"
+    available = available_bytes()
+    if memory > available:
+        needed = (
+            f"it needs {memory / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB are available"
+        )
         return Refusal("memory", needed)
     free = shutil.disk_usage(folder).free
     if weights > free:

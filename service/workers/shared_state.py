@@ -160,9 +160,9 @@ class SharedState:
         merged: dict[Version, dict[int, Second]] = {}
         for path in self.path.glob("seconds-*.json"):
             for model, version, seconds in self._read(path.name, list[ModelSeconds]) or ():
-                of = merged.setdefault((model, version), {})
+                by_number = merged.setdefault((model, version), {})
                 for second in seconds:
-                    of.setdefault(second.second, Second(second.second)).add(second)
+                    by_number.setdefault(second.second, Second(second.second)).add(second)
         return merged
 
     # -- files ------------------------------------------------------------------------------------

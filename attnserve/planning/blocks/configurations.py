@@ -196,8 +196,7 @@ class Reusing(BlockConfig):
     """Heads that reuse the probabilities of another attention.
 
     Attributes:
-        heads: By kept head, the head of the other attention that it reuses, which has its number
-            after pruning.
+        heads: Maps each kept head to its source head, numbered after the pruning of the source.
         source: The name of the other attention.
         reuse_loss: The loss at the model's output if all heads are reused.
     """

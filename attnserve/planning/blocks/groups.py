@@ -282,7 +282,7 @@ class ReusePair:
     loss: float = float("inf")
 
     def reusing(self, kept: int, curve: LossCurve) -> BlockConfig:
-        """The reader with the heads that reuse those that the source needs most.
+        """The configuration of the reader if the source keeps its ``kept`` most important heads.
 
         Args:
             kept: The number of kept heads of both blocks.

@@ -12,7 +12,7 @@ from attnserve.job import Job
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import PlanStep, RunPass
+from attnserve.planning.plans.steps import PlanStep
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass
@@ -98,7 +98,7 @@ def apply_steps(steps: Iterable[PlanStep], state: State) -> State:
         if (refusal := step.refusal()) is not None:
             fix = "make the plan for this machine"
             raise refusal.error(step.name, fix, kind=InvalidArgument, area="plan")
-        if not isinstance(step, RunPass):
+        if step.needs_finished_rewrites:
             state.finish_rewrites()
         step.apply(state)
     state.finish_rewrites()

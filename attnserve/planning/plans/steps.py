@@ -34,9 +34,11 @@ class PlanStep(ABC):
 
     Attributes:
         needs_data: Whether it cannot be applied without calibration data.
+        needs_finished_rewrites: Whether the rewrites before it are refitted and certified first.
     """
 
     needs_data: ClassVar[bool] = False
+    needs_finished_rewrites: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -63,6 +65,7 @@ class PlanStep(ABC):
 class RunPass(PlanStep):
     """Run a pass on the blocks that it names."""
 
+    needs_finished_rewrites: ClassVar[bool] = False
     graph_pass: RewritePass
 
     @property

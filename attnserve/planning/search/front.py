@@ -144,7 +144,7 @@ class Front:
                     latency = self.latency.of(block, in_float=in_float)
                     is_plain = config.plain_operators or block.name in chosen.sources
                     operator = None if is_plain else latency.operator
-                    # Of two blocks that share probabilities, the time of both was measured.
+                    # Two blocks that share probabilities are timed together: each gets half.
                     ms = chosen.ms / 2 if chosen.sources else latency.configs[config].mean
                     yield ChosenBlock(
                         block, group, config, unit, pick, place, curve, mask, in_float, operator,

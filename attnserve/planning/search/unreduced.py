@@ -21,7 +21,7 @@ def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
         return verified
     unreduced_search = search.unreduced
     unreduced = unreduced_search.run_from_fastest()
-    if unreduced is None:  # it misses the speed-up of the goal
+    if unreduced is None:  # no unreduced choice meets the goal
         return verified
     speedup = judge.measure_speedup_over(unreduced, best)
     if speedup.low >= MIN_REMOVAL_GAIN:
@@ -44,7 +44,10 @@ def prefer_unreduced(search: FrontSearch, verified: Verified) -> Verified:
 def time_or_replace(
     search: FrontSearch, verified: Verified
 ) -> tuple[Verified, Sequence[ShapeLatency]]:
-    """A verified candidate and its speeds; an unreduced one if only that is fast at all lengths."""
+    """A verified candidate and its speeds; an unreduced one if the candidate is refused.
+
+    ``result_of`` decides whether the unreduced candidate is fast enough.
+    """
     speeds = search.judge.time(verified.candidate)
     refusal = search.judge.refusal(verified.candidate, speeds)
     if refusal is None or verified.candidate.is_unreduced:
