@@ -25,10 +25,10 @@ from rich.console import Console
 import attnserve
 from attnserve.limits import SAME_ERROR
 from attnserve.models.onnx_files import load_model, save_model
-from attnserve.planning.request.sharing import head_sizes
 from benchmarks._common import RESULTS, encoder_study, number_table, sts_parser, write_result
 from benchmarks.gpu.collab_dk import FUSED, served_form
 from benchmarks.gpu.forms import SIZES, Size
+from graph_passes.emit.collaborative import max_read_size
 from graph_passes.matching.find import find_attention
 
 SHARES = {"half": 2, "third": 3, "quarter": 4}
@@ -48,7 +48,8 @@ def forms(
 ) -> tuple[dict[str, Path], list[dict[str, Any]], dict[str, float]]:
     """All forms of all R by name, for each R what ``auto`` took and why, and the errors."""
     heads, dimensions = size.heads, size.hidden
-    sizes = head_sizes(find_attention(load_model(original)).blocks[0])
+    head_size = find_attention(load_model(original)).blocks[0].head_size
+    sizes = [k for k in range(1, head_size) if max_read_size(k, head_size) == k]
     made, chosen, errors = {FUSED: original}, list[dict[str, Any]](), dict[str, float]()
 
     def make(name: str, arguments: Mapping[str, Any]) -> attnserve.OptimizeReport:

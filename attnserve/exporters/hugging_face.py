@@ -47,7 +47,7 @@ from attnserve.exporters.transformers_model import (
     weights_sha256,
 )
 from attnserve.fusion import fused_for_libraries
-from attnserve.literals import Attention, Exporter
+from attnserve.literals import Attention, Exporter, Pooling
 from attnserve.models.artifact import COMPANIONS, Artifact
 from attnserve.models.folder_settings import FolderSettings, given, read_settings
 from attnserve.models.onnx_files import save_model
@@ -101,6 +101,26 @@ class ExportReport:
     outputs: tuple[str, ...]
     relative_error: float
     seconds: float
+
+    @property
+    def pooling(self) -> Pooling | None:
+        """The pooling of hidden states after the graph."""
+        return self.record.pooling
+
+    @property
+    def normalize(self) -> bool | None:
+        """Whether embeddings are normalized after the graph."""
+        return self.record.normalize
+
+    @property
+    def max_length(self) -> int | None:
+        """Maximum tokens of a text; None for no limit."""
+        return self.record.max_length
+
+    @property
+    def max_abs_error(self) -> float | None:
+        """The largest difference between ONNX Runtime and PyTorch, without padding."""
+        return self.record.max_abs_error
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and those of the record, for the output of the command."""

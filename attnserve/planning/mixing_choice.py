@@ -21,8 +21,7 @@ from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, SAME_ERROR
 from attnserve.literals import MixingKind
 from attnserve.models.lineage import MixingChoice, MixingReport
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.interleaved_timer import paired_speedup
 from graph_passes.analysis.cost import count_macs

@@ -35,9 +35,8 @@ from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
 from attnserve.planning.optimize_warnings import warnings_of
 from attnserve.planning.plans.apply import apply_plan, apply_steps
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
-from attnserve.planning.plans.state import State
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import search

@@ -15,9 +15,8 @@ from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.search_record import SearchRecord
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.state import State
 from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 

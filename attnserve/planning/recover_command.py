@@ -29,9 +29,7 @@ from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files
 from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.plans.apply import apply_steps, start
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import TRAININGS
+from attnserve.planning.plans.plan import TRAININGS, Plan, State
 from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import LabeledRow, Labels, read_labeled
 from attnserve.recovery.module import trainable_weights

@@ -9,10 +9,8 @@ import onnx_ir as ir
 
 from attnserve.fusion import raise_opset_for
 from attnserve.job import Job
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Plan, PlanStep, State
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import PlanStep
 from graph_passes.errors import CannotRewrite, InvalidArgument
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import AttentionPass

@@ -23,9 +23,7 @@ from attnserve.models.search_record import HeldOutComparison, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import Train
+from attnserve.planning.plans.plan import Plan, State, Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest

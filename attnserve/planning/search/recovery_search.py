@@ -18,7 +18,7 @@ from attnserve.literals import Measure
 from attnserve.models.search_record import HeldOutComparison, Round, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.steps import TRAININGS, Train
+from attnserve.planning.plans.plan import TRAININGS, Train
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.runtime.cache import digest

@@ -19,9 +19,8 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.apply import start
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord
-from attnserve.planning.plans.state import State
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.fastest_search import FastestSearch

@@ -9,9 +9,8 @@ from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
 from attnserve.models.search_record import HeldOutComparison, SearchFidelity, TrainingRounds
 from attnserve.planning.plans.apply import start
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
-from attnserve.planning.plans.state import State
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Verified

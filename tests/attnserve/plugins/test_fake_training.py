@@ -15,7 +15,7 @@ from tests.service.processes import serving
 CODE = """
 from dataclasses import dataclass
 from attnserve.models.training_result import TrainingResult
-from attnserve.planning.plans.steps import TRAININGS, Train
+from attnserve.planning.plans.plan import TRAININGS, Train
 
 @dataclass(frozen=True)
 class Nothing(Train):

@@ -13,9 +13,7 @@ from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.plans.apply import apply_plan
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
-from attnserve.planning.plans.steps import Distill
+from attnserve.planning.plans.plan import Distill, Plan, State
 from graph_passes.passes.prune_heads import PruneHeads
 
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from attnserve.checks.certify import Certified
 from attnserve.context import ONE_THREAD, RunContext
 from attnserve.planning.plans.apply import apply_plan
-from attnserve.planning.plans.plan import Plan
+from attnserve.planning.plans.plan import Convert, Distill, Plan
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.plans.steps import Convert, Distill
 from graph_passes.analyses import Analyses
 from graph_passes.blocks import AttentionBlock, Unmatched
 from graph_passes.errors import AttnserveError, CannotRewrite, InvalidArgument, InvalidModel

@@ -9,8 +9,7 @@ import pytest
 
 from attnserve.job import Job
 from attnserve.planning.plans import apply
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.state import State
+from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.search import judge, search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.cache import digest

@@ -16,8 +16,7 @@ from attnserve.models.search_record import GoalRecord, HeldOutComparison
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import start
-from attnserve.planning.plans.plan import Plan
-from attnserve.planning.plans.steps import Distill
+from attnserve.planning.plans.plan import Distill, Plan
 from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
