@@ -62,10 +62,10 @@ do not fit together, OpenVINO may return the outputs of the previous run without
 ONE_KERNEL_ABOVE = 256
 """Tokens of a row above which attention in bfloat16 is one kernel of OpenVINO, which never holds
 all scores. It packs keys and values for the matrix unit, which costs more than it saves for short
-rows. One thread, MiniLM, batches of about 480 tokens: separate operators run 1.07x to 1.29x as fast
-from 20 to 64 tokens a row, 1.08x to 1.16x from 100 to 250 and 0.95x at 512. BERT-base: 1.04x to
-1.12x up to 256, 1.00x at 512. ModernBERT: 1.01x to 1.13x, and 0.94x. In float32, 0.98x to 1.03x up
-to 200 tokens, and less above."""
+rows. One thread, MiniLM, batches of about 480 tokens: with separate operators the model runs 1.02x
+to 1.26x as fast from 20 to 64 tokens a row, 1.04x to 1.14x from 72 to 250 and 0.95x at 512. Single
+rows gain 0.97x to 1.10x. BERT-base: 1.04x to 1.12x up to 256, 1.00x at 512. ModernBERT: 1.01x to
+1.13x, and 0.94x. In float32, 0.98x to 1.03x up to 256 tokens, and less above."""
 
 SEPARATE_OPERATORS = {"SNIPPETS_MODE": "DISABLE"}
 """The setting of OpenVINO that keeps attention as separate operators."""

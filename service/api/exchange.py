@@ -29,7 +29,7 @@ SMALL_BYTES = 262_144
 
 @dataclass
 class Exchange:
-    """A request until its answer was sent.
+    """A request until its answer is sent.
 
     Attributes:
         request: The HTTP request.
@@ -81,7 +81,7 @@ class Exchange:
         return engine
 
     async def hold_answer(self, size: int, deadline: float | None) -> None:
-        """Wait for ``size`` free bytes for an answer, and reserve them until it was sent.
+        """Wait for ``size`` free bytes for an answer, and reserve them until it is sent.
 
         Small answers do not wait, because the limit of waiting rows bounds their total.
 
