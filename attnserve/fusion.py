@@ -48,6 +48,7 @@ __all__ = [
     "fusion_passes",
     "newest_opset",
     "raise_opset_for",
+    "without_opsets",
 ]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
@@ -114,6 +115,11 @@ def fusion_passes(
     passes: list[RewritePass] = [FuseAttention(operators_by_block)] if operators_by_block else []
     passes += [FuseGelu(gelus)] if gelus else []
     return (*passes, FoldBiases(), RESIDUAL_PASSES[provider][0]())
+
+
+def without_opsets(operators: Iterable[FusedOperator]) -> list[FusedOperator]:
+    """The operators that need no new opset: some versions of ONNX Runtime lack the others."""
+    return [operator for operator in operators if operator not in OPSETS]
 
 
 def fused_operators(passes: Iterable[RewritePass]) -> dict[str, FusedOperator]:
@@ -208,8 +214,7 @@ def fuse_for(
         copy, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)
         if is_timed_only or _is_loaded(copy):
             return copy, passes
-        # This ONNX Runtime lacks the new operators.
-        return _fused_copy(model, runs_on, [name for name in operators if name not in OPSETS])
+        return _fused_copy(model, runs_on, without_opsets(operators))
     except CannotRewrite:
         return model, ()
     except InvalidModel as error:  # a defect of the fusion: the model is used without it

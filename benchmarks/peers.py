@@ -41,13 +41,9 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.interleaved_timer import (
-    BENCHMARK,
-    paired_speedup,
-    time_functions,
-    time_shapes,
-)
+from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions, time_shapes
 from attnserve.runtime.session import open_session
+from attnserve.runtime.times import paired_speedup
 from attnserve.serving.backends import RunnerOptions, open_runner
 from benchmarks._common import description, minilm, number_table, shortened, write_result
 from benchmarks.mixture import texts

@@ -33,7 +33,7 @@ from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
 from attnserve.data.text_files import QueryDocument, read_pairs
 from attnserve.intervals import bootstrap_interval
 from attnserve.literals import Precision
-from attnserve.runtime.interleaved_timer import paired_speedup
+from attnserve.runtime.times import paired_speedup
 from benchmarks._common import description, number_table, write_result
 from benchmarks.serving.peers import (
     Program,

@@ -33,9 +33,10 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch, Session
-from attnserve.runtime.interleaved_timer import InterleavedTimer, paired_speedup, shape_sampler
+from attnserve.runtime.interleaved_timer import InterleavedTimer, shape_sampler
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.session import open_session
+from attnserve.runtime.times import Times
 from attnserve.serving.backends import RunnerOptions, open_runner
 from benchmarks._common import description, minilm, number_table, write_result
 from benchmarks.shapes import random_model
@@ -137,16 +138,14 @@ def _measure(artifact: Artifact, threads: int) -> dict[str, Any]:
         samplers = [partial(worker.call, "sample") for worker in workers]
         times = TIMER.time(samplers, SECONDS)  # runtimes rounds shapes
     names = [" x ".join(map(str, next(iter(feed.values())).shape[:2])) for feed in _feeds(artifact)]
-    by_shape = times.transpose(0, 2, 1)
-    auto = by_shape[RUNTIMES.index("auto")]
+    *others, auto = (Times(dict(zip(names, ms.T, strict=True))) for ms in times)
     row: dict[str, Any] = {"choices": choices, "shapes": {}, "mean": {}}
-    for runtime, other in zip(RUNTIMES[:-1], by_shape, strict=False):
-        mean = paired_speedup(list(other), list(auto))
-        row["mean"][runtime] = [mean.value, mean.low, mean.high]
-        for shape, before, after in zip(names, other, auto, strict=True):
-            found = paired_speedup([before], [after])
-            row["shapes"].setdefault(shape, {})[runtime] = [found.value, found.low, found.high]
-    for shape, ms in zip(names, auto, strict=True):
+    for runtime, other in zip(RUNTIMES, others, strict=False):
+        mean = auto.speedup_over(other)
+        row["mean"][runtime] = [mean.value, *mean.ci95]
+        for shape, speedup in auto.speedups_over(other).items():
+            row["shapes"].setdefault(shape, {})[runtime] = [speedup.value, *speedup.ci95]
+    for shape, ms in auto.rounds.items():
         row["shapes"][shape]["auto_p50_ms"] = float(np.median(ms))
     return row
 

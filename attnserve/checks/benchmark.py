@@ -32,17 +32,12 @@ from attnserve.options import Run, Timing
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
 from attnserve.runtime.interface import RunFailed, SessionOptions
-from attnserve.runtime.interleaved_timer import (
-    BENCHMARK,
-    Sampler,
-    Speedup,
-    paired_speedup,
-    sampler,
-)
+from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
 from attnserve.runtime.memory_use import peak_bytes
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
+from attnserve.runtime.times import Speedup, paired_speedup
 from attnserve.versions import package_versions
 from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.cost import model_cost

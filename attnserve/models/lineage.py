@@ -15,7 +15,7 @@ from attnserve.models.measured import Fidelity, Measured, Quality, RecordedFidel
 from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
 from attnserve.runtime.cache import digest
-from attnserve.runtime.interleaved_timer import Speedup
+from attnserve.runtime.times import Speedup
 
 __all__ = [
     "NOT_REPORTED",

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, FiniteFloat, PlainSerializer, model
 from attnserve.context import Device
 from attnserve.literals import Precision
 from attnserve.models.recorded import Always, Recorded
-from attnserve.runtime.interleaved_timer import Speedup
+from attnserve.runtime.times import Speedup
 from graph_passes.analysis.workload import Phase, Workload
 
 __all__ = [

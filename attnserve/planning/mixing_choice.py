@@ -23,7 +23,6 @@ from attnserve.literals import MixingKind
 from attnserve.models.lineage import MixingChoice, MixingReport
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.runtime.interleaved_timer import paired_speedup
 from graph_passes.analysis.cost import count_macs
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -89,34 +88,38 @@ class MixingComparison:
         Returns:
             None if they cannot be timed.
         """
-        original, phase = self.job.original, self.job.workloads[0].phase
+        phase = self.job.workloads[0].phase
         steady = [Workload.of(*shape, phase) for shape in STEADY]
         largest = Workload.of(*LARGEST_SHAPE, phase)
-        macs = count_macs(original, largest)
+        macs = count_macs(self.job.original, largest)
         if macs is not None and macs <= LARGEST_MACS:
             steady.append(largest)
         workloads = list(dict.fromkeys([*self.job.workloads, *steady]))
         precision = self.job.target.precision
         try:
-            served = [self.timer.served(model, precision) for model in (original, *models.values())]
+            served = [
+                self.timer.served(model, precision)
+                for model in (self.job.original, *models.values())
+            ]
             times = self.timer.time(served, workloads, min_speedup=1.0)
         except AttnserveError as error:  # for example, no memory
             log.warning("the speed was not measured: %s", error)
             return None
         if not times:
             return None
-        wanted = [times[each] for each in self.job.workloads if each in times] or [*times.values()]
+        original, *others = times
+        wanted = [each for each in self.job.workloads if each in original.rounds]
+        wanted = wanted or list(original.rounds)
         return {
             kind: MixingReport(
                 kind=kind,
                 error=_finite(errors.get(kind)),
-                speedup=paired_speedup([ms[0] for ms in wanted], [ms[row] for ms in wanted]),
+                speedup=mixed.at(wanted).speedup_over(original.at(wanted)),
                 slowest=min(
-                    (paired_speedup([ms[0]], [ms[row]]) for ms in times.values()),
-                    key=lambda speedup: speedup.high,
+                    mixed.speedups_over(original).values(), key=lambda speedup: speedup.high
                 ),
             )
-            for row, kind in enumerate(models, start=1)
+            for kind, mixed in zip(models, others, strict=True)
         }
 
 

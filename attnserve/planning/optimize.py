@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
-from attnserve.planning.search.search import search
+from attnserve.planning.search.search import run_search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -137,30 +137,28 @@ def optimize(
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
     context = run.context(progress)
-    record = mixing = timer = None
-    request_warnings: tuple[str, ...] = ()
     if goal.is_given:
         job = Job.for_search(artifact, original, goal, data, target, context)
         require_attention(job.matches)  # raises errors before the long search
-        record, state = search(goal, job)
+        found, state = run_search(goal, job)
+        rewritten = _Rewritten(state, ServedTimer(job), search=found)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
-        state = _replay(job, saved)
+        rewritten = _Rewritten(_replay(job, saved), ServedTimer(job))
     else:
         job = Job.read(
             artifact, original, data, target,
             measure=goal.measure, joined=target.sequence, context=context,
         )  # fmt: skip
-        timer = ServedTimer(job)
-        state, mixing, request_warnings = _apply_request(job, rewrites, timer)
-    timer = timer or ServedTimer(job)
-    entry = _entry(job, goal, state, timer, record, mixing, request_warnings)
-    report = OptimizeReport(entry, state.plan, file, record)
+        rewritten = _apply_request(job, rewrites)
+    report = OptimizeReport(
+        _entry(job, goal, rewritten), rewritten.state.plan, file, rewritten.search
+    )
     _require_cosine(report, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
-        _write(job, state.result, report, write)
+        _write(job, rewritten.state.result, report, write)
         if saved is not None:
             saved.forget_trainings()
     return report
@@ -178,13 +176,32 @@ def _output_file(
     path = output or default_output(model, "optimized")
     if output is None:
         check_output(path, force=force)
-    target = output_file(path, artifact, original, force=force)
+    file = output_file(path, artifact, original, force=force)
     if write.openvino:
-        check_openvino(target, artifact, original)
-    return target
+        check_openvino(file, artifact, original)
+    return file
 
 
 # ---- rewrites -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Rewritten:
+    """A rewritten model.
+
+    Attributes:
+        state: The state after the last step of its plan.
+        timer: Times served models, and reuses the models that it has fused before.
+        search: The record of the search that made the plan, if there was one.
+        mixing: The choice of the mixing, if there was one.
+        warnings: Warnings about the requested rewrites.
+    """
+
+    state: State
+    timer: ServedTimer
+    search: PlanRecord | None = None
+    mixing: MixingChoice | None = None
+    warnings: Sequence[str] = ()
 
 
 def _replay(job: Job, saved: SavedPlan) -> State:
@@ -194,16 +211,10 @@ def _replay(job: Job, saved: SavedPlan) -> State:
     return apply_plan(plan, job.on_all_threads(), job.original.clone(), key=saved.key)
 
 
-def _apply_request(
-    job: Job, rewrites: Rewrites, timer: ServedTimer
-) -> tuple[State, MixingChoice | None, tuple[str, ...]]:
-    """Apply the requested rewrites, in the fastest mixing if none is requested.
-
-    Returns:
-        The state after the last step, the choice of the mixing, and warnings about the request.
-    """
+def _apply_request(job: Job, rewrites: Rewrites) -> _Rewritten:
+    """Apply the requested rewrites, in the fastest mixing if none is requested."""
     planned = plan_request(rewrites, job)
-    mixing, warnings = None, planned.warnings
+    mixing, warnings, timer = None, planned.warnings, ServedTimer(job)
 
     def build(plan: Plan) -> State:
         _require_empty_caches(job, plan)
@@ -217,7 +228,7 @@ def _apply_request(
     if job.target.precision != "float32":
         state.fuse(job.target.precision)
         apply_steps(state.plan.conversion, state)
-    return state, mixing, warnings
+    return _Rewritten(state, timer, mixing=mixing, warnings=warnings)
 
 
 def _require_empty_caches(job: Job, plan: Plan) -> None:
@@ -236,24 +247,9 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _entry(
-    job: Job,
-    goal: Goal,
-    state: State,
-    timer: ServedTimer,
-    search: PlanRecord | None,
-    mixing: MixingChoice | None,
-    request_warnings: tuple[str, ...],
-) -> OptimizeEntry:
-    """Measure a rewritten model, and record it.
-
-    Args:
-        state: The state after the last step of its plan.
-        timer: Times served models, and reuses the models that it has fused before.
-        search: The record of the search that made the plan, if there was one.
-        mixing: The choice of the mixing, if there was one.
-        request_warnings: Warnings about the requested rewrites.
-    """
+def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
+    """Measure a rewritten model, and record it."""
+    state, search = rewritten.state, rewritten.search
     converted = state.result
     fidelity = _compare(job, converted, search)
     other_runtimes: Mapping[str, Fidelity] = {}
@@ -262,7 +258,7 @@ def _entry(
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:
-        speed = timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
+        speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,
@@ -286,13 +282,13 @@ def _entry(
         break_even_sequence=break_even_length,
         batch=job.counted_workload.batch,
         sequence=job.counted_workload.length,
-        warnings=(*request_warnings, *warnings),
+        warnings=(*rewritten.warnings, *warnings),
         plan=state.plan.to_json(),
         served_speedup=speed and speed.served.value,
         speedups=speed,
         versions=versions(),
         search=search,
-        mixing=mixing,
+        mixing=rewritten.mixing,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         also_verified=other_fidelities,

@@ -18,7 +18,7 @@ from attnserve.options import Data, Goal, Run, Target
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import PlanRecord
-from attnserve.planning.search.search import search
+from attnserve.planning.search.search import run_search
 from attnserve.precision.convert import check_cpu
 from attnserve.reports.plots import plot_front
 from graph_passes.errors import InvalidArgument, MissingExtra
@@ -107,7 +107,7 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
     job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
-    record, _ = search(goal, job)
+    record, _ = run_search(goal, job)
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
         text = json.dumps(record.to_json(), indent=1)

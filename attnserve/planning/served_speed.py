@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,13 +36,13 @@ from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
-    paired_speedup,
     shape_sampler,
     time_twice_if_slow,
 )
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
+from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
 
@@ -97,7 +97,7 @@ class ServedTimer:
         workloads: Sequence[Workload],
         runtimes: Sequence[str] = (),
         min_speedup: float = 0.0,
-    ) -> dict[Workload, np.ndarray]:
+    ) -> list[Times[Workload]]:
         """``time_models`` on example inputs."""
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
@@ -147,9 +147,8 @@ class ServedTimer:
             return None
         if not times:
             return None
-        rows = zip(*times.values(), strict=True)
-        by_model = dict(zip(product(runtimes, stages.distinct), rows, strict=True))
-        return _speed(stages, _Timed(runtimes, list(times), by_model), device)
+        timed = dict(zip(product(runtimes, stages.distinct), times, strict=True))
+        return _speed(stages, timed, runtimes, device)
 
     def _stages(
         self, rewritten: ir.Model, converted: ir.Model, plan: Plan, runtimes: Sequence[str]
@@ -195,67 +194,50 @@ class _Stages:
         return list(dict.fromkeys(models))
 
 
-@dataclass(frozen=True, eq=False)
-class _Timed:
-    """The times of models in runtimes.
+Timed = Mapping[tuple[str, ir.Model], Times[Workload]]
+"""The times of models in runtimes."""
 
-    Attributes:
-        times: Milliseconds at each workload, (rounds,), by runtime and model.
+
+def _speed(stages: _Stages, timed: Timed, runtimes: Sequence[str], device: Device) -> ServedSpeed:
+    """The speed-up of each stage over the one before it.
+
+    Args:
+        runtimes: The timed runtimes.
     """
-
-    runtimes: Sequence[str]
-    workloads: Sequence[Workload]
-    times: Mapping[tuple[str, ir.Model], Sequence[np.ndarray]]
-
-    def fastest(self, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> Sequence[np.ndarray]:
-        """The times of the fastest model and runtime of a stage, at each workload.
-
-        Args:
-            runtimes: Names of runtimes, and of pairs of them (``by_length``).
-        """
-        every = (
-            times for model in stage for name in runtimes for times in self._times_in(model, name)
-        )
-        return min(every, key=lambda times: sum(np.log(np.median(rounds)) for rounds in times))
-
-    def _times_in(self, model: ir.Model, name: str) -> Iterator[Sequence[np.ndarray]]:
-        """The times of a model in a runtime, or in a pair with each number of short workloads."""
-        if name in self.runtimes:
-            yield self.times[name, model]
-            return
-        short, long = (self.times[runtime, model] for runtime in runtimes_by_length(name))
-        lengths = [workload.length for workload in self.workloads]
-        for above in sorted(set(lengths))[:-1]:
-            pairs = zip(lengths, short, long, strict=True)
-            yield [
-                long_times if length > above else short_times
-                for length, short_times, long_times in pairs
-            ]
-
-
-def _speed(stages: _Stages, timed: _Timed, device: Device) -> ServedSpeed:
-    exported = timed.fastest(stages.exported, timed.runtimes)
-    fused = timed.fastest(stages.fused, timed.runtimes)
-    final = timed.fastest(stages.final, stages.runtimes) if stages.final else fused
+    exported = _fastest(timed, stages.exported, runtimes)
+    fused = _fastest(timed, stages.fused, runtimes)
+    final = _fastest(timed, stages.final, stages.runtimes) if stages.final else fused
     changed = None
     if stages.precision != "float32":
-        changed = timed.fastest(stages.precise, stages.runtimes) if stages.precise else final
+        changed = _fastest(timed, stages.precise, stages.runtimes) if stages.precise else final
     is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
+    workloads = list(fused.rounds)
     return ServedSpeed(
-        shapes=tuple((workload.batch, workload.length) for workload in timed.workloads),
-        phase=timed.workloads[0].phase,
-        fusion=paired_speedup(exported, fused),
-        precision=None if changed is None else paired_speedup(fused, changed),
-        removal=paired_speedup(changed or fused, final) if is_lossy else None,
-        served=paired_speedup(fused, final),
-        served_by_shape=tuple(
-            paired_speedup([before], [after]).value
-            for before, after in zip(fused, final, strict=True)
-        ),
-        runtimes=tuple(timed.runtimes),
+        shapes=tuple((workload.batch, workload.length) for workload in workloads),
+        phase=workloads[0].phase,
+        fusion=fused.speedup_over(exported),
+        precision=None if changed is None else changed.speedup_over(fused),
+        removal=final.speedup_over(changed or fused) if is_lossy else None,
+        served=final.speedup_over(fused),
+        served_by_shape=tuple(each.value for each in final.speedups_over(fused).values()),
+        runtimes=tuple(runtimes),
         cpu_flags=product_flags(),
         device=device,
     )
+
+
+def _fastest(timed: Timed, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> Times[Workload]:
+    """The times of the fastest model and runtime of a stage.
+
+    Args:
+        runtimes: Names of runtimes, and of pairs of them (``by_length``).
+    """
+    every: list[Times[Workload]] = []
+    for model, name in product(stage, runtimes):
+        short, long = (timed[runtime, model] for runtime in runtimes_by_length(name))
+        lengths = {workload: workload.length for workload in short.rounds}
+        every += [short] if short is long else short.splits(long, lengths).values()
+    return min(every, key=lambda times: times.ms)
 
 
 def example_feeds(
@@ -277,27 +259,31 @@ def time_models(
     seconds: float | None = None,
     runtimes: Sequence[str] = (),
     min_speedup: float = 0.0,
-) -> dict[Workload, np.ndarray]:
-    """Milliseconds at each workload that all models run: (models, rounds).
+) -> list[Times[Workload]]:
+    """Times of each model at all workloads that every model runs; none if there is no such one.
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
-        runtimes: The names of the runtimes; by default, the runtime of the context. The times then
-            are (runtimes x models, rounds): all models in the first runtime come first.
+        runtimes: The names of the runtimes; by default, the runtime of the context. All models in
+            the first runtime come first.
         min_speedup: The models are timed twice if one has a lower speed-up over the first at a
             shape.
     """
     if not feeds:
-        return {}
+        return []
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
     count = len(models) * len(devices)
     total = SECONDS_PER_MODEL * count if seconds is None else seconds
     workloads, inputs = list(feeds), list(feeds.values())
+
+    def all_times(time_once: Callable[[], np.ndarray]) -> list[Times[Workload]]:
+        times = time_twice_if_slow(time_once, min_speedup)  # (workloads, models, rounds)
+        return [Times(dict(zip(workloads, ms, strict=True))) for ms in times.swapaxes(0, 1)]
+
     if context.timer is not None:
         timed = [TimedModel(model, inputs, device) for device in devices for model in models]
-        time_given = partial(context.timer, timed, total)
-        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
-        return dict(zip(workloads, times, strict=True))
+        given = partial(context.timer, timed, total)
+        return all_times(lambda: np.array(given()))
     progress = context.stage("time served models")
     with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
@@ -305,16 +291,11 @@ def time_models(
         else:
             files = _written(models, stack)
             call = stack.enter_context(Worker(_Sessions, files, devices)).call
-        accepted: list[int] = call("accept", inputs)
-        if not accepted:
-            return {}
+        workloads = [workloads[index] for index in call("accept", inputs)]
+        if not workloads:
+            return []
         samplers = [partial(call, "sample", index) for index in range(count)]
-
-        def time_once() -> np.ndarray:
-            return TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
-
-        times = time_twice_if_slow(time_once, min_speedup)
-    return {workloads[index]: rows for index, rows in zip(accepted, times, strict=True)}
+        return all_times(lambda: TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1))
 
 
 def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:

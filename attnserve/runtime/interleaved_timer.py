@@ -22,17 +22,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, FiniteFloat
-
-from attnserve.intervals import bootstrap_interval
 
 __all__ = [
     "BENCHMARK",
     "QUICK",
     "InterleavedTimer",
     "Sampler",
-    "Speedup",
-    "paired_speedup",
     "sampler",
     "shape_sampler",
     "time_functions",
@@ -177,53 +172,3 @@ def time_twice_if_slow(time_models: Callable[[], np.ndarray], min_speedup: float
     times = time_models()
     speedups = np.median(times[:, :1] / times[:, 1:], axis=2)
     return np.concatenate([times, time_models()], 2) if (speedups < min_speedup).any() else times
-
-
-RESAMPLES = 2000
-"""Bootstrap samples of a speed-up."""
-
-
-class Speedup(BaseModel):
-    """A ratio of times with its 95 % interval; above 1 is faster. Records contain it as it is."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    value: FiniteFloat
-    ci95: tuple[FiniteFloat, FiniteFloat]
-
-    @property
-    def low(self) -> float:
-        """The lower end of the interval."""
-        return self.ci95[0]
-
-    @property
-    def high(self) -> float:
-        """The upper end of the interval."""
-        return self.ci95[1]
-
-
-def paired_speedup(
-    first: Sequence[np.ndarray], other: Sequence[np.ndarray], *, seed: int = 0
-) -> Speedup:
-    """The speed-up of a function over the first one, from samples of the same rounds.
-
-    At each shape it is the median ratio of a round, so that drift cancels; over shapes it is the
-    geometric mean. The interval is a bootstrap over the rounds of each shape.
-
-    Args:
-        first: Milliseconds of the first function by round, (rounds,), at each shape.
-        other: Milliseconds of the other function, likewise.
-        seed: Seed of the bootstrap.
-    """
-    log_ratios = [np.log(np.divide(a, b)) for a, b in zip(first, other, strict=True)]
-
-    def mean_of_medians(*drawn: np.ndarray) -> np.ndarray:
-        pairs = zip(log_ratios, drawn, strict=True)
-        medians = [np.median(logs[rounds], axis=1) for logs, rounds in pairs]
-        return np.mean(medians, axis=0)
-
-    interval = bootstrap_interval(
-        mean_of_medians, *map(len, log_ratios), seed=seed, resamples=RESAMPLES
-    )
-    value = np.mean([np.median(logs) for logs in log_ratios])
-    return Speedup(value=float(np.exp(value)), ci95=(math.exp(interval[0]), math.exp(interval[1])))

@@ -27,8 +27,8 @@ from attnserve.planning.plans.plan import Plan, State, Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
-from attnserve.runtime.interleaved_timer import Speedup, paired_speedup
 from attnserve.runtime.session import open_session
+from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
@@ -241,16 +241,17 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        times = self._time([self.job.original, model], workloads, min_speedup=MIN_SPEEDUP)
+        models = [self.job.original, model]
+        before, after = self._time(models, workloads, min_speedup=MIN_SPEEDUP)
         return [
             ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
-                original_ms=float(np.median(rows[0])),
-                ms=float(np.median(rows[1])),
-                speedup=float(np.median(rows[0] / rows[1])),
+                original_ms=float(np.median(before.rounds[workload])),
+                ms=float(np.median(ms)),
+                speedup=float(np.median(before.rounds[workload] / ms)),
             )
-            for workload, rows in times.items()
+            for workload, ms in after.rounds.items()
         ]
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
@@ -260,8 +261,8 @@ class Judge:
             CannotRewrite: See ``_time``.
         """
         models = [slow.state.result, fast.state.result]
-        times = self._time(models, self.job.requested_workloads, seconds=PAIR_SECONDS).values()
-        return paired_speedup([rows[0] for rows in times], [rows[1] for rows in times])
+        slower, faster = self._time(models, self.job.requested_workloads, seconds=PAIR_SECONDS)
+        return faster.speedup_over(slower)
 
     def _time(
         self,
@@ -270,7 +271,7 @@ class Judge:
         *,
         seconds: float | None = None,
         min_speedup: float = 0.0,
-    ) -> dict[Workload, np.ndarray]:
+    ) -> list[Times[Workload]]:
         """Time models in interleaved runs; see ``time_models``.
 
         Raises:

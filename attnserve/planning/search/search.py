@@ -33,10 +33,10 @@ from attnserve.planning.search.search_input import checked_workloads, goal_recor
 from attnserve.planning.search.verdict import result_of
 from attnserve.precision.convert import convert
 
-__all__ = ["search"]
+__all__ = ["run_search"]
 
 
-def search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
+def run_search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder until the

@@ -17,19 +17,20 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from attnserve.context import CPU, Device
-from attnserve.fusion import ATTENTION_OPERATORS, fused_operators, fusion_passes
+from attnserve.fusion import (
+    ATTENTION_OPERATORS,
+    fused_operators,
+    fusion_passes,
+    without_opsets,
+)
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
+from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable, shape_name
 from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
     ShapeTimer,
-    Times,
-    by_shape,
     fastest,
     speed_refusal,
-    speedup,
-    splits,
     time_variants,
     timed_workloads,
 )
@@ -41,10 +42,10 @@ from attnserve.planning.served_graph.variants import (
 )
 from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch, LongRows, Session
+from attnserve.runtime.interface import Batch, LongRows, Session, row_length
 from attnserve.runtime.interleaved_timer import time_shapes
 from attnserve.runtime.session import open_session
-from graph_passes.emit.fused_attention import OPSETS, FusedOperator
+from attnserve.runtime.times import Times
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_gelu import FuseGelu
@@ -94,14 +95,11 @@ def fuse_lossless(
     try:
         return _fuse_and_check(source, model, passes, path, device, timer)
     except AttnserveError:
-        operators: list[FusedOperator] = [
-            name for name in ATTENTION_OPERATORS[device.provider] if name not in OPSETS
-        ]
+        operators = without_opsets(ATTENTION_OPERATORS[device.provider])
         older = fusion_passes(model, device.provider, operators) if passes else ()
         if fused_operators(older) == fused_operators(passes):
             raise
-    # Some versions of ONNX Runtime have no fast kernel for the newest operator. Not in the handler:
-    # its exception keeps the sessions of the first attempt.
+    # Not in the handler: its exception keeps the sessions of the first attempt.
     return _fuse_and_check(source, model, older, path, device, timer)
 
 
@@ -149,14 +147,16 @@ def _fuse_and_check(
                 file_variant.remove()
     fused = fused_operators(variant.passes)
     gelu_passes = [rewrite for rewrite in variant.passes if isinstance(rewrite, FuseGelu)]
-    speedups = by_shape(original_times, served.times)
     return FusionReport(
         attention=len(fused),
         gelu=sum(len(gelu_pass.targets) for gelu_pass in gelu_passes),
         min_cosine=served.equal.min_cosine,
         max_error=served.equal.max_error,
-        speedup=speedup(original_times, served.times).value,
-        speedups={shape: ratio.value for shape, ratio in speedups.items()},
+        speedup=served.times.speedup_over(original_times).value,
+        speedups={
+            shape: speedup.value
+            for shape, speedup in served.times.speedups_over(original_times).items()
+        },
         kept=sorted(fused_operators(passes).keys() - fused.keys()),
         runtime=variant.runtime,
         long_rows=served.long_rows,
@@ -184,7 +184,7 @@ def _time(
     equal: Sequence[_EqualVariant],
     inputs: Sequence[Batch],
     timer: ShapeTimer,
-) -> tuple[Times, list[Times]]:
+) -> tuple[Times[str], list[Times[str]]]:
     """``time_variants``, with the original among the variants timed once."""
     sessions = [variant.session for variant in equal if variant.session is not original]
     original_times, session_times = time_variants(original, sessions, inputs, timer)
@@ -196,7 +196,7 @@ class _Served(NamedTuple):
     """A way to serve a model: a variant, and the runtime for long rows if it differs."""
 
     equal: _EqualVariant
-    times: Times
+    times: Times[str]
     long_rows: LongRows | None
 
 
@@ -210,6 +210,7 @@ def _splits(
         verified: The pairs of runtimes whose outputs may differ.
     """
     pairs: list[_Served] = []
+    lengths = {shape_name(feed): row_length(feed) or 0 for feed in inputs}
     for short, long in itertools.permutations(singles, 2):
         variants = short.equal.variant, long.equal.variant
         is_equal = short.equal.reference is long.equal.reference
@@ -220,7 +221,7 @@ def _splits(
                 min_cosine=min(short.equal.min_cosine, long.equal.min_cosine),
                 max_error=max(short.equal.max_error, long.equal.max_error),
             )
-            for above, times in splits(short.times, long.times, inputs).items():
+            for above, times in short.times.splits(long.times, lengths).items():
                 rows = LongRows(above, long.equal.variant.runtime)
                 pairs.append(_Served(equal, times, rows))
     return pairs

@@ -21,7 +21,7 @@ from attnserve.options import Target
 from attnserve.planning.mixing_choice import MixingComparison, choose_mixing
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_speed import ServedTimer
-from attnserve.runtime.interleaved_timer import Speedup
+from attnserve.runtime.times import Speedup
 from graph_passes.analysis.constants import is_constant
 from graph_passes.errors import InvalidArgument
 from graph_passes.passes.collaborate import Collaborate

@@ -39,6 +39,7 @@ from attnserve.runtime.interface import (
 )
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from attnserve.runtime.session import open_session
+from attnserve.runtime.times import Times
 from benchmarks.gpu.encoder import to_half
 from graph_passes.analysis.constants import constant_array
 from graph_passes.analysis.workload import Workload
@@ -410,8 +411,8 @@ def test_fuse_lossless_slow_result_is_refused(
 )
 def test_shapes_that_the_original_runs_do_not_count(gain: float, is_slow: bool) -> None:
     """Only long rows run in another runtime; the mean over all shapes is 1.02x with 1.1x."""
-    original = {shape: np.full(8, 10.0) for shape in ("16", "64", "128", "256", "512")}
-    split = original | {"512": original["512"] / gain}
+    times = {shape: np.full(8, 10.0) for shape in ("16", "64", "128", "256", "512")}
+    original, split = Times(times), Times(times | {"512": times["512"] / gain})
     assert (timing.speed_refusal(original, split) is not None) == is_slow
     assert timing.speed_refusal(original, original) is not None
 

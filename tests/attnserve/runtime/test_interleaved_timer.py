@@ -13,7 +13,6 @@ from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
     InterleavedTimer,
     Sampler,
-    paired_speedup,
     time_functions,
     time_shapes,
     time_twice_if_slow,
@@ -96,15 +95,3 @@ def test_time_twice_if_slow_joins_two_runs_if_a_model_seems_slow_at_a_shape(
     found = time_twice_if_slow(time_models, least)
     np.testing.assert_array_equal(found, np.concatenate(times, axis=2))
     assert len(times) == runs and found.shape == (2, 3, 4 * runs)
-
-
-def test_paired_speedup_is_the_geometric_mean_of_median_ratios():
-    """Drift of both models cancels, and the interval holds the value."""
-    drift = np.array([1.0, 2.0, 1.5, 3.0])
-    found = paired_speedup([8 * drift, 2 * drift], [4 * drift, 4 * drift])
-    assert (found.value, found.low, found.high) == pytest.approx((1.0, 1.0, 1.0))
-    noisy = np.random.default_rng(0).normal(1.0, 0.02, 200)
-    found = paired_speedup([1.1 * noisy], [np.ones(200)])
-    assert found.low < found.value < found.high
-    assert found.value == pytest.approx(1.1, rel=0.01)
-    assert found.high - found.low < 0.02

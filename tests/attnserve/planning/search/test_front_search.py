@@ -26,8 +26,8 @@ from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
 from attnserve.planning.search.unreduced import prefer_unreduced
-from attnserve.runtime.interleaved_timer import Speedup
 from attnserve.runtime.part_latency import LatencyTable
+from attnserve.runtime.times import Speedup
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.jobs import job_of
