@@ -10,7 +10,7 @@ from attnserve.job import Job
 from attnserve.literals import MixingKind
 from attnserve.options import Rewrites
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.request.heads import HeadSelection
+from attnserve.planning.request.heads import select_heads
 from attnserve.planning.request.neurons import choose_neurons
 from attnserve.planning.request.request import Request
 from attnserve.planning.request.sharing import allowed_mixings
@@ -56,7 +56,7 @@ def plan_request(rewrites: Rewrites, job: Job) -> PlannedRequest:
     if rewrites.are_given:
         require_attention(job.matches)
     request = Request(rewrites, job, Analyses.of(job.original))
-    heads = HeadSelection(request)
+    heads = select_heads(request)
     others: list[RewritePass] = [
         *([StripCache()] if rewrites.strip_cache else []),
         SkipAttention(heads.skipped),
