@@ -11,7 +11,7 @@ up, or when all parts of a kind are listed::
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -75,10 +75,12 @@ class Registry(Generic[Part]):
     Args:
         option: Name of the option that selects a part, for errors.
         parts: Parts of this package.
+        other_values: Values of the option that select no single part, for errors.
     """
 
-    def __init__(self, option: str, *parts: Part) -> None:
+    def __init__(self, option: str, *parts: Part, other_values: Sequence[str] = ()) -> None:
         self._option = option
+        self._other_values = other_values
         self._parts: dict[str, Part] = {}
         for part in parts:
             self.add(part)
@@ -117,7 +119,7 @@ class Registry(Generic[Part]):
             InvalidArgument: No part has this name, or a plugin cannot be imported.
         """
         if name not in self:
-            *others, last = self._parts
+            *others, last = (*self._parts, *self._other_values)
             expected = f"{', '.join(others)} or {last}" if others else last
             raise InvalidArgument(
                 f"`{self._option}` is {name[:100]!r}: expected {expected}",

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
-from statistics import median_low
+from statistics import NormalDist, median_low
 
 import onnx_ir as ir
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.context import AUTO, Device
 from attnserve.job import Job
-from attnserve.models.measured import Fidelity
+from attnserve.models.measured import Fidelity, Quality, Subject
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.variants import compared_runtimes
 from attnserve.runtime.by_length import LengthRunner, by_length, runtimes_by_length
@@ -27,15 +27,18 @@ from graph_passes.errors import AttnserveError
 
 __all__ = ["opener_in", "verify_in_other_runtimes"]
 
+CONFIDENCE = 0.95
+"""Confidence of ``Quality.lower``."""
+
 
 def verify_in_other_runtimes(
     job: Job, model: ir.Model, expected: Fidelity, keep: float | None = None
 ) -> Mapping[str, Fidelity]:
     """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
 
-    It is kept if no value is below the lower end of the interval in the first runtime, and the
-    goal is met. The names are those of a runtime, or of two runtimes for short and for long rows
-    (``by_length``); the second runs texts above the median length.
+    It is kept if no value is below its lower bound in the first runtime (``_simultaneous_bounds``),
+    and the goal is met. The names are those of a runtime, or of two runtimes for short and for long
+    rows (``by_length``); the second runs texts above the median length.
 
     Args:
         expected: The comparison in the runtime that the model states (``runtime_of``).
@@ -90,10 +93,24 @@ def _lengths(rows: Sequence[Batch]) -> list[int]:
 
 
 def _is_kept(fidelity: Fidelity, expected: Fidelity, keep: float | None) -> bool:
-    lower = {quality.subject: quality.lower for quality in expected.qualities}
+    least = _simultaneous_bounds(expected.qualities)
     return bool(fidelity.qualities) and all(
-        quality.subject in lower
-        and quality.value >= lower[quality.subject]
+        quality.subject in least
+        and quality.value >= least[quality.subject]
         and (keep is None or quality.losses.measured <= allowed_loss(keep))
         for quality in fidelity.qualities
     )
+
+
+def _simultaneous_bounds(qualities: Sequence[Quality]) -> dict[Subject, float]:
+    """Lower bounds that an equal runtime reaches for all qualities with a probability of 95 %.
+
+    By Bonferroni, each bound has a share of the error: with three bounds of 95 %, one of seven
+    equal runtimes would be refused. Ends of normal intervals have the ratio of their quantiles.
+    """
+    share = (1 - CONFIDENCE) / max(len(qualities), 1)
+    widening = NormalDist().inv_cdf(1 - share) / NormalDist().inv_cdf(CONFIDENCE)
+    return {
+        quality.subject: quality.value - widening * (quality.value - quality.lower)
+        for quality in qualities
+    }

@@ -18,7 +18,7 @@ from graph_passes.registry import Registry
 
 __all__ = ["RUNTIMES", "Batch", "open_session", "require_cuda", "runtime_of"]
 
-RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino())
+RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino(), other_values=(AUTO,))
 """Runtimes by name (``Device.runtime``)."""
 
 

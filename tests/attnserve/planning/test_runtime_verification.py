@@ -83,6 +83,29 @@ def test_a_runtime_is_verified_if_it_keeps_the_quality(
     assert all(values["other"] >= value for value in values.values())
 
 
+@pytest.mark.parametrize(("count", "is_kept"), [(1, False), (3, True)])
+def test_bounds_of_several_qualities_hold_together(
+    job: Job, monkeypatch: pytest.MonkeyPatch, count: int, is_kept: bool
+) -> None:
+    """A value just below its own bound of 95 % refuses the runtime only if it is the only one."""
+    model = convert(job.original, "int8", job.calibration)
+    use(OtherRuntime(model), monkeypatch)
+    found = job.compare_held_out(model, job.required_data.to_verify)
+
+    def compared(fidelity: Fidelity, value: float, lower: float) -> Fidelity:
+        qualities = tuple(
+            Quality(
+                measure="similarity", value=value, lower=lower,
+                output="last_hidden_state", file=str(index),
+            ) for index in range(count)
+        )  # fmt: skip
+        return fidelity.model_copy(update={"several": qualities})
+
+    monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: compared(found, 0.9899, 0.98))
+    expected = compared(found, 0.995, 0.99)
+    assert (verify_in_other_runtimes(job, model, expected).keys() == ALL_OTHERS) == is_kept
+
+
 def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     model = convert(job.original, "int8", job.calibration)
     use(OtherRuntime(model), monkeypatch)
