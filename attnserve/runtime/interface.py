@@ -199,9 +199,11 @@ class Runtime(Protocol):
     """Serving pads the number of tokens of a run to a multiple of this number, because the runtime
     compiles kernels for each number of tokens; 1 for no padding."""
 
-    short_rows: int | None
-    """Tokens of a row above which the runtime uses other kernels, whose results differ by rounding;
-    None if it does not. Short and long rows do not share a batch."""
+    @property
+    def short_rows(self) -> int | None:
+        """Tokens of a row above which the runtime uses other kernels, whose results differ by
+        rounding; None if it does not. Short and long rows do not share a batch."""
+        ...
 
     def open(self, source: Path | ir.Model, device: Device, options: SessionOptions) -> Session:
         """Open a model on disk or in memory.

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "gpu_name",
     "has_bfloat16_product",
     "has_int8_dot_product",
+    "has_matrix_unit",
     "parse_cpu_flags",
     "product_flags",
 ]
@@ -112,6 +114,12 @@ def product_flags() -> tuple[str, ...]:
     """Members of ``PRODUCT_FLAGS`` that this CPU has."""
     flags = cpu_flags()
     return tuple(flag for flag in PRODUCT_FLAGS if flag in flags)
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (AMX)."""
+    return "amx_bf16" in cpu_flags()
 
 
 def has_int8_dot_product(flags: Collection[str] | None = None) -> bool:

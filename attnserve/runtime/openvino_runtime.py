@@ -1,9 +1,10 @@
 """The runtime OpenVINO on the CPU. Only this module opens its models.
 
 OpenVINO is an optional dependency (extra ``[openvino]``) and is imported on first use. It reads
-ONNX, including the operators of com.microsoft that attnserve writes. For short rows in bfloat16,
-its attention is faster as separate products and softmax (``ONE_KERNEL_ABOVE``). OpenVINO differs
-from ONNX Runtime in four ways; this module corrects the first three:
+ONNX, including the operators of com.microsoft that attnserve writes. For short rows in bfloat16 on
+a CPU with a matrix unit, its attention is faster as separate products and softmax
+(``ONE_KERNEL_ABOVE``). OpenVINO differs from ONNX Runtime in four ways; this module corrects the
+first three:
 
 * OpenVINO computes in bfloat16 by default where the CPU supports it. This module computes a model
   in its own types, unless the model states bfloat16 (``inference_precision``).
@@ -46,7 +47,7 @@ from attnserve.runtime.interface import (
     SessionOptions,
     ValueInfo,
 )
-from attnserve.runtime.machine import available_cores
+from attnserve.runtime.machine import available_cores, has_matrix_unit
 from attnserve.runtime.onnx_reader import read_in_place
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 
@@ -61,11 +62,12 @@ do not fit together, OpenVINO may return the outputs of the previous run without
 
 ONE_KERNEL_ABOVE = 256
 """Tokens of a row above which attention in bfloat16 is one kernel of OpenVINO, which never holds
-all scores. It packs keys and values for the matrix unit, which costs more than it saves for short
-rows. One thread, MiniLM, batches of about 480 tokens: with separate operators the model runs 1.02x
-to 1.26x as fast from 20 to 64 tokens a row, 1.04x to 1.14x from 72 to 250 and 0.95x at 512. Single
-rows gain 0.97x to 1.10x. BERT-base: 1.04x to 1.12x up to 256, 1.00x at 512. ModernBERT: 1.01x to
-1.13x, and 0.94x. In float32, 0.98x to 1.03x up to 256 tokens, and less above."""
+all scores. It packs keys and values for the matrix unit (AMX), which costs more than it saves for
+short rows. One thread, MiniLM, batches of about 480 tokens: with separate operators the model runs
+1.02x to 1.26x as fast from 20 to 64 tokens a row, 1.04x to 1.14x from 72 to 250 and 0.95x at 512.
+Single rows gain 0.97x to 1.10x. BERT-base: 1.04x to 1.12x up to 256, 1.00x at 512. ModernBERT:
+1.01x to 1.13x, and 0.94x. In float32, 0.98x to 1.03x up to 256 tokens, and less above. Without a
+matrix unit (AVX-512), 0.95x to 1.04x in bfloat16, so that all rows run in the kernel."""
 
 SEPARATE_OPERATORS = {"SNIPPETS_MODE": "DISABLE"}
 """The setting of OpenVINO that keeps attention as separate operators."""
@@ -104,7 +106,10 @@ class OpenVino:
     name = "openvino"
     computes_bfloat16 = True
     size_multiple = 8
-    short_rows: int | None = ONE_KERNEL_ABOVE
+
+    @property
+    def short_rows(self) -> int | None:
+        return ONE_KERNEL_ABOVE if has_matrix_unit() else None
 
     def open(
         self, source: Path | ir.Model, device: Device, options: SessionOptions = DEFAULT_OPTIONS
@@ -122,7 +127,7 @@ class OpenVino:
                 "set `runtime` to onnxruntime",
                 code="session.profile",
             )
-        return _open(require_openvino(), source, device, options)
+        return _open(require_openvino(), source, device, options, self.short_rows)
 
     def version(self) -> str:
         return require_openvino().get_version().partition("-")[0]
@@ -357,7 +362,11 @@ def _numpy_type(info: _Info) -> np.dtype[Any]:
 
 
 def _open(
-    openvino: Any, source: Path | ir.Model, device: Device, options: SessionOptions
+    openvino: Any,
+    source: Path | ir.Model,
+    device: Device,
+    options: SessionOptions,
+    short_rows: int | None,
 ) -> Session:
     name = source.name if isinstance(source, Path) else source.graph.name or "the model in memory"
     core = openvino.Core()
@@ -386,7 +395,7 @@ def _open(
                 compile = partial(_compiled, core, model, settings | kernels, file)
                 return OpenVinoSession(compile, described.graph, tables, options.concurrency)
 
-            if not in_bfloat16:
+            if not in_bfloat16 or short_rows is None:
                 return compiled({}, options.compiled)
             try:
                 short = compiled(SEPARATE_OPERATORS, options.compiled)
@@ -398,7 +407,7 @@ def _open(
                     return compiled({})
                 return short
 
-            return LengthRunner(short, open_long, ONE_KERNEL_ABOVE)
+            return LengthRunner(short, open_long, short_rows)
     except Exception as error:  # RuntimeError for everything
         raise InvalidModel(
             f"{name}: OpenVINO refuses the graph: {_describe(error)}",

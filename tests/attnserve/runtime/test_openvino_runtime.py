@@ -26,7 +26,7 @@ from attnserve.runtime.interface import RunFailed, Session, SessionOptions
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.observer import Observer, state_of
 from attnserve.runtime.onnx_runtime import OnnxSession
-from attnserve.runtime.session import open_session, runtime_of
+from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.runtime.stop import STOP, Stop
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from tests.errors import raises
@@ -331,6 +331,7 @@ def masked(rows: int, tokens: int, seen: int) -> dict[str, np.ndarray]:
 def test_attention_in_bfloat16_equals_float32_at_each_length(
     tokens: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(openvino_runtime, "has_matrix_unit", lambda: True)
     if not is_known:
         monkeypatch.setattr(openvino_runtime, "SEPARATE_OPERATORS", {"NO_SETTING": "1"})
     model = ir.from_onnx_text(ATTENTION.replace("BOUND", FINITE))
@@ -342,6 +343,14 @@ def test_attention_in_bfloat16_equals_float32_at_each_length(
         (expected,), (got,) = (each.run(None, feed) for each in (exact, session))
         assert np.abs(got - expected).max() < 0.05  # values of up to 4, rounded at 2^-8
         assert session.bind(feed)() is None
+
+
+@pytest.mark.parametrize(("has_unit", "expected"), [(True, 256), (False, None)])
+def test_short_rows_have_other_kernels_with_a_matrix_unit(
+    has_unit: bool, expected: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(openvino_runtime, "has_matrix_unit", lambda: has_unit)
+    assert RUNTIMES["openvino"].short_rows == expected
 
 
 def test_attention_to_no_token_is_zero_with_an_infinite_mask():
