@@ -334,11 +334,12 @@ def nncf() -> str:
     return table(["model", "128 tokens", "512 tokens", "score kept", "similarity", "R^2"], rows)
 
 
-def peers(kind: str) -> str:
+def peers(kind: str, name: str = "peers") -> str:
     """The encoder in both CPU runtimes beside its peers.
 
     Args:
         kind: "turns", with another length at each run, or "repeated".
+        name: The result file; another folder has those of another CPU.
     """
     rows = [
         [
@@ -346,15 +347,15 @@ def peers(kind: str) -> str:
             *(times(row[kind][length]["speedup"][0]) for length in PEER_LENGTHS),
             *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
         ]
-        for row in load("peers")["rows"]
+        for row in load(name)["rows"]
     ]
     headings = [f"{length} tokens" for length in PEER_LENGTHS]
     return table(["model", *headings, "sentences", "paragraphs"], rows)
 
 
-def peer_choices() -> str:
+def peer_choices(name: str = "peers") -> str:
     """What "auto" ran, and what could not run."""
-    result = load("peers")
+    result = load(name)
     names = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
     lines: list[str] = []
     for model, choice in result["choices"].items():
@@ -367,11 +368,11 @@ def peer_choices() -> str:
     return "\n".join(lines)
 
 
-def throughput() -> str:
+def throughput(name: str = "throughput") -> str:
     """Texts per second beside sentence-transformers, and where they were measured."""
-    if not (RESULTS / "throughput.json").is_file():
+    if not (RESULTS / f"{name}.json").is_file():
         return "No result of it is committed yet."
-    result = load("throughput")
+    result = load(name)
     prefix = "sentence-transformers, "
     peers = [row["system"] for row in result["rows"] if row["system"].startswith(prefix)]
     rows = [
@@ -385,7 +386,7 @@ def throughput() -> str:
     ]
     header = ["system", "texts/s", *(f"over {name.removeprefix(prefix)}" for name in peers),
               *(f"overlap@10, {kind}" for kind in result["texts"])]  # fmt: skip
-    return "\n\n".join((table(header, rows), source("throughput")))
+    return "\n\n".join((table(header, rows), source(name)))
 
 
 def runtimes() -> str:
