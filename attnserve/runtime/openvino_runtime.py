@@ -72,6 +72,9 @@ matrix unit (AVX-512), 0.95x to 1.04x in bfloat16, so that all rows run in the k
 SEPARATE_OPERATORS = {"SNIPPETS_MODE": "DISABLE"}
 """The setting of OpenVINO that keeps attention as separate operators."""
 
+MOST_ATTEMPTS = 8
+"""Attempts of a run whose model other runs break; two can be too few on a busy machine."""
+
 CHECKSUM_BYTES = 32
 """Size of the checksum at the start of a file with a compiled model."""
 
@@ -201,9 +204,19 @@ class _Request:
         """A view of an output of the last run."""
         return self._request.get_output_tensor(index).data
 
-    def infer(self, feed: Feed, *, again: bool = True) -> None:
-        """Run the request; once more if another request broke the model in the meantime."""
-        model = self._compiled.get()
+    def infer(self, feed: Feed) -> None:
+        """Run the request; again if another request broke the model in the meantime."""
+        for attempt in range(1, MOST_ATTEMPTS + 1):
+            model = self._compiled.get()
+            failure = self._attempt(model, feed)
+            if failure is None:
+                return
+            self.close()
+            if self._compiled.discard(model) or attempt == MOST_ATTEMPTS:
+                self._compiled.get()  # this request waits for the new model, and not the next one
+                raise failure
+
+    def _attempt(self, model: Any, feed: Feed) -> RunFailed | None:
         if self._model is not model:
             self._start(model)
         number = next(self._compiled.numbers)
@@ -214,17 +227,12 @@ class _Request:
             self._request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
             self._request.wait()
             if int(self.output(self._place)) == number:
-                return
-            failure = RunFailed("the sizes of the inputs do not fit together", feed)
+                return None
         except Exception as error:  # RuntimeError for everything
             failure = RunFailed(_describe(error), feed, _kind(error))
             failure.__cause__ = error
-        self.close()
-        if not self._compiled.discard(model) and again:
-            self.infer(feed, again=False)
-            return
-        self._compiled.get()  # this request waits for the new model, and not the next one
-        raise failure
+            return failure
+        return RunFailed("the sizes of the inputs do not fit together", feed)
 
     def close(self) -> None:
         """Free the memory of the compiled model, if no other request uses it."""

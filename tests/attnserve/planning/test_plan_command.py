@@ -63,7 +63,7 @@ def test_plan_output_that_is_a_folder_is_refused_before_the_search(
 ):
     monkeypatch.setattr(
         import_module("attnserve.planning.plan_command"),
-        "search",
+        "run_search",
         lambda *_, **__: pytest.fail("the search has begun"),
     )
     (tmp_path / name).mkdir()

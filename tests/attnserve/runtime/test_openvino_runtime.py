@@ -22,7 +22,7 @@ from attnserve.models.onnx_files import load_model, save_model
 from attnserve.precision.convert import context_for
 from attnserve.runtime import openvino_runtime
 from attnserve.runtime.inference_precision import compute_in_bfloat16
-from attnserve.runtime.interface import RunFailed, Session, SessionOptions
+from attnserve.runtime.interface import Feed, RunFailed, Session, SessionOptions
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.observer import Observer, state_of
 from attnserve.runtime.onnx_runtime import OnnxSession
@@ -176,6 +176,26 @@ def test_runs_of_several_threads_give_their_own_results(
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_a_run_is_repeated_while_other_runs_break_its_model(
+    pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
+):
+    request_type = openvino_runtime._Request
+    attempt, discarded = request_type._attempt, list[bool]()
+
+    def broken(request: Any, model: Any, feed: Feed) -> RunFailed | None:
+        if len(discarded) < 3:
+            discarded.append(request._compiled.discard(model))
+            return RunFailed("another run broke the model", feed)
+        return attempt(request, model, feed)
+
+    monkeypatch.setattr(request_type, "_attempt", broken)
+    session = open_session(table(), OPENVINO)
+    got, expected = (result(each, ids_of(2, 4)) for each in (session, pair[0]))
+    assert got is not None and expected is not None
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+    assert discarded == [True] * 3
 
 
 def test_run_waits_while_the_model_that_another_run_broke_is_compiled_again(
