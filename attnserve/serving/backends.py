@@ -112,9 +112,13 @@ def open_runner(
     open_one = partial(open_session, source)
     device = options.device
     plain = SessionOptions(
-        spinning=options.spinning, cuda=options.cuda, copied=tuple(copied), compiled=compiled
+        spinning=options.spinning,
+        cuda=options.cuda,
+        varied_shapes=device.provider == "cpu",
+        copied=tuple(copied),
+        compiled=compiled,
     )
-    if options.device.provider == "cpu":
+    if device.provider == "cpu":
         multiple = RUNTIMES[runtime_of(source, options.device)].size_multiple
         session = _open_on_cores(open_one, options, plain)
         if multiple > 1 and longest is not None:
