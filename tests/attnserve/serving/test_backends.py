@@ -49,6 +49,23 @@ def patch_open_session(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Cu
 Patch = Callable[..., list[Cuda]]
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_sessions_of_the_service_store_no_memory_pattern_for_each_shape(
+    encoder: ir.Model, concurrency: int, monkeypatch: pytest.MonkeyPatch
+):
+    opened: list[Any] = []
+
+    def recorded(*given: Any) -> Any:
+        opened.append(open_session(*given))
+        return opened[-1]
+
+    monkeypatch.setattr(backends, "open_session", recorded)
+    monkeypatch.setattr(backends, "available_cores", lambda: 2)
+    open_runner(encoder, RunnerOptions(concurrency=concurrency))
+    options = [session.native.get_session_options() for session in opened]
+    assert [each.enable_mem_pattern for each in options] == [False] * concurrency
+
+
 def test_open_runner_without_graphs_opens_one_session(encoder: ir.Model, patch_open_session: Patch):
     requested = patch_open_session()
     open_runner(encoder, RunnerOptions(Device("cuda"), cuda=Cuda(tf32=True), concurrency=4))
