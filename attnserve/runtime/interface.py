@@ -165,8 +165,8 @@ class SessionOptions:
         cuda: CUDA settings; by default exact float32 products.
         concurrency: Number of concurrent runs with ``Device.threads`` each. In ONNX
             Runtime, more runs are possible, and their threads wait for each other.
-        varied_shapes: Runs have many shapes. ONNX Runtime then stores no memory pattern for each: on
-            a CPU, patterns of 900 shapes of MiniLM take as much memory as its weights.
+        varied_shapes: Runs have many shapes, so that ONNX Runtime stores no memory pattern for
+            each. On a CPU, patterns of 900 shapes of MiniLM take 30 MB or more.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
         profile: Path prefix of the file of the profile.
