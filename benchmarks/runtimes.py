@@ -35,7 +35,6 @@ from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import InterleavedTimer, shape_sampler
 from attnserve.runtime.isolation import Worker
-from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Times
 from attnserve.serving.backends import RunnerOptions, open_runner
 from benchmarks._common import description, minilm, number_table, write_result
@@ -44,6 +43,7 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
 RUNTIMES = ("onnxruntime", "openvino", "auto")
+"""The compared choices; "auto" is last."""
 LENGTHS = (16, 32, 128, 512)
 BATCHES = (1, 8)
 
@@ -107,7 +107,7 @@ def _served(artifact: Artifact, device: Device) -> tuple[Session, dict[str, Any]
             report = fuse_lossless(artifact, file, device)
         except CannotRewrite as error:  # it is served as it is
             alone = replace(device, runtime=device.runtime_name)
-            return open_session(artifact.model, alone), {"why": error.what}
+            return open_runner(artifact.model, RunnerOptions(alone)), {"why": error.what}
         chosen = replace(device, runtime=report.runtime)
         long_rows = report.long_rows and asdict(report.long_rows)
         session = open_runner(file, RunnerOptions(chosen), long_rows=report.long_rows)
@@ -140,7 +140,7 @@ def _measure(artifact: Artifact, threads: int) -> dict[str, Any]:
     names = [" x ".join(map(str, next(iter(feed.values())).shape[:2])) for feed in _feeds(artifact)]
     *others, auto = (Times(dict(zip(names, ms.T, strict=True))) for ms in times)
     row: dict[str, Any] = {"choices": choices, "shapes": {}, "mean": {}}
-    for runtime, other in zip(RUNTIMES, others, strict=False):
+    for runtime, other in zip(RUNTIMES[:-1], others, strict=True):
         mean = auto.speedup_over(other)
         row["mean"][runtime] = [mean.value, *mean.ci95]
         for shape, speedup in auto.speedups_over(other).items():

@@ -33,7 +33,7 @@ from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.by_length import runtimes_by_length
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch
+from attnserve.runtime.interface import AS_SERVED, Batch
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
     shape_sampler,
@@ -313,7 +313,9 @@ class _Sessions:
     """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``."""
 
     def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
-        self.sessions = [open_session(model, device) for device in devices for model in models]
+        self.sessions = [
+            open_session(model, device, AS_SERVED) for device in devices for model in models
+        ]
         self.samplers: list[Callable[[int], np.ndarray]] = []
 
     def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:

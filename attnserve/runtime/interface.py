@@ -19,6 +19,7 @@ from attnserve.runtime.cuda import PARITY, Cuda
 from graph_passes.errors import InvalidData
 
 __all__ = [
+    "AS_SERVED",
     "DEFAULT_OPTIONS",
     "Batch",
     "Feed",
@@ -186,6 +187,9 @@ class SessionOptions:
 
 
 DEFAULT_OPTIONS = SessionOptions()
+
+AS_SERVED = SessionOptions(varied_shapes=True)
+"""Options of a session that is timed in place of the one that serves the model."""
 
 
 class Runtime(Protocol):

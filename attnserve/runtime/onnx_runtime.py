@@ -241,7 +241,8 @@ def _session_options(ort: Any, device: Device, session_options: SessionOptions) 
     options.intra_op_num_threads = threads
     if not session_options.spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.enable_mem_pattern = not session_options.varied_shapes
+    if session_options.varied_shapes and device.provider == "cpu":  # not measured on GPUs
+        options.enable_mem_pattern = False
     if not session_options.optimize:
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.add_session_config_entry("session.disable_prepacking", "1")

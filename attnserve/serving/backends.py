@@ -114,7 +114,7 @@ def open_runner(
     plain = SessionOptions(
         spinning=options.spinning,
         cuda=options.cuda,
-        varied_shapes=device.provider == "cpu",
+        varied_shapes=True,
         copied=tuple(copied),
         compiled=compiled,
     )

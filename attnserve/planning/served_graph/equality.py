@@ -16,7 +16,7 @@ from attnserve.fusion import DEFECT
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.quantized import rounds_activations
 from attnserve.runtime.inference_precision import computes_in_bfloat16
-from attnserve.runtime.interface import Batch, Session, SessionOptions
+from attnserve.runtime.interface import AS_SERVED, Batch, Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
@@ -103,7 +103,7 @@ class Reference:
         Raises:
             CannotRewrite: The model runs on no example inputs.
         """
-        session = open_session(path, device)
+        session = open_session(path, device, AS_SERVED)
         runs = list(runnable(model, COMPARED, session, padded=True))
         accepted = TOLERANCES[_computed_type(model)]
         if rounds_activations(model):

@@ -42,7 +42,7 @@ from attnserve.planning.served_graph.variants import (
 )
 from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch, LongRows, Session, row_length
+from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, Session, row_length
 from attnserve.runtime.interleaved_timer import time_shapes
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Times
@@ -269,7 +269,8 @@ def _open_equal(
             reference = references.get(variant.runtime, references[stated.runtime])
             session = reference.session
             if variant.passes or variant.runtime not in references:
-                session = open_session(variant.file, replace(stated, runtime=variant.runtime))
+                device = replace(stated, runtime=variant.runtime)
+                session = open_session(variant.file, device, AS_SERVED)
             differences = reference.compare(session)
             for feed in inputs:
                 session.run(None, feed)  # allocates, and picks kernels
