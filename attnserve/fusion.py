@@ -47,8 +47,8 @@ __all__ = [
     "fused_operators",
     "fusion_passes",
     "newest_opset",
+    "older_operators",
     "raise_opset_for",
-    "without_opsets",
 ]
 
 DEFECT = "this is a defect of attnserve: please report it with the model; nothing was written"
@@ -117,8 +117,11 @@ def fusion_passes(
     return (*passes, FoldBiases(), RESIDUAL_PASSES[provider][0]())
 
 
-def without_opsets(operators: Iterable[FusedOperator]) -> list[FusedOperator]:
-    """The operators that need no new opset: some versions of ONNX Runtime lack the others."""
+def older_operators(operators: Iterable[FusedOperator]) -> list[FusedOperator]:
+    """The operators that need no new opset.
+
+    Some versions of ONNX Runtime lack the newer ones, or have no fast kernel for them.
+    """
     return [operator for operator in operators if operator not in OPSETS]
 
 
@@ -214,7 +217,7 @@ def fuse_for(
         copy, passes = _fused_copy(model, runs_on, operators, is_timed_only=is_timed_only)
         if is_timed_only or _is_loaded(copy):
             return copy, passes
-        return _fused_copy(model, runs_on, without_opsets(operators))
+        return _fused_copy(model, runs_on, older_operators(operators))
     except CannotRewrite:
         return model, ()
     except InvalidModel as error:  # a defect of the fusion: the model is used without it

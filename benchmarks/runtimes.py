@@ -145,7 +145,7 @@ def _measure(artifact: Artifact, threads: int) -> dict[str, Any]:
         row["mean"][runtime] = [mean.value, *mean.ci95]
         for shape, speedup in auto.speedups_over(other).items():
             row["shapes"].setdefault(shape, {})[runtime] = [speedup.value, *speedup.ci95]
-    for shape, ms in auto.rounds.items():
+    for shape, ms in auto.by_shape.items():
         row["shapes"][shape]["auto_p50_ms"] = float(np.median(ms))
     return row
 

@@ -75,7 +75,7 @@ class Registry(Generic[Part]):
     Args:
         option: Name of the option that selects a part, for errors.
         parts: Parts of this package.
-        other_values: Values of the option that select no single part, for errors.
+        other_values: Further values that the option accepts, for errors.
     """
 
     def __init__(self, option: str, *parts: Part, other_values: Sequence[str] = ()) -> None:

@@ -108,13 +108,13 @@ class MixingComparison:
         if not times:
             return None
         original, *others = times
-        wanted = [each for each in self.job.workloads if each in original.rounds]
-        wanted = wanted or list(original.rounds)
+        wanted = [each for each in self.job.workloads if each in original.by_shape]
+        wanted = wanted or list(original.by_shape)
         return {
             kind: MixingReport(
                 kind=kind,
                 error=_finite(errors.get(kind)),
-                speedup=mixed.at(wanted).speedup_over(original.at(wanted)),
+                speedup=mixed.at(wanted).speedup_over(original),
                 slowest=min(
                     mixed.speedups_over(original).values(), key=lambda speedup: speedup.high
                 ),

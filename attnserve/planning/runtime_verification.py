@@ -103,10 +103,10 @@ def _is_kept(fidelity: Fidelity, expected: Fidelity, keep: float | None) -> bool
 
 
 def _simultaneous_bounds(qualities: Sequence[Quality]) -> dict[Subject, float]:
-    """Lower bounds that an equal runtime reaches for all qualities with a probability of 95 %.
+    """Lower bounds of the qualities that hold together with a confidence of 95 %.
 
-    By Bonferroni, each bound has a share of the error: with three bounds of 95 %, one of seven
-    equal runtimes would be refused. Ends of normal intervals have the ratio of their quantiles.
+    Each has an equal share of the error (Bonferroni). ``Quality.lower`` is widened as if its
+    interval were normal; for skewed losses, the exact bound is lower still.
     """
     share = (1 - CONFIDENCE) / max(len(qualities), 1)
     widening = NormalDist().inv_cdf(1 - share) / NormalDist().inv_cdf(CONFIDENCE)

@@ -211,7 +211,7 @@ def _speed(stages: _Stages, timed: Timed, runtimes: Sequence[str], device: Devic
     if stages.precision != "float32":
         changed = _fastest(timed, stages.precise, stages.runtimes) if stages.precise else final
     is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
-    workloads = list(fused.rounds)
+    workloads = list(fused.by_shape)
     return ServedSpeed(
         shapes=tuple((workload.batch, workload.length) for workload in workloads),
         phase=workloads[0].phase,
@@ -235,7 +235,7 @@ def _fastest(timed: Timed, stage: Sequence[ir.Model], runtimes: Sequence[str]) -
     every: list[Times[Workload]] = []
     for model, name in product(stage, runtimes):
         short, long = (timed[runtime, model] for runtime in runtimes_by_length(name))
-        lengths = {workload: workload.length for workload in short.rounds}
+        lengths = {workload: workload.length for workload in short.by_shape}
         every += [short] if short is long else short.splits(long, lengths).values()
     return min(every, key=lambda times: times.ms)
 
@@ -260,7 +260,7 @@ def time_models(
     runtimes: Sequence[str] = (),
     min_speedup: float = 0.0,
 ) -> list[Times[Workload]]:
-    """Times of each model at all workloads that every model runs; none if there is no such one.
+    """The times of each model, at the workloads that all models run; empty if there are none.
 
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
@@ -275,15 +275,11 @@ def time_models(
     count = len(models) * len(devices)
     total = SECONDS_PER_MODEL * count if seconds is None else seconds
     workloads, inputs = list(feeds), list(feeds.values())
-
-    def all_times(time_once: Callable[[], np.ndarray]) -> list[Times[Workload]]:
-        times = time_twice_if_slow(time_once, min_speedup)  # (workloads, models, rounds)
-        return [Times(dict(zip(workloads, ms, strict=True))) for ms in times.swapaxes(0, 1)]
-
     if context.timer is not None:
         timed = [TimedModel(model, inputs, device) for device in devices for model in models]
-        given = partial(context.timer, timed, total)
-        return all_times(lambda: np.array(given()))
+        time_given = partial(context.timer, timed, total)
+        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
+        return Times.of_models(workloads, times)
     progress = context.stage("time served models")
     with ExitStack() as stack:
         if sum(map(weight_bytes, models)) <= MOST_BYTES:
@@ -291,11 +287,16 @@ def time_models(
         else:
             files = _written(models, stack)
             call = stack.enter_context(Worker(_Sessions, files, devices)).call
-        workloads = [workloads[index] for index in call("accept", inputs)]
-        if not workloads:
+        accepted: list[int] = call("accept", inputs)
+        if not accepted:
             return []
         samplers = [partial(call, "sample", index) for index in range(count)]
-        return all_times(lambda: TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1))
+
+        def time_once() -> np.ndarray:
+            return TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
+
+        times = time_twice_if_slow(time_once, min_speedup)
+    return Times.of_models([workloads[index] for index in accepted], times)
 
 
 def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:

@@ -116,9 +116,9 @@ def product_flags() -> tuple[str, ...]:
     return tuple(flag for flag in PRODUCT_FLAGS if flag in flags)
 
 
-@cache
+@cache  # read for each text
 def has_matrix_unit() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16 (AMX)."""
+    """Whether this CPU multiplies tiles of bfloat16 (AMX); False if unknown."""
     return "amx_bf16" in cpu_flags()
 
 

@@ -161,10 +161,11 @@ class _Compiled:
 
     Args:
         compile: Returns a new ``openvino.CompiledModel``.
+        concurrency: Number of requests that may run it at once.
     """
 
-    def __init__(self, compile: Callable[[], Any]) -> None:
-        self._compile = compile
+    def __init__(self, compile: Callable[[], Any], concurrency: int) -> None:
+        self._compile, self.concurrency = compile, concurrency
         self._lock = Lock()
         self._model: Any = compile()
         self.numbers = count(1)
@@ -205,18 +206,30 @@ class _Request:
         return self._request.get_output_tensor(index).data
 
     def infer(self, feed: Feed) -> None:
-        """Run the request; again if another request broke the model in the meantime."""
-        for attempt in range(1, MOST_ATTEMPTS + 1):
+        """Run the request; again if another request may have broken the model in the meantime.
+
+        A run that reports a broken model first may have broken it, or may have run beside the one
+        that did. Beside others, it is therefore refused when it is the first for a second time.
+
+        Raises:
+            RunFailed: The inputs are refused; of kind "device", others broke each new model.
+        """
+        reports = 0
+        for _ in range(MOST_ATTEMPTS):
             model = self._compiled.get()
             failure = self._attempt(model, feed)
             if failure is None:
                 return
             self.close()
-            if self._compiled.discard(model) or attempt == MOST_ATTEMPTS:
+            reports += self._compiled.discard(model)
+            del model  # before the next one is compiled
+            if reports == min(self._compiled.concurrency, 2):
                 self._compiled.get()  # this request waits for the new model, and not the next one
                 raise failure
+        raise RunFailed("other runs broke the model again and again", feed, "device")
 
     def _attempt(self, model: Any, feed: Feed) -> RunFailed | None:
+        """Run once; return why the run failed, None if it succeeded."""
         if self._model is not model:
             self._start(model)
         number = next(self._compiled.numbers)
@@ -268,7 +281,7 @@ class OpenVinoSession:
         ]
         self._outputs = [_value_info(value) for value in graph.outputs]
         self._types = {info.name: _numpy_type(info) for info in self._inputs}
-        compiled = _Compiled(compile)
+        compiled = _Compiled(compile, concurrency)
         # Last in, first out: the memory of the request that ran last is in the caches.
         self._free: LifoQueue[_Request] = LifoQueue()
         for _ in range(concurrency):

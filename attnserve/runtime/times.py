@@ -45,45 +45,49 @@ class Times(Generic[Shape]):
     """Milliseconds of the runs of one model.
 
     Attributes:
-        rounds: By shape, (rounds,). Models that are timed together have the same rounds.
+        by_shape: The milliseconds of each round, (rounds,). Models that are timed together have the
+            same rounds.
     """
 
-    rounds: Mapping[Shape, np.ndarray]
+    by_shape: Mapping[Shape, np.ndarray]
+
+    @classmethod
+    def of_models(cls, shapes: Sequence[Shape], ms: np.ndarray) -> list[Times[Shape]]:
+        """The times of each model, from milliseconds (shapes, models, rounds)."""
+        return [cls(dict(zip(shapes, of_model, strict=True))) for of_model in ms.swapaxes(0, 1)]
 
     @property
     def ms(self) -> float:
         """The geometric mean over shapes of the median of the rounds."""
-        return math.exp(np.mean([np.log(np.median(ms)) for ms in self.rounds.values()]))
+        return math.exp(np.mean([np.log(np.median(ms)) for ms in self.by_shape.values()]))
 
     def speedup_over(self, reference: Times[Shape]) -> Speedup:
-        """The speed-up over another model; see ``paired_speedup``."""
-        shapes = self.rounds.keys()
-        return paired_speedup([reference.rounds[s] for s in shapes], [*self.rounds.values()])
+        """The speed-up over another model at the shapes of these times (``paired_speedup``)."""
+        before = [reference.by_shape[shape] for shape in self.by_shape]
+        return paired_speedup(before, list(self.by_shape.values()))
 
     def speedups_over(self, reference: Times[Shape]) -> dict[Shape, Speedup]:
         """The speed-up over another model at each shape."""
-        return {
-            shape: self.at([shape]).speedup_over(reference.at([shape])) for shape in self.rounds
-        }
+        return {shape: self.at([shape]).speedup_over(reference) for shape in self.by_shape}
 
     def at(self, shapes: Sequence[Shape]) -> Times[Shape]:
         """The times at some of the shapes."""
-        return Times({shape: self.rounds[shape] for shape in shapes})
+        return Times({shape: self.by_shape[shape] for shape in shapes})
 
     def splits(self, long: Times[Shape], lengths: Mapping[Shape, int]) -> dict[int, Times[Shape]]:
-        """The times if longer rows run elsewhere, by the number of tokens above which they do.
+        """The times of short rows from here and of long rows from ``long``.
 
-        That number is the geometric mean of two timed lengths.
+        Keys are the lengths above which a row is long: the geometric means of two neighboring timed
+        lengths. With one length, as of inputs without tokens, there are none.
 
         Args:
-            long: The times of the long rows.
             lengths: Tokens of a row at each shape.
         """
         pairs = itertools.pairwise(sorted(set(lengths.values())))
         return {
             above: Times({
-                shape: (long.rounds[shape] if lengths[shape] > above else ms)
-                for shape, ms in self.rounds.items()
+                shape: long.by_shape[shape] if lengths[shape] > above else ms
+                for shape, ms in self.by_shape.items()
             })
             for above in (math.isqrt(shorter * longer) for shorter, longer in pairs)
         }  # fmt: skip

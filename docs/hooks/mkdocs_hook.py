@@ -16,7 +16,7 @@ from latex2mathml.converter import convert
 from docs.hooks import reference, tables, training
 
 MODULES = {"tables": tables, "reference": reference, "training": training}
-DIRECTIVE = re.compile(r"^<!-- generate: (\w+)\.(\w+)(?: ([\w -]+))? -->$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^<!-- generate: (\w+)\.(\w+)(?: ([\w /-]+))? -->$", re.MULTILINE)
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 

@@ -60,6 +60,9 @@ def test_registry_unknown_name_is_refused_with_the_known_ones(no_plugins: object
     with raises(InvalidArgument, "kind.unknown", "expected one or two") as caught:
         _ = parts["x" * 9999]
     assert len(caught.value.what) < 200
+    parts = Registry("kind", Part("one"), other_values=("all",))
+    with raises(InvalidArgument, "kind.unknown", "expected one or all"):
+        _ = parts["two"]
 
 
 def test_registry_loads_no_plugins_for_its_own_parts(no_plugins: pytest.MonkeyPatch) -> None:

@@ -72,7 +72,7 @@ def select_heads(request: Request) -> HeadSelection:
     """Select the heads that a request describes.
 
     Each selection depends on those before it: skipped layers have no heads to prune, and pruned
-    heads cannot be reused.
+    heads cannot be reused. ``request.warnings`` receives the layers that are left as they are.
 
     Raises:
         InvalidArgument: The request does not fit the model, or there is no data to measure on.
@@ -127,10 +127,11 @@ def _require_not_skipped(parameter: str, layers: Collection[str], skipped: Skipp
 
 def _masks(request: Request, skipped: Skipped) -> Masks:
     rewrites = request.rewrites
+    masks: Masks = {}
     if rewrites.prune_heads is not None:
         masks = _explicit_masks(request, rewrites.prune_heads, skipped)
-    else:
-        masks = {} if rewrites.prune is None else _measured_masks(request, rewrites.prune, skipped)
+    elif rewrites.prune is not None:
+        masks = _measured_masks(request, rewrites.prune, skipped)
     return {name: mask for name, mask in masks.items() if not all(mask)}
 
 

@@ -247,11 +247,11 @@ class Judge:
             ShapeLatency(
                 batch=workload.batch,
                 sequence=workload.length,
-                original_ms=float(np.median(before.rounds[workload])),
+                original_ms=float(np.median(before.by_shape[workload])),
                 ms=float(np.median(ms)),
-                speedup=float(np.median(before.rounds[workload] / ms)),
+                speedup=float(np.median(before.by_shape[workload] / ms)),
             )
-            for workload, ms in after.rounds.items()
+            for workload, ms in after.by_shape.items()
         ]
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:

@@ -21,7 +21,7 @@ from attnserve.fusion import (
     ATTENTION_OPERATORS,
     fused_operators,
     fusion_passes,
-    without_opsets,
+    older_operators,
 )
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
@@ -95,11 +95,11 @@ def fuse_lossless(
     try:
         return _fuse_and_check(source, model, passes, path, device, timer)
     except AttnserveError:
-        operators = without_opsets(ATTENTION_OPERATORS[device.provider])
+        operators = older_operators(ATTENTION_OPERATORS[device.provider])
         older = fusion_passes(model, device.provider, operators) if passes else ()
         if fused_operators(older) == fused_operators(passes):
             raise
-    # Not in the handler: its exception keeps the sessions of the first attempt.
+    # The second attempt is not in the handler: the exception keeps the sessions of the first one.
     return _fuse_and_check(source, model, older, path, device, timer)
 
 

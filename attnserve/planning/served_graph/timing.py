@@ -55,7 +55,7 @@ def time_variants(
     seconds = TIMED_S * len(sessions) / 2
     times = time_twice_if_slow(lambda: timer(runs, seconds), MIN_LOSSLESS_GAIN)
     names = [shape_name(feed) for feed in inputs]
-    first, *others = (Times(dict(zip(names, ms, strict=True))) for ms in times.swapaxes(0, 1))
+    first, *others = Times.of_models(names, times)
     return first, others
 
 
@@ -78,8 +78,8 @@ def speed_refusal(original: Times[str], times: Times[str]) -> Refusal | None:
     Shapes at which the original itself runs do not count: it may be the part of a variant that runs
     short or long rows.
     """
-    changed = [shape for shape, ms in original.rounds.items() if times.rounds[shape] is not ms]
-    mean = times.at(changed).speedup_over(original.at(changed)).value if changed else 1.0
+    changed = [shape for shape, ms in original.by_shape.items() if times.by_shape[shape] is not ms]
+    mean = times.at(changed).speedup_over(original).value if changed else 1.0
     if mean < MIN_LOSSLESS_GAIN:
         reason = f"the fused model runs {mean:.2f}x as fast, expected at least {MIN_LOSSLESS_GAIN}x"
         return Refusal("slow", reason)

@@ -154,8 +154,8 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     found = served_speed.time_models(
         [model, model.clone()], feeds, context=RunContext(), seconds=0.01
     )
-    assert [list(times.rounds) for times in found] == [shapes[:1]] * 2
-    assert all((times.rounds[shapes[0]] > 0).all() for times in found)
+    assert [list(times.by_shape) for times in found] == [shapes[:1]] * 2
+    assert all((times.by_shape[shapes[0]] > 0).all() for times in found)
 
 
 @pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.97, 2)])
@@ -172,7 +172,7 @@ def test_time_models_are_timed_twice_if_one_seems_slow(least: float, runs: int, 
     found = served_speed.time_models(models, feeds, context=context, min_speedup=least)
     assert len(second_ms) == 2 - runs
     expected = [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
-    assert [times.rounds[SHAPES[0]].tolist() for times in found] == expected
+    assert [times.by_shape[SHAPES[0]].tolist() for times in found] == expected
 
 
 def test_served_lengths_are_requested_or_those_of_the_data() -> None:

@@ -21,6 +21,7 @@ from attnserve.models.example_inputs import random_batches
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.precision.convert import context_for
 from attnserve.runtime import openvino_runtime
+from attnserve.runtime.by_length import LengthRunner
 from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import Feed, RunFailed, Session, SessionOptions
 from attnserve.runtime.machine import has_bfloat16_product
@@ -178,24 +179,49 @@ def test_runs_of_several_threads_give_their_own_results(
     assert not wrong
 
 
+@pytest.mark.parametrize(
+    ("broken", "error"), [(3, None), (openvino_runtime.MOST_ATTEMPTS, "device")]
+)
 def test_a_run_is_repeated_while_other_runs_break_its_model(
-    pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
+    broken: int, error: str | None, pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
 ):
     request_type = openvino_runtime._Request
     attempt, discarded = request_type._attempt, list[bool]()
 
-    def broken(request: Any, model: Any, feed: Feed) -> RunFailed | None:
-        if len(discarded) < 3:
+    def attempted(request: Any, model: Any, feed: Feed) -> RunFailed | None:
+        if len(discarded) < broken:
             discarded.append(request._compiled.discard(model))
             return RunFailed("another run broke the model", feed)
         return attempt(request, model, feed)
 
-    monkeypatch.setattr(request_type, "_attempt", broken)
-    session = open_session(table(), OPENVINO)
-    got, expected = (result(each, ids_of(2, 4)) for each in (session, pair[0]))
-    assert got is not None and expected is not None
-    np.testing.assert_allclose(got, expected, atol=1e-6)
-    assert discarded == [True] * 3
+    monkeypatch.setattr(request_type, "_attempt", attempted)
+    session, feed = open_session(table(), OPENVINO), ids_of(2, 4)
+    if error:
+        with raises(RunFailed, "session.inputs_refused") as failed:
+            session.run(None, feed)
+        assert failed.value.kind == error
+    else:
+        np.testing.assert_allclose(*(each.run(None, feed)[0] for each in (session, pair[0])))
+    assert discarded == [True] * broken
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_refused_run_is_repeated_once_if_others_may_run_beside_it(
+    concurrency: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A run beside the one that breaks a model may report it first."""
+    attempts: list[RunFailed | None] = []
+    attempt = openvino_runtime._Request._attempt
+
+    def attempted(*given: Any) -> RunFailed | None:
+        attempts.append(attempt(*given))
+        return attempts[-1]
+
+    monkeypatch.setattr(openvino_runtime._Request, "_attempt", attempted)
+    session = open_session(table(), OPENVINO, SessionOptions(concurrency=concurrency))
+    assert result(session, ids_of(1, POSITIONS + 1)) is None
+    assert len(attempts) == concurrency and all(attempts)
+    assert result(session, ids_of(1, POSITIONS)) is not None
 
 
 def test_run_waits_while_the_model_that_another_run_broke_is_compiled_again(
@@ -347,17 +373,21 @@ def masked(rows: int, tokens: int, seen: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("tokens", [5, 256, 257])
-@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize(
+    ("has_unit", "is_known"), [(True, True), (True, False), (False, True)],
+    ids=["matrix unit", "unknown setting", "no matrix unit"],
+)  # fmt: skip
 def test_attention_in_bfloat16_equals_float32_at_each_length(
-    tokens: int, is_known: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, has_unit: bool, is_known: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(openvino_runtime, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(openvino_runtime, "has_matrix_unit", lambda: has_unit)
     if not is_known:
         monkeypatch.setattr(openvino_runtime, "SEPARATE_OPERATORS", {"NO_SETTING": "1"})
     model = ir.from_onnx_text(ATTENTION.replace("BOUND", FINITE))
     exact = open_session(model, ONE_THREAD)
     compute_in_bfloat16(model)
     session = open_session(model, OPENVINO)
+    assert isinstance(session, LengthRunner) == (has_unit and is_known)
     for rows in (1, 3):
         feed = masked(rows, tokens, tokens - 1)
         (expected,), (got,) = (each.run(None, feed) for each in (exact, session))
