@@ -1,7 +1,7 @@
 """What ``--runtime auto`` chooses, beside ONNX Runtime alone and OpenVINO alone.
 
     pip install 'attnserve[openvino,demo]'
-    python -m benchmarks.runtimes [--vit VIT_MNIST.onnx] [--threads 1 2]
+    python -m benchmarks.runtimes [--vit VIT_MNIST.onnx] [--threads 1 2] [--only MODEL]
 
 Four models: all-MiniLM-L6-v2, the shapes of BERT-base and ModernBERT-base with random weights, and
 an image classifier (--vit). Each is fused and chosen as ``attnserve serve`` does it, three times:
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -37,7 +38,7 @@ from attnserve.runtime.interleaved_timer import InterleavedTimer, shape_sampler
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.times import Times
 from attnserve.serving.backends import RunnerOptions, open_runner
-from benchmarks._common import description, minilm, number_table, write_result
+from benchmarks._common import description, minilm, number_table, stored_rows, write_result
 from benchmarks.shapes import random_model
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
@@ -50,17 +51,20 @@ BATCHES = (1, 8)
 SECONDS = 100.0
 """Time of the measurement of one model at all shapes."""
 
-TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=4, max_rounds=100)
+TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=4, max_rounds=100, pause_seconds=5e-3)
+"""The pause is longer than the threads of ONNX Runtime wait busily after a run (1 ms)."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("--vit", type=Path, help="an image classifier, as .onnx")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--only", nargs="+", metavar="MODEL", help="keep the rows of the others")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    stored = stored_rows("runtimes") if options.only else []
+    rows = [row for row in stored if row["model"] not in options.only]
     with tempfile.TemporaryDirectory() as name:
-        for model, artifact in _models(Path(name), options.vit):
+        for model, artifact in _models(Path(name), options.vit, options.only):
             for threads in options.threads:
                 rows.append({"model": model, "threads": threads, **_measure(artifact, threads)})
                 print(rows[-1], flush=True)
@@ -70,15 +74,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _models(folder: Path, vit: Path | None) -> list[tuple[str, Artifact]]:
+def _models(
+    folder: Path, vit: Path | None, only: Sequence[str] | None
+) -> Iterator[tuple[str, Artifact]]:
     """The models by name."""
-    attnserve.export(minilm(), folder / "minilm")
-    models = [("MiniLM", open_artifact(folder / "minilm"))]
+    if only is None or "MiniLM" in only:
+        attnserve.export(minilm(), folder / "minilm")
+        yield "MiniLM", open_artifact(folder / "minilm")
     for shape in ("BERT-base", "ModernBERT"):
-        place = folder / shape
-        place.mkdir()
-        models.append((f"{shape} shape", open_artifact(random_model(shape, place))))
-    return [*models, ("vit_mnist", open_artifact(vit))] if vit is not None else models
+        if only is None or f"{shape} shape" in only:
+            place = folder / shape
+            place.mkdir()
+            yield f"{shape} shape", open_artifact(random_model(shape, place))
+    if vit is not None and (only is None or "vit_mnist" in only):
+        yield "vit_mnist", open_artifact(vit)
 
 
 class Served:

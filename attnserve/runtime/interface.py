@@ -162,7 +162,8 @@ class SessionOptions:
         optimize: False disables the graph optimizations of the runtime.
         spinning: Busy-wait in idle threads, which is fastest for the only session of a process.
             Spinning sessions that run alternately block each other's cores: they are up to three
-            times slower, and ratios of their times are wrong by up to 60 %.
+            times slower, and ratios of their times are wrong by up to 60 %. In one process, pauses
+            between the runs do not help.
         cuda: CUDA settings; by default exact float32 products.
         concurrency: Number of concurrent runs with ``Device.threads`` each. In ONNX
             Runtime, more runs are possible, and their threads wait for each other.
