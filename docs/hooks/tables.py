@@ -389,25 +389,23 @@ def throughput(name: str = "throughput") -> str:
     return "\n\n".join((table(header, rows), source(name)))
 
 
-def runtimes() -> str:
+def runtimes(name: str) -> str:
     """The speed of the automatic choice of the runtime over each runtime alone."""
-    if not (RESULTS / "runtimes.json").is_file():
-        return "No result of it is committed yet."
     names = {"onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
     rows: list[list[str]] = []
-    for row in load("runtimes")["rows"]:
+    for row in load(name)["rows"]:
         cells = [
             f"{times(value)} ({low:.2f} to {high:.2f})"
-            for value, low, high in (row["mean"][name] for name in names)
+            for value, low, high in (row["mean"][runtime] for runtime in names)
         ]
-        lowest = min(min(shape[name][0] for name in names) for shape in row["shapes"].values())
+        lowest = min(min(shape[each][0] for each in names) for shape in row["shapes"].values())
         choice = row["choices"]["auto"]
         runtime = names[choice.get("runtime", "onnxruntime")]
         if long := choice.get("long_rows"):
             runtime += f", {names[long['runtime']]} above {long['above']} tokens"
         rows.append([f"{row['model']}, {row['threads']} threads", *cells, times(lowest), runtime])
     header = ["model", *(f"over {name}" for name in names.values()), "lowest at a shape", "runs in"]
-    return "\n\n".join((table(header, rows), source("runtimes")))
+    return "\n\n".join((table(header, rows), source(name)))
 
 
 def rerank() -> str:
