@@ -403,7 +403,8 @@ def runtimes(name: str) -> str:
         runtime = names[choice.get("runtime", "onnxruntime")]
         if long := choice.get("long_rows"):
             runtime += f", {names[long['runtime']]} above {long['above']} tokens"
-        rows.append([f"{row['model']}, {row['threads']} threads", *cells, times(lowest), runtime])
+        threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+        rows.append([f"{row['model']}, {threads}", *cells, times(lowest), runtime])
     header = ["model", *(f"over {name}" for name in names.values()), "lowest at a shape", "runs in"]
     return "\n\n".join((table(header, rows), source(name)))
 
