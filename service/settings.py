@@ -185,7 +185,7 @@ class Settings(EnvironmentOptions):
     ] = None
     run_overhead_tokens: NonNegativeInt | None = Field(
         default=None,
-        description="Maximum padding that a row may add to a batch, in tokens: the cost of"
+        description="Maximum padding that a row may add to a batch, in tokens: half of the cost of"
         " starting a run. By default it is measured when a model is loaded on a CPU, and"
         f" {RUN_OVERHEAD['cuda']} on CUDA.",
     )

@@ -154,7 +154,7 @@ class Model:
         self.rows_are_independent = False
         self.max_rows: int | None = 1
         self.run_overhead: int | None = None
-        """Padding in tokens that costs as much as another run; None if not measured."""
+        """Padding in tokens that costs half as much as starting a run; None if not measured."""
 
     # -- description, cost and runtime ------------------------------------------------------------
 

@@ -120,7 +120,7 @@ class PaddingSession(Session, Protocol):
 
 
 def run_overhead(session: Session, example: Feed) -> int | None:
-    """The padding that costs no more than another run, in tokens; None for other inputs.
+    """The padding that costs half as much as starting a run, in tokens; None for other inputs.
 
     Args:
         example: Inputs that the session runs.
