@@ -81,13 +81,7 @@ class CohereResponse(Body):
     usage: CohereUsage
 
 
-@serve_at(
-    router,
-    "/v1/rerank",
-    "/v2/rerank",
-    response_model=CohereResponse,
-    response_model_exclude_none=True,
-)
+@serve_at(router, "/v1/rerank", "/v2/rerank", response_model=CohereResponse)
 async def rerank_documents(exchange: Here, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = exchange.acquire(body.model)

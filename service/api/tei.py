@@ -176,7 +176,7 @@ async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     return await respond(exchange, engine, answer, content)
 
 
-@_route("/rerank", response_model=list[Rank], response_model_exclude_none=True)
+@_route("/rerank", response_model=list[Rank])
 async def rerank(exchange: Here, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
     engine = exchange.acquire(body.model, body.version)
