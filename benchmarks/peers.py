@@ -41,7 +41,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions, time_shapes
+from attnserve.runtime.interleaved_timer import BENCHMARK, shape_sampler, time_functions
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import paired_speedup
 from attnserve.serving.backends import RunnerOptions, open_runner
@@ -250,7 +250,9 @@ def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]
     feeds = [example_inputs(graph, Workload.of(1, length)) for length in LENGTHS]
     runs = [[partial(run, feed) for feed in feeds] for run in models.values()]
     times = {
-        "turns": time_shapes(runs, shortened(SECONDS * len(LENGTHS)), BENCHMARK),
+        "turns": BENCHMARK.time(
+            [shape_sampler(each) for each in runs], shortened(SECONDS * len(LENGTHS))
+        ).transpose(2, 0, 1),
         "repeated": [
             time_functions(each, shortened(SECONDS), BENCHMARK) for each in zip(*runs, strict=True)
         ],
