@@ -93,28 +93,35 @@ class _BlockSums:
         self.queries += int(real.sum())
         self.x_sum = self.x_sum + x[real].sum(0)
         self.x_products = self.x_products + x[real].T @ x[real]
+        tokens = y.astype(np.float64)
+        tokens -= tokens.mean(1, keepdims=True)  # the same variances, with smaller rounding errors
+        spread_tokens = np.empty_like(tokens)
         for row in range(B):  # one sequence at a time: (H, S, T) in double precision
-            self._add_sequence(p[row].astype(np.float64), y[row].astype(float), contributions[row])
+            spread = self._add_sequence(p[row].astype(np.float64), contributions[row])
+            spread_tokens[row] = spread @ tokens[row]
+        width = tokens.shape[-1]
+        self.y_spread = self.y_spread + tokens.reshape(-1, width).T @ spread_tokens.reshape(
+            -1, width
+        )
 
-    def _add_sequence(self, p: np.ndarray, y: np.ndarray, contributions: np.ndarray) -> None:
-        """Add the variances of keys and of written values under p, for one sequence.
-
-        The variance of the keys, sum_t p y y^T - ybar ybar^T, summed over heads and queries, is
-        y^T (diag(sum p) - sum p p^T) y. This form needs one T x T matrix, where ybar ybar^T would
-        be multiplied out for every head and query.
+    def _add_sequence(self, p: np.ndarray, contributions: np.ndarray) -> np.ndarray:
+        """Add the variances of written values under p, for one sequence.
 
         Args:
             p: Probabilities, (H, S, T).
-            y: Tokens of the keys, (T, E).
             contributions: Values times ``_write_root``, (H, T, V).
+
+        Returns:
+            The matrix M of the variance of the keys, (T, T). That variance,
+            sum_t p y y^T - ybar ybar^T, summed over heads and queries, is y^T M y with
+            M = diag(sum p) - sum p p^T. This form needs one T x T matrix, where ybar ybar^T would
+            be multiplied out for every head and query.
         """
-        y = y - y.mean(0)  # the same variances, with smaller rounding errors
-        rows = p.reshape(-1, p.shape[-1])  # H*S T
-        spread = np.diag(rows.sum(0)) - rows.T @ rows  # T T
-        self.y_spread = self.y_spread + y.T @ (spread @ y)
         means = p @ contributions  # H S V
         squares = (p @ (contributions**2)).sum(-1) - (means**2).sum(-1)  # H S
         self.head_spread = self.head_spread + squares.sum(1)
+        rows = p.reshape(-1, p.shape[-1])  # H*S T
+        return np.diag(rows.sum(0)) - rows.T @ rows
 
     def moments(self) -> TokenMoments:
         """The moments of all batches.

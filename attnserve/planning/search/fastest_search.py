@@ -105,19 +105,15 @@ class FastestSearch(FrontSearch):
         """The largest loss of a model that keeps enough."""
         return allowed_loss(self.keep)
 
-    def run(self) -> Candidate | None:
-        fastest = self.find_fastest()
-        return None if fastest is None else self.find_less_lossy(fastest)
-
     def run_from_fastest(self) -> Candidate | None:
         fastest = self.build(self.front.choices[-1])
-        return fastest if fastest.loss <= self.allowed else self.find_fastest()
+        return fastest if fastest.loss <= self.allowed else self.run()
 
-    def find_fastest(self) -> Candidate | None:
+    def run(self) -> Candidate | None:
         """Find the fastest choice that meets the goal of quality.
 
-        Returns:
-            None if even the first choice loses too much in float32.
+        Of choices that are equally fast within ``SAME_MS``, only the one with the least loss is
+        measured.
         """
         choices, precision = self.front.choices, self.front.precision
         least_lossy = self.build_first()
@@ -146,11 +142,12 @@ class FastestSearch(FrontSearch):
         measured = {0: start}  # by index
 
         def aim(low: int, high: int) -> int | None:
-            if self.front.is_near(low, high):
-                return None
             if len(measured) == 1:
-                return self.front.index_of(first_guess(measure, limit - start))
-            return self.front.index_of(self._next_guess(low, high, limit, measured))
+                guess = first_guess(measure, limit - start)
+            else:
+                guess = self._next_guess(low, high, limit, measured)
+            index = min(max(self.front.index_of(guess), low + 1), high - 1)
+            return self._aimed(index, low, high)
 
         def keeps(index: int) -> BisectStep:
             loss = self._measure_loss(choices[index]) ** power
@@ -160,16 +157,23 @@ class FastestSearch(FrontSearch):
         low, _ = bisect(0, len(choices), MAX_CANDIDATES, aim=aim, probe=keeps)
         return self.build(choices[low])
 
-    def find_less_lossy(self, candidate: Candidate) -> Candidate:
-        """Find a choice that loses less and whose time does not differ significantly."""
+    def _aimed(self, index: int, low: int, high: int) -> int | None:
+        """The least lossy choice that is as fast as ``index``, and faster than ``low``.
+
+        Args:
+            index: The choice at which the limit is expected.
+            low, high: The measured choices on both sides, by index; see ``bisect``.
+
+        Returns:
+            None if no choice between them is worth measuring.
+        """
         front = self.front
-        ms = SAME_MS * front.predicted_ms(candidate.choice)
-        less_lossy = front.choices[front.first_within(ms)]
-        if less_lossy.loss >= candidate.choice.loss:
-            return candidate
-        built = self.build(less_lossy)
-        as_fast = self.judge.measure_speedup_over(built, candidate).low <= 1
-        return built if as_fast and built.loss <= candidate.loss else candidate
+        slow, same = (front.predicted_ms(front.choices[place]) for place in (low, index))
+        faster = front.first_within(slow / SAME_MS)
+        if low and index < faster:
+            return None
+        aimed = max(faster, front.first_within(SAME_MS * same))
+        return aimed if aimed < high else None
 
     def verify(self, candidate: Candidate | None) -> Verified:
         if candidate is None:

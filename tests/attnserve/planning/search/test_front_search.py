@@ -154,18 +154,13 @@ def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
     assert run(least_high=8) == (0, 8)
 
 
-@pytest.mark.parametrize(
-    ("gain", "index"), [(NO_GAIN, 2), (Speedup(value=1.05, ci95=(1.01, 1.09)), 3)]
-)
-def test_find_less_lossy_takes_less_loss_at_the_same_speed(gain: Speedup, index: int) -> None:
-    found = search(FakeJudge(gain=gain)).find_less_lossy(candidate_of(FRONT[3]))
-    assert found.choice == FRONT[index]
-
-
-def test_find_less_lossy_builds_nothing_where_no_choice_is_as_fast() -> None:
-    judge, built = FakeJudge(), candidate_of(FRONT[4])
-    assert search(judge, keep=0.9).find_less_lossy(built) is built
-    assert judge.built == []
+@pytest.mark.parametrize(("keep", "index"), [(0.995, 2), (0.991, 2), (0.99, 2), (0.95, 4)])
+def test_search_takes_the_least_loss_at_the_same_speed(keep: float, index: int) -> None:
+    """Choice 3 loses 0.009 in place of 0.005, and is 1.01x as fast as choice 2."""
+    judge = FakeJudge()
+    found = search(judge, keep=keep).run()
+    assert found is not None and found.choice == FRONT[index]
+    assert FRONT[3] not in judge.built
 
 
 def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
@@ -257,8 +252,8 @@ def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
 ):
     """On a front of a hundred choices."""
     judge = FakeJudge(loss)
-    front = front_of([Choice(n / 1000, 10 - n / 20, (n,)) for n in range(100)])
-    found = search(judge, front=front).find_fastest()
+    front = front_of([Choice(n / 1000, 10 * 0.97**n, (n,)) for n in range(100)])
+    found = search(judge, front=front).run()
     assert found is not None and found.choice.loss >= least
     assert loss(found.choice.loss) <= 0.01
     assert len(judge.measured) <= 1 + MAX_CANDIDATES
