@@ -51,8 +51,7 @@ BATCHES = (1, 8)
 SECONDS = 100.0
 """Time of the measurement of one model at all shapes."""
 
-TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=4, max_rounds=100, pause_seconds=5e-3)
-"""The pause is longer than the threads of ONNX Runtime wait busily after a run (1 ms)."""
+TIMER = InterleavedTimer(sample_seconds=2e-3, min_rounds=4, max_rounds=100)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run, Timing
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
-from attnserve.runtime.interface import RunFailed, SessionOptions
+from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
@@ -396,7 +396,7 @@ class _Runner:
     """A model and its session, in a separate process."""
 
     def __init__(self, model: Path, device: Device) -> None:
-        self.session = open_session(model, device, SessionOptions(spinning=True))
+        self.session = open_session(model, device)
 
     def feed(self, inputs: Inputs) -> None:
         """Use these inputs in the following samples."""

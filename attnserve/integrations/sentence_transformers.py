@@ -23,7 +23,7 @@ from attnserve.models.library_files import LibraryModel, library_model
 from attnserve.models.onnx_files import load_model
 from attnserve.models.tokenizer import model_inputs
 from attnserve.paths import StrPath
-from attnserve.runtime.interface import RunFailed, Session, SessionOptions
+from attnserve.runtime.interface import RunFailed, Session
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidData, InvalidModel, MissingExtra
 
@@ -77,11 +77,8 @@ def load(
             code="integration.not_loadable",
         )
     library = _import_library()
-    session = open_session(
-        fused_for_libraries(graph, provider),
-        Device(provider, threads, runtime),
-        SessionOptions(spinning=True),
-    )
+    device = Device(provider, threads, runtime)
+    session = open_session(fused_for_libraries(graph, provider), device)
     config = artifact.companion("config.json")
     assert config is not None  # library_model has read it
     tokenizer = artifact.tokenizer

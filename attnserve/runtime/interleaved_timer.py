@@ -47,14 +47,11 @@ class InterleavedTimer:
         sample_seconds: A sample repeats a faster function up to about this time.
         min_rounds: Minimum number of rounds, even.
         max_rounds: Maximum number of rounds, even.
-        pause_seconds: Time before each sample, in which idle threads of sessions with
-            ``SessionOptions.spinning`` end their busy waiting.
     """
 
     sample_seconds: float
     min_rounds: int
     max_rounds: int
-    pause_seconds: float = 0.0
 
     def time(
         self,
@@ -82,13 +79,11 @@ class InterleavedTimer:
             sample_seconds = (time.perf_counter() - start) / 2
             repeats.append(max(1, math.ceil(self.sample_seconds / call_seconds)))
             round_seconds += sample_seconds + (repeats[-1] - 1) * call_seconds
-            round_seconds += self.pause_seconds
         count = rounds or self.rounds_within(seconds, round_seconds)
         times = np.empty((len(samplers), count, *first.shape))
         order = range(len(samplers))
         for index in range(count):
             for i in reversed(order) if index % 2 else order:
-                time.sleep(self.pause_seconds)
                 times[i, index] = np.multiply(1e3, samplers[i](repeats[i]))
             if progress is not None:
                 progress(index + 1, count)

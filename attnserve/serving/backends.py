@@ -54,7 +54,7 @@ class RunnerOptions:
     Attributes:
         device: Device of the model.
         cuda: CUDA settings of a session; ``cuda.graphs`` follows ``cuda_graphs``.
-        spinning: Busy-wait in idle threads.
+        spinning: Wait busily for the next operator during a run.
         cuda_graphs: Maximum number of shapes that are captured as CUDA graphs; 0 for none.
         concurrency: Maximum number of concurrent runs. A session with CUDA graphs has one run at a
             time, so this many sessions are opened, each with its own weights and
