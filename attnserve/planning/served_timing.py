@@ -1,4 +1,4 @@
-"""Time models in sessions like those that serve them, in a child process that frees their memory."""
+"""Time models in sessions like those that serve them, in a child process: its end frees memory."""
 
 from __future__ import annotations
 
