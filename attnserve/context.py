@@ -9,8 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np
     import onnx_ir as ir
 
@@ -70,7 +68,7 @@ ONE_THREAD = Device(threads=1)
 class TimedModel(NamedTuple):
     """A model to time on a device, and its inputs at each shape."""
 
-    model: ir.Model | Path
+    model: ir.Model
     feeds: Sequence[Mapping[str, np.ndarray]]
     device: Device
 

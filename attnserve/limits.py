@@ -21,13 +21,14 @@ __all__ = [
 # ---- speed -----------------------------------------------------------------------------------
 
 MIN_GAIN = 1.01
-"""The lowest speed-up that counts as a gain; a lower one may be noise of the timings. If the speeds
-of two models differ by less, the model with less loss is selected. A fused model is faster than
-another one if the lower end of the 95 % interval of their speed-up is at least ``MIN_GAIN``."""
+"""The lowest speed-up that counts as a gain; a lower one may be noise of the timings. A fused model
+is faster than another one if the lower end of the 95 % interval of their speed-up is at least
+``MIN_GAIN``."""
 
 SAME_MS = 1.02
-"""The highest ratio of two predicted times of models that may be equally fast: a prediction adds up
-the times of blocks, and is less exact than ``MIN_GAIN``."""
+"""The highest ratio of two predicted times of models that count as equally fast, so that only the
+one with less loss is a candidate. A prediction adds up the times of blocks, and is less exact than
+``MIN_GAIN``."""
 
 MIN_LOSSLESS_GAIN = 1.02
 """The lowest mean speed-up for which the service replaces a model by a fused model. It is above

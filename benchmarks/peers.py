@@ -41,7 +41,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.interleaved_timer import BENCHMARK, shape_sampler, time_functions
+from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions, time_shapes
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import paired_speedup
 from attnserve.serving.backends import RunnerOptions, open_runner
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
         attnserve.export(minilm(), folder / "original")
         peers = _peers(folder, [files["calibration sentences"], files["calibration paragraphs"]])
         artifact = open_artifact(folder / "original")
-        rows = _timed(peers.models, artifact)
+        rows = time_in_turns(peers.models, artifact)
         for kind in ("sentences", "paragraphs"):
             _add_overlap(rows, peers.models, artifact, files[f"unseen {kind}"], kind)
     packages = ("onnxruntime", "openvino", "nncf", "sentence-transformers")
@@ -130,21 +130,24 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
         return output
 
     def converted(precision: Precision, device: Device) -> Run:
-        return _opened(open_artifact(optimized(precision)).model, device)
+        return open_model(open_artifact(optimized(precision)).model, device)
 
     peers = Peers({}, {}, {})
     add = peers.add
-    add(EXPORT, lambda: _opened(artifact.model, ONE_THREAD))
-    add("as exported, OpenVINO float32", lambda: _opened(artifact.model, OPENVINO))
+    add(EXPORT, lambda: open_model(artifact.model, ONE_THREAD))
+    add("as exported, OpenVINO float32", lambda: open_model(artifact.model, OPENVINO))
     add("as exported, OpenVINO as it is", lambda: native(artifact.model))
     tools = other_tools(original, folder)
-    add("ONNX Runtime's optimizer", lambda: _opened(tools["ONNX Runtime's optimizer"], ONE_THREAD))
-    add("ONNX Runtime's dynamic int8", lambda: _opened(tools["ONNX Runtime's int8"], ONE_THREAD))
+    add(
+        "ONNX Runtime's optimizer",
+        lambda: open_model(tools["ONNX Runtime's optimizer"], ONE_THREAD),
+    )
+    add("ONNX Runtime's dynamic int8", lambda: open_model(tools["ONNX Runtime's int8"], ONE_THREAD))
     add("sentence-transformers", sentence_transformers)
     for rest in ("bfloat16", "float32"):
         add(f"NNCF int8, rest {rest}", partial(nncf_int8, artifact, calibration, rest))
-    add("fused, ONNX Runtime float32", lambda: _opened(fused_file(original, folder), ONE_THREAD))
-    add("fused, OpenVINO float32", lambda: _opened(fused_file(original, folder), OPENVINO))
+    add("fused, ONNX Runtime float32", lambda: open_model(fused_file(original, folder), ONE_THREAD))
+    add("fused, OpenVINO float32", lambda: open_model(fused_file(original, folder), OPENVINO))
     add("fused, OpenVINO bfloat16", lambda: converted("bfloat16-cpu", OPENVINO))
     add("fused int8-full, ONNX Runtime", lambda: converted("int8-full", ONE_THREAD))
     add("fused int8-full, OpenVINO, rest float32", lambda: converted("int8-full", OPENVINO))
@@ -152,7 +155,7 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     add(name, lambda: converted("int8-full-bfloat16", OPENVINO))
 
     def chosen(name: str, file: Callable[[], Path]) -> None:
-        add(f"{name}, auto", lambda: _served(file(), peers.choices.setdefault(name, {})))
+        add(f"{name}, auto", lambda: serve_folder(file(), peers.choices.setdefault(name, {})))
 
     chosen("fused float32", lambda: original)
     chosen("--collab-dk 128", partial(optimized, "float32", collab_dk=128))
@@ -165,7 +168,7 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     return peers
 
 
-def _served(folder: Path, choice: dict[str, Any]) -> Run:
+def serve_folder(folder: Path, choice: dict[str, Any]) -> Run:
     """What ``attnserve serve`` runs of a folder; ``choice`` gets its report."""
     artifact, file = open_artifact(folder), folder / "served.onnx"
     auto = Device(threads=1, runtime="auto")
@@ -173,14 +176,15 @@ def _served(folder: Path, choice: dict[str, Any]) -> Run:
         report = fuse_lossless(artifact, file, auto)
     except CannotRewrite as error:  # it is served as it is
         choice["why"] = error.what
-        return _opened(artifact.model, ONE_THREAD)
+        return open_model(artifact.model, ONE_THREAD)
     choice.update(runtime=report.runtime, long_rows=report.long_rows and asdict(report.long_rows))
     device = replace(auto, runtime=report.runtime)
     session = open_runner(file, RunnerOptions(device), long_rows=report.long_rows)
     return lambda feed: session.run(None, feed)[0]
 
 
-def _opened(model: Path, device: Device) -> Run:
+def open_model(model: Path, device: Device) -> Run:
+    """A file in the runtime of a device."""
     session = open_session(model, device)
     return lambda feed: session.run(None, feed)[0]
 
@@ -244,15 +248,13 @@ def quantized_by_nncf(artifact: Artifact, calibration: Sequence[Path]) -> Any:
     )
 
 
-def _timed(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
+def time_in_turns(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
     """The speed of each model over the exported one, with its interval, by length."""
     graph = load_model(artifact)
     feeds = [example_inputs(graph, Workload.of(1, length)) for length in LENGTHS]
     runs = [[partial(run, feed) for feed in feeds] for run in models.values()]
     times = {
-        "turns": BENCHMARK.time(
-            [shape_sampler(each) for each in runs], shortened(SECONDS * len(LENGTHS))
-        ).transpose(2, 0, 1),
+        "turns": time_shapes(runs, shortened(SECONDS * len(LENGTHS)), BENCHMARK),
         "repeated": [
             time_functions(each, shortened(SECONDS), BENCHMARK) for each in zip(*runs, strict=True)
         ],

@@ -97,31 +97,13 @@ class _BlockSums:
         tokens -= tokens.mean(1, keepdims=True)  # the same variances, with smaller rounding errors
         spread_tokens = np.empty_like(tokens)
         for row in range(B):  # one sequence at a time: (H, S, T) in double precision
-            spread = self._add_sequence(p[row].astype(np.float64), contributions[row])
-            spread_tokens[row] = spread @ tokens[row]
+            sequence = p[row].astype(np.float64)
+            spread_tokens[row] = _key_spread(sequence) @ tokens[row]
+            self.head_spread = self.head_spread + _head_spread(sequence, contributions[row])
         width = tokens.shape[-1]
         self.y_spread = self.y_spread + tokens.reshape(-1, width).T @ spread_tokens.reshape(
             -1, width
         )
-
-    def _add_sequence(self, p: np.ndarray, contributions: np.ndarray) -> np.ndarray:
-        """Add the variances of written values under p, for one sequence.
-
-        Args:
-            p: Probabilities, (H, S, T).
-            contributions: Values times ``_write_root``, (H, T, V).
-
-        Returns:
-            The matrix M of the variance of the keys, (T, T). That variance,
-            sum_t p y y^T - ybar ybar^T, summed over heads and queries, is y^T M y with
-            M = diag(sum p) - sum p p^T. This form needs one T x T matrix, where ybar ybar^T would
-            be multiplied out for every head and query.
-        """
-        means = p @ contributions  # H S V
-        squares = (p @ (contributions**2)).sum(-1) - (means**2).sum(-1)  # H S
-        self.head_spread = self.head_spread + squares.sum(1)
-        rows = p.reshape(-1, p.shape[-1])  # H*S T
-        return np.diag(rows.sum(0)) - rows.T @ rows
 
     def moments(self) -> TokenMoments:
         """The moments of all batches.
@@ -139,6 +121,32 @@ class _BlockSums:
         if not all(np.isfinite(array).all() for array in (mean, covariance, keys, weight)):
             raise not_finite(name)
         return TokenMoments(mean, _symmetric(covariance), _symmetric(keys), weight)
+
+
+def _key_spread(p: np.ndarray) -> np.ndarray:
+    """The matrix M of the variance of the keys under p, for one sequence: (T, T).
+
+    That variance, sum_t p y y^T - ybar ybar^T, summed over heads and queries, is y^T M y with
+    M = diag(sum p) - sum p p^T. This form needs one T x T matrix, where ybar ybar^T would be
+    multiplied out for every head and query.
+
+    Args:
+        p: Probabilities, (H, S, T).
+    """
+    rows = p.reshape(-1, p.shape[-1])  # H*S T
+    return np.diag(rows.sum(0)) - rows.T @ rows
+
+
+def _head_spread(p: np.ndarray, contributions: np.ndarray) -> np.ndarray:
+    """The variance of written values under p by head, summed over one sequence: (H,).
+
+    Args:
+        p: Probabilities, (H, S, T).
+        contributions: Values times ``_write_root``, (H, T, V).
+    """
+    means = p @ contributions  # H S V
+    squares = (p @ (contributions**2)).sum(-1) - (means**2).sum(-1)  # H S
+    return squares.sum(1)
 
 
 def _write_root(block: AttentionBlock) -> np.ndarray:

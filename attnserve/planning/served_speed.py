@@ -8,11 +8,16 @@ the length changes from run to run, as it does between requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+import tempfile
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
+from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from attnserve.context import AUTO, Device, RunContext, TimedModel
@@ -21,15 +26,22 @@ from attnserve.job import Job
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import ServedSpeed
+from attnserve.models.onnx_files import save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.served_timing import time_served
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.by_length import runtimes_by_length
-from attnserve.runtime.interface import Batch
+from attnserve.runtime.external_data import weight_bytes
+from attnserve.runtime.interface import AS_SERVED, Batch
+from attnserve.runtime.interleaved_timer import (
+    InterleavedTimer,
+    shape_sampler,
+    time_twice_if_slow,
+)
+from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
-from attnserve.runtime.session import RUNTIMES, runtime_of
+from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -42,8 +54,13 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
+TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
+
 SECONDS_PER_MODEL = 2.7
 """Approximate time of all measurements of a model."""
+
+MOST_BYTES = 64_000_000
+"""Weight size above which sessions are opened in a child process, which frees their memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,14 +272,73 @@ def time_models(
     if not feeds:
         return []
     devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
-    inputs = list(feeds.values())
-    timed = [TimedModel(model, inputs, device) for device in devices for model in models]
-    shapes, times = time_served(
-        timed,
-        SECONDS_PER_MODEL * len(timed) if seconds is None else seconds,
-        min_speedup=min_speedup,
-        timer=context.timer,
-        progress=context.stage("time served models"),
-    )
-    workloads = list(feeds)
-    return Times.of_models([workloads[index] for index in shapes], times) if shapes else []
+    count = len(models) * len(devices)
+    total = SECONDS_PER_MODEL * count if seconds is None else seconds
+    workloads, inputs = list(feeds), list(feeds.values())
+    if context.timer is not None:
+        timed = [TimedModel(model, inputs, device) for device in devices for model in models]
+        time_given = partial(context.timer, timed, total)
+        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
+        return Times.of_models(workloads, times)
+    progress = context.stage("time served models")
+    with ExitStack() as stack:
+        if sum(map(weight_bytes, models)) <= MOST_BYTES:
+            call = _Sessions(models, devices).call
+        else:
+            files = _written(models, stack)
+            call = stack.enter_context(Worker(_Sessions, files, devices)).call
+        accepted: list[int] = call("accept", inputs)
+        if not accepted:
+            return []
+        samplers = [partial(call, "sample", index) for index in range(count)]
+
+        def time_once() -> np.ndarray:
+            return TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
+
+        times = time_twice_if_slow(time_once, min_speedup)
+    return Times.of_models([workloads[index] for index in accepted], times)
+
+
+def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
+    """Files of the models, in a folder that the stack removes."""
+    folder = tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True)
+    path = Path(stack.enter_context(folder))
+    files = [path / str(index) / "model.onnx" for index in range(len(models))]
+    for model, file in zip(models, files, strict=True):
+        file.parent.mkdir()
+        save_model(model, file)
+    return files
+
+
+class _Sessions:
+    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``."""
+
+    def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
+        self.sessions = [
+            open_session(model, device, AS_SERVED) for device in devices for model in models
+        ]
+        self.samplers: list[Callable[[int], np.ndarray]] = []
+
+    def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:
+        return getattr(self, name)(*arguments)
+
+    def accept(self, feeds: Sequence[Batch]) -> list[int]:
+        """Keep the inputs that all models run, and return their indices."""
+        accepted = [index for index, feed in enumerate(feeds) if self._runs(feed)]
+        self.samplers = [
+            shape_sampler([session.bind(feeds[index]) for index in accepted])
+            for session in self.sessions
+        ]
+        return accepted
+
+    def sample(self, index: int, repeats: int) -> list[float]:
+        """Seconds per run of a session at each accepted input, in turn."""
+        return self.samplers[index](repeats).tolist()
+
+    def _runs(self, feed: Batch) -> bool:
+        try:
+            for session in self.sessions:
+                session.run(None, feed)
+        except AttnserveError:  # more tokens than the model has positions
+            return False
+        return True

@@ -10,7 +10,7 @@ other weights, and for MiniLM loading them again takes longer than a row of 16 t
 
 Rows of different lengths follow each other. Some runtimes prepare the graph again whenever the
 shape changes: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, about the time of a short row.
-Served models are therefore timed with a change of the shape before each run (``shape_sampler``).
+Served models are therefore timed with a change of the shape before each run (``time_shapes``).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ __all__ = [
     "sampler",
     "shape_sampler",
     "time_functions",
+    "time_shapes",
     "time_twice_if_slow",
 ]
 
@@ -140,6 +141,21 @@ def shape_sampler(functions: Sequence[Callable[[], object]]) -> Callable[[int], 
         return seconds / repeats
 
     return sample
+
+
+def time_shapes(
+    models: Sequence[Sequence[Callable[[], object]]],
+    seconds: float,
+    timer: InterleavedTimer = QUICK,
+) -> np.ndarray:
+    """Milliseconds per run of models whose shape changes at each run: (shapes, models, rounds).
+
+    Args:
+        models: Functions that run a model once at each shape, of each model.
+        seconds: Approximate time of all runs.
+    """
+    times = timer.time([shape_sampler(functions) for functions in models], seconds)
+    return times.transpose(2, 0, 1)
 
 
 def time_twice_if_slow(time_models: Callable[[], np.ndarray], min_speedup: float) -> np.ndarray:

@@ -353,6 +353,21 @@ def peers(kind: str, name: str = "peers") -> str:
     return table(["model", *headings, "sentences", "paragraphs"], rows)
 
 
+def task_score(name: str) -> str:
+    """Encoders that keep the score of one task, beside int8 of other tools."""
+    rows = [
+        [
+            row["model"],
+            *(times(row["turns"][length]["speedup"][0]) for length in PEER_LENGTHS),
+            "-" if row.get("removal") is None else times(row["removal"]["value"]),
+            percent(row["kept"], 1),
+        ]
+        for row in load(name)["rows"]
+    ]
+    headings = [f"{length} tokens" for length in PEER_LENGTHS]
+    return table(["model", *headings, "by removal", "score kept"], rows)
+
+
 def peer_choices(name: str = "peers") -> str:
     """What "auto" ran, and what could not run."""
     result = load(name)

@@ -8,6 +8,8 @@ Example: ``keep`` 0.99 allows a measured loss of 0.01, and the first choice lose
 3. The limit is expected at (0.01 - 0.005) / (0.02 - 0.005) = 1/3 of the way from 0.01 to 0.0196;
    the next one is at ``INTERPOLATE / 3`` of it, 0.0131. It loses 0.0095.
 4. This is allowed, and more than ``TIGHT * 0.01``: the search ends.
+
+In place of each of these choices, the least lossy one that is as fast is built.
 """
 
 from __future__ import annotations
@@ -106,7 +108,8 @@ class FastestSearch(FrontSearch):
         return allowed_loss(self.keep)
 
     def run_from_fastest(self) -> Candidate | None:
-        fastest = self.build(self.front.choices[-1])
+        last = len(self.front.choices) - 1
+        fastest = self.build(self.front.choices[self._least_lossy_as_fast(last)])
         return fastest if fastest.loss <= self.allowed else self.run()
 
     def run(self) -> Candidate | None:
@@ -145,9 +148,12 @@ class FastestSearch(FrontSearch):
             if len(measured) == 1:
                 guess = first_guess(measure, limit - start)
             else:
-                guess = self._next_guess(low, high, limit, measured)
-            index = min(max(self.front.index_of(guess), low + 1), high - 1)
-            return self._aimed(index, low, high)
+                expected = self._expected(low, high, limit, measured)
+                if low and not self._is_faster(self.front.index_of(expected), low):
+                    return None
+                guess = self._next_guess(low, high, expected)
+            index = self._next_faster(guess, low)
+            return index if index < high else None
 
         def keeps(index: int) -> BisectStep:
             loss = self._measure_loss(choices[index]) ** power
@@ -157,23 +163,24 @@ class FastestSearch(FrontSearch):
         low, _ = bisect(0, len(choices), MAX_CANDIDATES, aim=aim, probe=keeps)
         return self.build(choices[low])
 
-    def _aimed(self, index: int, low: int, high: int) -> int | None:
-        """The least lossy choice that is as fast as ``index``, and faster than ``low``.
+    def _least_lossy_as_fast(self, index: int) -> int:
+        """The first choice that is as fast as another one within ``SAME_MS``, by index."""
+        return self.front.first_within(SAME_MS * self._ms(index))
 
-        Args:
-            index: The choice at which the limit is expected.
-            low, high: The measured choices on both sides, by index; see ``bisect``.
+    def _is_faster(self, index: int, low: int) -> bool:
+        """Whether a choice is faster than another one by more than ``SAME_MS``."""
+        return self._ms(index) * SAME_MS <= self._ms(low)
 
-        Returns:
-            None if no choice between them is worth measuring.
+    def _next_faster(self, loss: float, low: int) -> int:
+        """The choice of a predicted loss, or a less lossy one that is as fast, by index.
+
+        It is faster than the choice ``low``: the end of the front if none is.
         """
-        front = self.front
-        slow, same = (front.predicted_ms(front.choices[place]) for place in (low, index))
-        faster = front.first_within(slow / SAME_MS)
-        if low and index < faster:
-            return None
-        aimed = max(faster, front.first_within(SAME_MS * same))
-        return aimed if aimed < high else None
+        faster = self.front.first_within(self._ms(low) / SAME_MS)
+        return max(faster, self._least_lossy_as_fast(max(self.front.index_of(loss), low)))
+
+    def _ms(self, index: int) -> float:
+        return self.front.predicted_ms(self.front.choices[index])
 
     def verify(self, candidate: Candidate | None) -> Verified:
         if candidate is None:
@@ -225,8 +232,8 @@ class FastestSearch(FrontSearch):
                 loss = trained[-1].choice.loss * growth
             else:
                 loss = TRAINED_STEP * untrained.choice.loss or first_guess(measure, limit**power)
-            index = min(max(front.index_of(loss), low + 1), high - 1)
-            return None if front.is_near(low, index) else index
+            index = self._next_faster(loss, low)
+            return index if index < high else None
 
         def keeps(index: int) -> BisectStep:
             trained.append(train(front.choices[index], limit, rounds - len(trained)))
@@ -254,7 +261,7 @@ class FastestSearch(FrontSearch):
         # The second condition of top1 is one that a constant predictor never meets.
         return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
-    def _next_guess(
+    def _expected(
         self, low: int, high: int, allowed: float, measured: Mapping[int, float]
     ) -> float:
         """The predicted loss at which the allowed loss is expected.
@@ -262,12 +269,21 @@ class FastestSearch(FrontSearch):
         It is interpolated between the measured neighbors, or extrapolated from the lower one.
         """
         choices = self.front.choices
-        lossless = measured[0]
         below, loss_below = choices[low].loss, measured[low]
         if high == len(choices):
-            growth = (allowed - lossless) / max(loss_below - lossless, 1e-9)
+            lossless = measured[0]
+            return below * (allowed - lossless) / max(loss_below - lossless, 1e-9)
+        share = (allowed - loss_below) / max(measured[high] - loss_below, 1e-9)
+        return below + share * (choices[high].loss - below)
+
+    def _next_guess(self, low: int, high: int, expected: float) -> float:
+        """The predicted loss of the next candidate, near the expected one and within bounds."""
+        choices = self.front.choices
+        below = choices[low].loss
+        if high == len(choices):
+            growth = expected / max(below, 1e-9)
             return below * float(np.clip(EXTRAPOLATE * growth, MIN_GROWTH, MAX_GROWTH))
-        above, loss_above = choices[high].loss, measured[high]
-        share = (allowed - loss_below) / max(loss_above - loss_below, 1e-9)
+        span = choices[high].loss - below
+        share = (expected - below) / max(span, 1e-9)
         most = MAX_STEP if low else MAX_FIRST_STEP
-        return below + float(np.clip(INTERPOLATE * share, MIN_STEP, most)) * (above - below)
+        return below + float(np.clip(INTERPOLATE * share, MIN_STEP, most)) * span

@@ -64,8 +64,10 @@ def bisect(
         The measured choices that are next to the limit, by index.
     """
     for _ in range(most):
+        if high - low < 2:
+            break
         aimed = aim(low, high)
-        if aimed is None or high - low < 2:
+        if aimed is None:
             break
         index = min(max(aimed, low + 1), high - 1)
         probed = probe(index)

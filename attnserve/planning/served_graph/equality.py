@@ -16,7 +16,7 @@ from attnserve.fusion import DEFECT
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.quantized import rounds_activations
 from attnserve.runtime.inference_precision import computes_in_bfloat16
-from attnserve.runtime.interface import AS_SERVED, Batch, Feed, Session, SessionOptions
+from attnserve.runtime.interface import AS_SERVED, Batch, Session, SessionOptions
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.analysis.workload import Workload
@@ -223,6 +223,6 @@ def runnable(
         )
 
 
-def shape_name(feed: Feed) -> str:
+def shape_name(feed: Batch) -> str:
     """The shape of the first input."""
     return " x ".join(map(str, next(iter(feed.values())).shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
-from attnserve.context import CPU, Device, ModelTimer, TimedModel
+from attnserve.context import CPU, Device
 from attnserve.fusion import (
     ATTENTION_OPERATORS,
     fused_operators,
@@ -28,6 +28,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable, shape_name
 from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
+    ShapeTimer,
     fastest,
     speed_refusal,
     time_variants,
@@ -41,7 +42,8 @@ from attnserve.planning.served_graph.variants import (
 )
 from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, row_length
+from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, Session, row_length
+from attnserve.runtime.interleaved_timer import time_shapes
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Times
 from graph_passes.errors import AttnserveError, CannotRewrite
@@ -54,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 def fuse_lossless(
-    source: Artifact, path: Path, device: Device = CPU, timer: ModelTimer | None = None
+    source: Artifact, path: Path, device: Device = CPU, timer: ShapeTimer = time_shapes
 ) -> FusionReport:
     """Write the fused variant of a model to ``path``, if it is equal and faster.
 
@@ -76,8 +78,8 @@ def fuse_lossless(
         source: The model; it is not changed.
         path: An .onnx file to write or replace; its content is undefined if an error is raised.
             Weights over 2 GB are stored beside it.
-        device: Device of the sessions.
-        timer: Replaces the measurement.
+        device: Device of the timed sessions.
+        timer: Times the sessions.
 
     Raises:
         CannotRewrite: Nothing can be fused, or the result differs or is not faster.
@@ -107,7 +109,7 @@ def _fuse_and_check(
     passes: Sequence[RewritePass],
     path: Path,
     device: Device,
-    timer: ModelTimer | None,
+    timer: ShapeTimer,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
     runtimes = compared_runtimes(model, device)
@@ -117,26 +119,23 @@ def _fuse_and_check(
     try:
         for variant in files.values():
             variant.write(model)
-        equal, refused, inputs = _compare(source, model, variants, stated)
-        # The unchanged file in the default runtime, unless that one differs or is not compared.
-        unfused = next((each for each in equal if each.is_file_in(device.runtime_name)), None)
-        original = (
-            TimedModel(source.model, inputs, stated)
-            if unfused is None
-            else unfused.timed(inputs, stated)
-        )
-        others = [each.timed(inputs, stated) for each in equal if each is not unfused]
-        original_times, *other_times = time_variants([original, *others], timer)
-        times = iter(other_times)
+        references = _references(source, model, runtimes, device)
+        reference = references[stated.runtime]
+        workloads = timed_workloads(source.max_length)
+        inputs = [feed for feed, _ in runnable(model, workloads, reference.session)]
+        equal, refused = _open_equal(variants, references, inputs, stated)
+        unfused = [variant for variant in equal if variant.is_file_in(device.runtime_name)]
+        original = unfused[0].session if unfused else reference.session
+        original_times, variant_times = _time(original, equal, inputs, timer)
         choices = [
-            _Served(each, original_times if each is unfused else next(times), None)
-            for each in equal
+            _Served(variant, times, None)
+            for variant, times in zip(equal, variant_times, strict=True)
         ]
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
             choices += _splits(choices, inputs, source.other_runtimes)
         served = choices[fastest(original_times, [choice.times for choice in choices])]
         # Without a result the file is served in the default runtime, which must be equal then.
-        may_refuse = len(runtimes) == 1 or unfused is not None
+        may_refuse = len(runtimes) == 1 or bool(unfused)
         if may_refuse and (refusal := speed_refusal(original_times, served.times)):
             raise refusal.error("", "use the model as it is", area="fusion")
         variant = served.equal.variant
@@ -167,15 +166,11 @@ def _fuse_and_check(
 
 @dataclass(frozen=True)
 class _EqualVariant:
-    """A variant whose outputs equal those of the original.
-
-    Attributes:
-        reference: The runtime of the original that it equals.
-        min_cosine, max_error: The largest differences.
-    """
+    """A variant whose outputs equal those of a reference, with the largest differences."""
 
     variant: Variant
-    reference: str
+    reference: Reference
+    session: Session
     min_cosine: float
     max_error: float
 
@@ -183,9 +178,18 @@ class _EqualVariant:
         """Whether the variant is the unchanged file in this runtime."""
         return not self.variant.passes and self.variant.runtime == runtime
 
-    def timed(self, inputs: Sequence[Batch], device: Device) -> TimedModel:
-        """The variant in its runtime, to time at these inputs."""
-        return TimedModel(self.variant.file, inputs, replace(device, runtime=self.variant.runtime))
+
+def _time(
+    original: Session,
+    equal: Sequence[_EqualVariant],
+    inputs: Sequence[Batch],
+    timer: ShapeTimer,
+) -> tuple[Times[str], list[Times[str]]]:
+    """``time_variants``, with the original among the variants timed once."""
+    sessions = [variant.session for variant in equal if variant.session is not original]
+    original_times, session_times = time_variants(original, sessions, inputs, timer)
+    times = dict(zip(map(id, sessions), session_times, strict=True))
+    return original_times, [times.get(id(variant.session), original_times) for variant in equal]
 
 
 class _Served(NamedTuple):
@@ -209,7 +213,7 @@ def _splits(
     lengths = {shape_name(feed): row_length(feed) or 0 for feed in inputs}
     for short, long in itertools.permutations(singles, 2):
         variants = short.equal.variant, long.equal.variant
-        is_equal = short.equal.reference == long.equal.reference
+        is_equal = short.equal.reference is long.equal.reference
         may_differ = by_length(*(variant.runtime for variant in variants)) in verified
         if variants[0].file == variants[1].file and (is_equal or may_differ):
             equal = replace(
@@ -221,49 +225,6 @@ def _splits(
                 rows = LongRows(above, long.equal.variant.runtime)
                 pairs.append(_Served(equal, times, rows))
     return pairs
-
-
-def _compare(
-    source: Artifact, model: ir.Model, variants: Sequence[Variant], stated: Device
-) -> tuple[list[_EqualVariant], dict[str, str], list[Batch]]:
-    """Run all variants, and compare them with the original.
-
-    Args:
-        stated: The device, in the runtime that the model states.
-
-    Returns:
-        The variants that are equal, why other runtimes are refused, and the inputs to time.
-
-    Raises:
-        CannotRewrite: A variant in the stated runtime differs.
-        AttnserveError: That runtime refuses or fails to run one.
-    """
-    runtimes = dict.fromkeys(variant.runtime for variant in variants)
-    references = _references(source, model, list(runtimes), stated)
-    workloads = timed_workloads(source.max_length)
-    inputs = [feed for feed, _ in runnable(model, workloads, references[stated.runtime].session)]
-    equal: list[_EqualVariant] = []
-    refused: dict[str, str] = {}
-    for variant in variants:
-        runtime = variant.runtime
-        reference_runtime = runtime if runtime in references else stated.runtime
-        reference = references[reference_runtime]
-        try:
-            session = reference.session
-            if variant.passes or runtime not in references:
-                device = replace(stated, runtime=runtime)
-                session = open_session(variant.file, device, AS_SERVED)
-            differences = reference.compare(session)
-            for feed in inputs:
-                session.run(None, feed)
-        except AttnserveError as error:
-            if runtime == stated.runtime:
-                raise
-            refused[runtime] = error.what
-            log.info("%s: %s", runtime, error.what)
-        else:
-            equal.append(_EqualVariant(variant, reference_runtime, *differences))
-    return equal, refused, inputs
 
 
 def _references(
@@ -282,3 +243,42 @@ def _references(
             replace(references[first], accepted=PLAUSIBLE).compare(other.session)
             references[runtime] = other
     return references
+
+
+def _open_equal(
+    variants: Sequence[Variant],
+    references: Mapping[str, Reference],
+    inputs: Sequence[Batch],
+    stated: Device,
+) -> tuple[list[_EqualVariant], dict[str, str]]:
+    """Open, run and compare all variants: those that are equal, and why others are refused.
+
+    Args:
+        references: The originals whose outputs a variant must equal; see ``_references``.
+        inputs: The inputs that are timed.
+        stated: The device, in the runtime of the reference.
+
+    Raises:
+        CannotRewrite: A variant in the runtime of the reference differs.
+        AttnserveError: That runtime refuses or fails to run one.
+    """
+    equal: list[_EqualVariant] = []
+    refused: dict[str, str] = {}
+    for variant in variants:
+        try:
+            reference = references.get(variant.runtime, references[stated.runtime])
+            session = reference.session
+            if variant.passes or variant.runtime not in references:
+                device = replace(stated, runtime=variant.runtime)
+                session = open_session(variant.file, device, AS_SERVED)
+            differences = reference.compare(session)
+            for feed in inputs:
+                session.run(None, feed)  # allocates, and picks kernels
+        except AttnserveError as error:
+            if variant.runtime == stated.runtime:
+                raise
+            refused[variant.runtime] = error.what
+            log.info("%s: %s", variant.runtime, error.what)
+        else:
+            equal.append(_EqualVariant(variant, reference, session, *differences))
+    return equal, refused

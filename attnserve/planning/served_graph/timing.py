@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from attnserve.context import ModelTimer, TimedModel
+import numpy as np
+
 from attnserve.limits import MIN_GAIN, MIN_LOSSLESS_GAIN, MIN_SPEEDUP
 from attnserve.planning.served_graph.equality import shape_name
-from attnserve.planning.served_timing import time_served
+from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.interleaved_timer import time_shapes, time_twice_if_slow
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import Refusal
 
 __all__ = [
+    "ShapeTimer",
     "fastest",
     "speed_refusal",
     "time_variants",
@@ -26,6 +30,9 @@ the longest that is served. Fused attention gains most at the longest."""
 TIMED_S = 1.6
 """Approximate time of all measurements of two variants."""
 
+ShapeTimer = Callable[[Sequence[Sequence[Callable[[], object]]], float], np.ndarray]
+"""Times functions as ``time_shapes`` does."""
+
 
 def timed_workloads(longest: int | None) -> list[Workload]:
     """The shapes of ``TIMED``, with lengths up to ``longest``."""
@@ -34,18 +41,22 @@ def timed_workloads(longest: int | None) -> list[Workload]:
 
 
 def time_variants(
-    models: Sequence[TimedModel], timer: ModelTimer | None = None
-) -> list[Times[str]]:
-    """Times of the original, which is first, and of each variant.
+    original: Session,
+    variants: Sequence[Session],
+    inputs: Sequence[Batch],
+    timer: ShapeTimer = time_shapes,
+) -> tuple[Times[str], Sequence[Times[str]]]:
+    """Times of the original and of each variant.
 
     If a variant seems too slow at a shape, all are timed once more, and both runs count.
-
-    Args:
-        timer: Replaces the measurement.
     """
-    seconds = TIMED_S * len(models) / 2
-    shapes, times = time_served(models, seconds, min_speedup=MIN_LOSSLESS_GAIN, timer=timer)
-    return Times.of_models([shape_name(models[0].feeds[shape]) for shape in shapes], times)
+    sessions = original, *variants
+    runs = [[partial(session.run, None, feed) for feed in inputs] for session in sessions]
+    seconds = TIMED_S * len(sessions) / 2
+    times = time_twice_if_slow(lambda: timer(runs, seconds), MIN_LOSSLESS_GAIN)
+    names = [shape_name(feed) for feed in inputs]
+    first, *others = Times.of_models(names, times)
+    return first, others
 
 
 def fastest(original: Times[str], variants: Sequence[Times[str]]) -> int:

@@ -15,7 +15,7 @@ import pytest
 
 import attnserve
 from attnserve.checks.certify import read_attention
-from attnserve.context import ONE_THREAD, Device, TimedModel
+from attnserve.context import ONE_THREAD, Device
 from attnserve.fusion import fuse, fusion_passes
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.example_inputs import example_inputs
@@ -78,15 +78,15 @@ class Timer:
         self.lengths: list[int] = []
         """The timed lengths."""
 
-    def __call__(self, models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
+    def __call__(self, models: Sequence[Any], seconds: float) -> np.ndarray:
         shapes: list[np.ndarray] = []
-        for feed in models[0].feeds:
-            length = feed["input_ids"].shape[1]
+        for run in models[0]:
+            length = run.args[1]["input_ids"].shape[1]
             self.lengths.append(length)
             means = 1 / np.array([1, *self.gains(length)][: len(models)])
             noises = np.exp(self.noise * self.random.standard_normal((len(means), 16)))
             shapes.append(means[:, None] * noises)
-        return shapes
+        return np.array(shapes)
 
 
 def scaled(by: float) -> Callable[[ir.Model], None]:

@@ -142,15 +142,18 @@ def test_served_timer_of_other_inputs_is_none(tiny: Path) -> None:
 
 
 @pytest.mark.timing(seconds=5)
-@pytest.mark.parametrize("threads", [1, 2])
-def test_time_models_leaves_out_shapes_that_a_model_refuses(threads: int, tiny: Path) -> None:
-    """With one thread all models are timed in one process, and with more in one each."""
+@pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
+def test_time_models_leaves_out_shapes_that_a_model_refuses(
+    most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served_speed, "MOST_BYTES", most_bytes)
     model = load_model(tiny / "model.onnx")
     shapes = [Workload.of(1, 5), Workload.of(2, 100_000)]
     feeds = served_speed.example_feeds(model, shapes[:1], 0)
     feeds[shapes[1]] = {name: np.resize(a, (2, 70)) for name, a in feeds[shapes[0]].items()}
-    context = RunContext(Device(threads=threads))
-    found = served_speed.time_models([model, model.clone()], feeds, context=context, seconds=0.01)
+    found = served_speed.time_models(
+        [model, model.clone()], feeds, context=RunContext(), seconds=0.01
+    )
     assert [list(times.by_shape) for times in found] == [shapes[:1]] * 2
     assert all((times.by_shape[shapes[0]] > 0).all() for times in found)
 

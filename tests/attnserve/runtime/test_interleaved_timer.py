@@ -11,11 +11,10 @@ import pytest
 
 from attnserve.runtime.interleaved_timer import (
     BENCHMARK,
-    QUICK,
     InterleavedTimer,
     Sampler,
-    shape_sampler,
     time_functions,
+    time_shapes,
     time_twice_if_slow,
 )
 
@@ -53,18 +52,15 @@ def test_rounds_within_time_is_even_and_limited(round_seconds: float, rounds: in
 @pytest.mark.parametrize("by_shape", [False, True])
 def test_time_of_a_slower_function_or_shape_is_longer(by_shape: bool):
     pair = [lambda: None, lambda: sum(range(20_000))]
-    if by_shape:
-        fast, slow = QUICK.time([shape_sampler(pair)], 0.02)[0].T
-    else:
-        fast, slow = time_functions(pair, 0.02)
+    fast, slow = time_shapes([pair], 0.02) if by_shape else time_functions(pair, 0.02)
     assert np.median(slow) > 10 * np.median(fast) > 0
 
 
-def test_shape_sampler_changes_the_shape_before_each_run_of_a_model():
+def test_time_shapes_changes_the_shape_before_each_run_of_a_model():
     runs: dict[str, list[int]] = {"a": [], "b": []}
     models = [[partial(runs[name].append, shape) for shape in (1, 2, 3)] for name in runs]
-    times = InterleavedTimer(1e-5, 4, 4).time([shape_sampler(model) for model in models], 0.0)
-    assert times.shape == (2, 4, 3) and (times > 0).all()
+    times = time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))
+    assert times.shape == (3, 2, 4) and (times > 0).all()
     for shapes in runs.values():
         assert all(shape != before for before, shape in itertools.pairwise(shapes))
 
@@ -79,10 +75,9 @@ def test_times_exclude_what_other_functions_do_to_the_caches():
         last = name
 
     functions = [partial(run, "a"), partial(run, "b")]
-    timer = InterleavedTimer(1e-5, 4, 4)
-    assert np.median(time_functions(functions, 0.0, timer)) < 10
-    samplers = [shape_sampler([function] * 2) for function in functions]
-    assert np.median(timer.time(samplers, 0.0)) < 10
+    assert np.median(time_functions(functions, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
+    models = [[function] * 2 for function in functions]
+    assert np.median(time_shapes(models, 0.0, InterleavedTimer(1e-5, 4, 4))) < 10
 
 
 @pytest.mark.parametrize(("least", "runs"), [(0.9, 1), (0.92, 2)])

@@ -367,10 +367,10 @@ def test_default_cache_follows_environment_variables(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("ATTNSERVE_CACHE", str(tmp_path))
-    assert default_cache() == tmp_path / "latency.json"
+    assert default_cache() == tmp_path / "latency-2.json"
     monkeypatch.delenv("ATTNSERVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
-    assert default_cache().name == "latency.json" and "attnserve" in str(default_cache())
+    assert default_cache().name == "latency-2.json" and "attnserve" in str(default_cache())
 
 
 def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.MonkeyPatch):
@@ -385,7 +385,7 @@ def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.M
     assert default_cache().parent.is_dir() and default_cache() == default_cache()
     assert default_cache().is_relative_to(tempfile.gettempdir())
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert default_cache() == Path("/cache/attnserve/latency.json")
+    assert default_cache() == Path("/cache/attnserve/latency-2.json")
 
 
 def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):

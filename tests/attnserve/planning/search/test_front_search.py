@@ -10,6 +10,7 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.held_out import HeldOut
+from attnserve.limits import SAME_MS
 from attnserve.literals import Precision
 from attnserve.models.measured import ShapeLatency
 from attnserve.models.search_record import GoalRecord, HeldOutComparison
@@ -160,7 +161,26 @@ def test_search_takes_the_least_loss_at_the_same_speed(keep: float, index: int) 
     judge = FakeJudge()
     found = search(judge, keep=keep).run()
     assert found is not None and found.choice == FRONT[index]
-    assert FRONT[3] not in judge.built
+    assert FRONT[3].picks not in judge.measured
+
+
+def test_search_goes_on_behind_an_extrapolation_that_is_cut_off() -> None:
+    """The loss is a sixth of the predicted one, and one extrapolation goes three times as far."""
+    front = [Choice(0.0, 10.0, (0,)), Choice(0.003, 9.0, (1,)), Choice(0.009, 8.9, (2,)),
+             Choice(0.02, 7.0, (3,))]  # fmt: skip
+    found = search(FakeJudge(lambda loss: loss / 6), front=front_of(front)).run()
+    assert found is not None and found.choice == front[3]
+
+
+@pytest.mark.parametrize(("keep", "index"), [(0.997, 0), (0.994, 0), (0.99, 2)])
+def test_search_skips_choices_that_are_hardly_faster_than_the_first(
+    keep: float, index: int
+) -> None:
+    front = [Choice(0.0, 10.0, (0,)), Choice(0.003, 9.9, (1,)), Choice(0.009, 9.0, (2,))]
+    judge = FakeJudge()
+    found = search(judge, keep=keep, front=front_of(front)).run()
+    assert found is not None and found.choice == front[index]
+    assert front[1].picks not in judge.measured
 
 
 def test_unreduced_is_the_fastest_precision_that_keeps_enough() -> None:
@@ -241,21 +261,28 @@ def test_prefer_unreduced_plan_is_not_compared() -> None:
     assert judge.built == judge.parts == []
 
 
-@pytest.mark.parametrize(
-    ("loss", "least"),
-    [(lambda x: x, 0.009), (lambda x: 0.3 * x, 0.025), (lambda x: 3 * x, 0.0025),
-     (lambda x: 0.0093 + 0.1 * x, 0.004)],
-    ids=["as predicted", "less", "more", "an uncertainty that is nearly all that is allowed"],
-)  # fmt: skip
-def test_front_search_uses_up_the_allowed_loss_in_few_candidates(
-    loss: Callable[[float], float], least: float
-):
-    """On a front of a hundred choices."""
+LOSSES: Mapping[str, tuple[Callable[[float], float], float]] = {
+    "as predicted": (lambda x: x, 0.009),
+    "less": (lambda x: 0.3 * x, 0.025),
+    "more": (lambda x: 3 * x, 0.0025),
+    "an uncertainty that is nearly all that is allowed": (lambda x: 0.0093 + 0.1 * x, 0.004),
+}
+"""How the loss depends on the predicted one, and a predicted loss at which nearly all of the
+allowed loss is used."""
+
+
+@pytest.mark.parametrize("step", [0.97, 0.995, 0.9995])
+@pytest.mark.parametrize(("loss", "least"), LOSSES.values(), ids=LOSSES)
+def test_search_is_as_fast_as_a_choice_that_uses_up_the_allowed_loss(
+    loss: Callable[[float], float], least: float, step: float
+) -> None:
+    """On a front of a hundred choices, each of which takes ``step`` of the time of the last one."""
     judge = FakeJudge(loss)
-    front = front_of([Choice(n / 1000, 10 * 0.97**n, (n,)) for n in range(100)])
-    found = search(judge, front=front).run()
-    assert found is not None and found.choice.loss >= least
-    assert loss(found.choice.loss) <= 0.01
+    front = [Choice(n / 1000, 10 * step**n, (n,)) for n in range(100)]
+    found = search(judge, front=front_of(front)).run()
+    assert found is not None and loss(found.choice.loss) <= 0.01
+    fast = next(choice for choice in front if choice.loss >= least)
+    assert found.choice.ms <= SAME_MS * fast.ms
     assert len(judge.measured) <= 1 + MAX_CANDIDATES
 
 
