@@ -90,7 +90,6 @@ OPENVINO = ("openvino", "nncf")
 BENCHMARKS = {
     "peers": Benchmark(35, f"--text {TEXT}", "", (*OPENVINO, "sentence_transformers")),
     "planner": Benchmark(40, f"{STS} --other {TEXT}", "--rounds 2 --rows 40", ("onnxscript",)),
-    "nncf": Benchmark(10, STS, packages=OPENVINO),
     "task_score": Benchmark(50, STS, packages=OPENVINO),
     "serving_load": Benchmark(
         50, "--texts {data}/data/sts/stsb_train.tsv --cache {cache}", packages=("psutil",)

@@ -319,21 +319,6 @@ def mixture() -> str:
     return table(["rewrites", "goal", *lengths, "unseen sentences", "unseen paragraphs"], rows)
 
 
-def nncf() -> str:
-    """int8 of attnserve and of OpenVINO's NNCF."""
-    rows = [
-        [
-            row["model"],
-            *map(times, row["vs_exported"].values()),
-            percent(row["kept"]),
-            f"{row['quality']['value']:.4f}",
-            f"{row['quality']['r2']:.4f}",
-        ]
-        for row in load("nncf")["rows"]
-    ]
-    return table(["model", "128 tokens", "512 tokens", "score kept", "similarity", "R^2"], rows)
-
-
 def peers(kind: str, name: str = "peers") -> str:
     """The encoder in both CPU runtimes beside its peers.
 
@@ -360,7 +345,7 @@ def task_score(name: str) -> str:
             row["model"],
             *(times(row["turns"][length]["speedup"][0]) for length in PEER_LENGTHS),
             "-" if row.get("removal") is None else times(row["removal"]["value"]),
-            percent(row["kept"], 1),
+            percent(row["kept"]),
         ]
         for row in load(name)["rows"]
     ]

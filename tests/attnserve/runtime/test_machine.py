@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from attnserve.runtime import machine
 from attnserve.runtime.machine import (
     available_cores,
     cpu_flags,
@@ -53,6 +54,15 @@ def test_has_int8_dot_product_of_cpuinfo_text(text: str, exact: bool):
 )
 def test_has_bfloat16_product_of_cpuinfo_text(more: str, fast: bool):
     assert has_bfloat16_product(parse_cpu_flags(X86.format(more=more))) is fast
+
+
+@pytest.mark.parametrize(("more", "has_unit"), [("amx_tile amx_bf16", True), ("amx_int8", False)])
+def test_matrix_unit_multiplies_bfloat16(
+    more: str, has_unit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = parse_cpu_flags(X86.format(more=more))
+    monkeypatch.setattr(machine, "cpu_flags", lambda: flags)
+    assert machine.has_matrix_unit.__wrapped__() is has_unit
 
 
 def test_cpu_flags_of_apple_silicon_have_the_dot_product(monkeypatch: pytest.MonkeyPatch):
