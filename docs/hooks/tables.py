@@ -340,6 +340,8 @@ def peers(kind: str, name: str = "peers") -> str:
 
 def task_score(name: str) -> str:
     """Encoders that keep the score of one task, beside int8 of other tools."""
+    if not (RESULTS / f"{name}.json").is_file():
+        return "No result of it is committed yet."
     rows = [
         [
             row["model"],
@@ -350,7 +352,8 @@ def task_score(name: str) -> str:
         for row in load(name)["rows"]
     ]
     headings = [f"{length} tokens" for length in PEER_LENGTHS]
-    return table(["model", *headings, "by removal", "score kept"], rows)
+    shown = table(["model", *headings, "by removal", "score kept"], rows)
+    return "\n\n".join((shown, source(name), peer_choices(name)))
 
 
 def peer_choices(name: str = "peers") -> str:
