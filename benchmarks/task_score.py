@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=description(__doc__))
     parser.add_argument("--train", type=Path, required=True, help="score, sentence1, sentence2")
     parser.add_argument("--dev", type=Path, required=True, help="score, sentence1, sentence2")
-    parser.add_argument("--minutes", type=int, default=20, help="time limit of the training")
+    parser.add_argument("--minutes", type=int, default=20, help="of training; 0 for none")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -133,8 +133,9 @@ def _add(
     }  # fmt: skip
     ours("search, float32", **score)
     ours("search, int8-full-bfloat16", precision="int8-full-bfloat16", **score)
-    name = f"search, int8-full-bfloat16, {minutes} min of training"
-    ours(name, precision="int8-full-bfloat16", recover=minutes, **score)
+    if minutes:
+        name = f"search, int8-full-bfloat16, {minutes} min of training"
+        ours(name, precision="int8-full-bfloat16", recover=minutes, **score)
     return reports
 
 
