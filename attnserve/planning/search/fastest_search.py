@@ -39,6 +39,10 @@ TIGHT = 0.9
 """The search ends at a candidate with at least this share of the allowed loss. A larger share
 brings the result closer to the limit, and needs more candidates."""
 
+NEAR = 0.5
+"""The search also ends at a candidate with this share of the allowed loss if no faster choice is
+expected to be allowed. With a smaller share, an uncertain expectation may end it too early."""
+
 FIRST_GUESS = {"score": 4.0}
 """The ratio of the predicted loss (1 - R^2 or a share of KL) to the loss by a measure that is
 expected before any loss is measured; 1 for other measures. With a larger ratio, the first candidate
@@ -58,9 +62,9 @@ limit; beyond the last one, at the second share of the predicted loss that is ex
 smaller shares, the next choice exceeds the allowed loss less often."""
 
 MIN_GROWTH, MAX_GROWTH = 1.05, 3.0
-"""The bounds of the factor by which an extrapolation increases the predicted loss. A smaller least
-factor may find the same choice again. A larger greatest one goes further beyond the limit, because
-measured losses usually are not proportional to predicted ones."""
+"""The bounds of the factor by which an extrapolation increases the predicted loss. With a larger
+upper one, it goes further beyond the limit, because measured losses usually are not proportional to
+predicted ones."""
 
 MIN_STEP = 0.1
 """The least share of the way from the lower to the upper choice. A larger step exceeds the limit
@@ -108,8 +112,7 @@ class FastestSearch(FrontSearch):
         return allowed_loss(self.keep)
 
     def run_from_fastest(self) -> Candidate | None:
-        last = len(self.front.choices) - 1
-        fastest = self.build(self.front.choices[self._least_lossy_as_fast(last)])
+        fastest = self.build(self.front.choices[-1])
         return fastest if fastest.loss <= self.allowed else self.run()
 
     def run(self) -> Candidate | None:
@@ -149,7 +152,8 @@ class FastestSearch(FrontSearch):
                 guess = first_guess(measure, limit - start)
             else:
                 expected = self._expected(low, high, limit, measured)
-                if low and not self._is_faster(self.front.index_of(expected), low):
+                is_near = measured[low] >= NEAR * limit
+                if is_near and not self._is_faster(self.front.index_of(expected), low):
                     return None
                 guess = self._next_guess(low, high, expected)
             index = self._next_faster(guess, low)
@@ -214,7 +218,7 @@ class FastestSearch(FrontSearch):
         estimate = max((candidate.loss + loss) / 2, self.limit)
         share = (self.limit / estimate) ** power_of(self._worst_measure(candidate))
         index = self.front.index_of(CAREFUL * candidate.choice.loss * share)
-        return self.build(self.front.choices[max(index, 0)])
+        return self.build(self.front.choices[self._least_lossy_as_fast(max(index, 0))])
 
     def train_choices(self, untrained: Candidate, rounds: int, train: TrainChoice) -> None:
         """Train choices beyond the one without training, unless only rounding is allowed."""
@@ -232,7 +236,7 @@ class FastestSearch(FrontSearch):
                 loss = trained[-1].choice.loss * growth
             else:
                 loss = TRAINED_STEP * untrained.choice.loss or first_guess(measure, limit**power)
-            index = self._next_faster(loss, low)
+            index = self._next_faster(min(loss, front.choices[high - 1].loss), low)
             return index if index < high else None
 
         def keeps(index: int) -> BisectStep:

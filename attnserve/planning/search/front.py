@@ -121,10 +121,8 @@ class Front:
         """Whether two choices are so close that no choice between them is worth building.
 
         Args:
-            low, high: The choices by index; ``high`` may be the end of the front.
+            low, high: The choices by index.
         """
-        if high == len(self.choices):
-            return False
         slow, fast = (self.predicted_ms(self.choices[index]) for index in (low, high))
         return slow < MIN_GAIN * fast
 

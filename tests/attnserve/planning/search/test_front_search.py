@@ -172,6 +172,37 @@ def test_search_goes_on_behind_an_extrapolation_that_is_cut_off() -> None:
     assert found is not None and found.choice == front[3]
 
 
+@pytest.mark.parametrize(
+    ("loss", "points"),
+    [
+        (lambda x: 0.0015 + 0.25 * x, [(0.0, 10.0), (0.0019, 8.0), (0.01, 7.95), (0.03, 5.0)]),
+        (lambda x: {0.004: 0.0036, 0.012: 0.0096}[x], [(0.0, 10.0), (0.004, 8.0), (0.012, 5.0)]),
+    ],
+    ids=["an uncertainty and a flat front", "a front of few choices"],
+)
+def test_search_goes_on_if_little_of_the_allowed_loss_is_used(
+    loss: Callable[[float], float], points: Sequence[tuple[float, float]]
+) -> None:
+    """The last choice is expected to lose too much, and does not."""
+    front = [Choice(predicted, ms, (n,)) for n, (predicted, ms) in enumerate(points)]
+    found = search(FakeJudge(loss), front=front_of(front)).run()
+    assert found is not None and found.choice == front[-1]
+
+
+def test_training_goes_on_between_a_choice_that_fails_and_one_that_passes() -> None:
+    front = [Choice(loss, 10 * 0.97**n, (n,)) for n, loss in
+             enumerate((0.0, 0.01, 0.011, 0.013, 0.015, 0.02, 0.03))]  # fmt: skip
+    losses = {0.02: 0.03, 0.011: 0.004}
+    trained: list[float] = []
+
+    def train(choice: Choice, limit: float, rounds: int) -> Candidate:
+        trained.append(choice.loss)
+        return candidate_of(choice, losses.get(choice.loss, 0.0095))
+
+    search(FakeJudge(), front=front_of(front)).train_choices(candidate_of(front[1]), 3, train)
+    assert len(trained) == 3 and 0.011 < trained[-1] < 0.02
+
+
 @pytest.mark.parametrize(("keep", "index"), [(0.997, 0), (0.994, 0), (0.99, 2)])
 def test_search_skips_choices_that_are_hardly_faster_than_the_first(
     keep: float, index: int
@@ -276,7 +307,7 @@ allowed loss is used."""
 def test_search_is_as_fast_as_a_choice_that_uses_up_the_allowed_loss(
     loss: Callable[[float], float], least: float, step: float
 ) -> None:
-    """On a front of a hundred choices, each of which takes ``step`` of the time of the last one."""
+    """On a front of a hundred choices: each takes ``step`` of the time of the one before it."""
     judge = FakeJudge(loss)
     front = [Choice(n / 1000, 10 * step**n, (n,)) for n in range(100)]
     found = search(judge, front=front_of(front)).run()
