@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from attnserve.models.outputs import (
     output_file,
     write_rewritten,
 )
-from attnserve.models.quantized import int8_activations, int8_weight_bits
+from attnserve.models.quantized import int8_activations, int8_weight_bits, rounds_activations
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
@@ -39,6 +40,7 @@ from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
+from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.search.search import run_search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
@@ -253,8 +255,10 @@ def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
     converted = state.result
     fidelity = _compare(job, converted, search)
     other_runtimes: Mapping[str, Fidelity] = {}
-    if job.data is not None and goal.eval_data is None:
-        other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep)
+    if job.data is not None:
+        task = ScoredTask.of(goal, job) if rounds_activations(converted) else None
+        share_in = task and partial(task.share_in, converted, job)
+        other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep, share_in)
     if search is not None and search.speedups is not None:
         speed = search.speedups
     else:

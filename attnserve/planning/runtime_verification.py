@@ -17,7 +17,7 @@ import onnx_ir as ir
 from attnserve.checks.quality import allowed_loss
 from attnserve.context import AUTO, Device
 from attnserve.job import Job
-from attnserve.models.measured import Fidelity, Quality, Subject
+from attnserve.models.measured import Fidelity, Quality, Share, Subject
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.variants import compared_runtimes
 from attnserve.runtime.by_length import LengthRunner, by_length, runtimes_by_length
@@ -27,22 +27,31 @@ from graph_passes.errors import AttnserveError
 
 __all__ = ["opener_in", "verify_in_other_runtimes"]
 
+OpenNew = Callable[[ir.Model], Session]
+"""Opens a model."""
+
 CONFIDENCE = 0.95
 """Confidence of ``Quality.lower``."""
 
 
 def verify_in_other_runtimes(
-    job: Job, model: ir.Model, expected: Fidelity, keep: float | None = None
+    job: Job,
+    model: ir.Model,
+    expected: Fidelity,
+    keep: float | None = None,
+    share_in: Callable[[OpenNew], Share] | None = None,
 ) -> Mapping[str, Fidelity]:
     """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
 
     It is kept if no value is below its lower bound in the first runtime (``_simultaneous_bounds``),
-    and the goal is met. The names are those of a runtime, or of two runtimes for short and for long
-    rows (``by_length``); the second runs texts above the median length.
+    and the goal is met. The same holds for the score of a task, if there is one. The names are
+    those of a runtime, or of two runtimes for short and for long rows (``by_length``); the second
+    runs texts above the median length.
 
     Args:
         expected: The comparison in the runtime that the model states (``runtime_of``).
-        keep: The share of the quality that a goal keeps.
+        keep: The share of the quality that a goal keeps; with the measure "score", of the score.
+        share_in: The share of the score of a task that is kept in sessions of another runtime.
     """
     if not rounds_activations(model):
         return {}
@@ -52,14 +61,21 @@ def verify_in_other_runtimes(
     others = [runtime for runtime in installed if runtime != first]
     rows = job.required_data.to_verify
     comparisons: dict[str, Fidelity] = {}
+    quality_keep = None if job.measure == "score" else keep
+    lost = share_in(opener_in(first, device, rows)).losses.bounded if share_in and others else 0.0
+    most_lost = lost if keep is None else min(lost, allowed_loss(keep))
 
     def verify(name: str) -> None:
+        open_new = opener_in(name, device, rows)
         try:
-            fidelity = job.compare_held_out(model, rows, open_new=opener_in(name, device, rows))
+            fidelity = job.compare_held_out(model, rows, open_new=open_new)
+            if not _is_kept(fidelity, expected, quality_keep):
+                return
+            if share_in is not None and share_in(open_new).losses.measured > most_lost:
+                return
         except AttnserveError:  # serving says why: the runtime refuses the model
             return
-        if _is_kept(fidelity, expected, keep):
-            comparisons[name] = fidelity
+        comparisons[name] = fidelity
 
     for runtime in others:
         verify(runtime)
@@ -69,7 +85,7 @@ def verify_in_other_runtimes(
     return comparisons
 
 
-def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> Callable[[ir.Model], Session]:
+def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> OpenNew:
     """Return a function that opens a model in one runtime, or in two for short and for long rows.
 
     Args:

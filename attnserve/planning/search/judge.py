@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from attnserve.planning.plans.plan import Plan, State, Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
+from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
@@ -113,6 +114,11 @@ class ScoredTask:
         )
         score = self.original if is_same else _score(self.name, self.data, job, model)
         return share_kept(self.original, score, part=part, seed=job.context.seed)
+
+    def share_in(self, model: ir.Model, job: Job, open_new: Callable[[ir.Model], Session]) -> Share:
+        """The share of the score on all rows that a model keeps in other sessions."""
+        score = _score(self.name, self.data, job, model, open_new)
+        return share_kept(self.original, score, seed=job.context.seed)
 
 
 @dataclass(eq=False)
@@ -313,9 +319,19 @@ class Judge:
         )
 
 
-def _score(task: TaskName, data: Path, job: Job, model: ir.Model) -> Score:
-    """The score of a model; with the measure "index", the original embeds the documents."""
-    session = open_session(model, job.context.device)
+def _score(
+    task: TaskName,
+    data: Path,
+    job: Job,
+    model: ir.Model,
+    open_new: Callable[[ir.Model], Session] | None = None,
+) -> Score:
+    """The score of a model; with the measure "index", the original embeds the documents.
+
+    Args:
+        open_new: Opens the model; by default in the runtime of the job.
+    """
+    session = open_new(model) if open_new else open_session(model, job.context.device)
     has_index = task == "retrieval" and job.measure == "index" and model is not job.original
     index = open_session(job.original, job.context.device) if has_index else None
     return score_session(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir as ir
@@ -9,8 +11,9 @@ import pytest
 
 from attnserve.context import ONE_THREAD, Device, RunContext
 from attnserve.job import Job
+from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import open_artifact
-from attnserve.models.measured import Fidelity, Quality
+from attnserve.models.measured import Fidelity, Losses, Quality, Share
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
@@ -106,6 +109,40 @@ def test_bounds_of_several_qualities_hold_together(
     monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: compared(found, value, 0.98))
     expected = compared(found, 0.995, 0.99)
     assert (verify_in_other_runtimes(job, model, expected).keys() == ALL_OTHERS) == is_kept
+
+
+@pytest.mark.parametrize(
+    ("measure", "keep", "lost", "is_kept"),
+    [
+        ("score", 0.99, 0.01, True),  # the quality need not be kept: it is much lower
+        ("score", 0.99, 0.011, False),  # misses the goal
+        ("score", 0.9, 0.021, False),  # below the bound in the first runtime
+        ("score", None, 0.02, True),
+        ("auto", 0.99, 0.01, False),  # the quality must be kept too
+    ],
+)
+def test_the_score_of_a_task_must_be_kept_in_the_other_runtime(
+    job: Job, monkeypatch: pytest.MonkeyPatch, measure: SearchMeasure, keep: float | None,
+    lost: float, is_kept: bool,
+) -> None:  # fmt: skip
+    job = replace(job, measure=measure)
+    model = convert(job.original, "int8", job.calibration)
+    use(OtherRuntime(model), monkeypatch)
+    found = job.compare_held_out(model, job.required_data.to_verify)
+    far = Quality(
+        measure="similarity", value=0.9, lower=0.8, output="last_hidden_state",
+        losses=Losses(0.1, 0.2),
+    )  # fmt: skip
+    expected = found.model_copy(update={"several": (far,)})
+    monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: expected)
+    losses = [Losses(0.005, 0.02), *[Losses(lost, lost)] * 3]
+
+    def share_in(open_new: Callable[[ir.Model], Session]) -> Share:
+        assert open_new(model).get_inputs()
+        return Share(value=1.0, losses=losses.pop(0))
+
+    found_in = verify_in_other_runtimes(job, model, expected, keep, share_in)
+    assert found_in.keys() == (ALL_OTHERS if is_kept else set())
 
 
 def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
