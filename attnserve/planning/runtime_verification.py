@@ -25,7 +25,7 @@ from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.session import open_session, runtime_of
 from graph_passes.errors import AttnserveError
 
-__all__ = ["opener_in", "verify_in_other_runtimes"]
+__all__ = ["OpenNew", "opener_in", "verify_in_other_runtimes"]
 
 OpenNew = Callable[[ir.Model], Session]
 """Opens a model."""

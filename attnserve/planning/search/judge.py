@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +24,10 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
+from attnserve.planning.runtime_verification import OpenNew
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import example_feeds, time_models
 from attnserve.runtime.cache import digest
-from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
@@ -115,7 +115,7 @@ class ScoredTask:
         score = self.original if is_same else _score(self.name, self.data, job, model)
         return share_kept(self.original, score, part=part, seed=job.context.seed)
 
-    def share_in(self, model: ir.Model, job: Job, open_new: Callable[[ir.Model], Session]) -> Share:
+    def share_in(self, model: ir.Model, job: Job, open_new: OpenNew) -> Share:
         """The share of the score on all rows that a model keeps in other sessions."""
         score = _score(self.name, self.data, job, model, open_new)
         return share_kept(self.original, score, seed=job.context.seed)
@@ -324,7 +324,7 @@ def _score(
     data: Path,
     job: Job,
     model: ir.Model,
-    open_new: Callable[[ir.Model], Session] | None = None,
+    open_new: OpenNew | None = None,
 ) -> Score:
     """The score of a model; with the measure "index", the original embeds the documents.
 
