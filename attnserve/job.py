@@ -15,11 +15,11 @@ from attnserve.checks.certify import MatchReport, read_attention
 from attnserve.checks.compare import compare
 from attnserve.checks.finite_weights import require_finite_weights
 from attnserve.checks.quality import QualityMeter, check_measure
-from attnserve.context import DEFAULT_CONTEXT, RunContext
+from attnserve.context import AUTO, DEFAULT_CONTEXT, RunContext
 from attnserve.data.datasets import Dataset, load_inputs, require_rows
 from attnserve.data.lengths import length_bounds, middle_length, spread_lengths
 from attnserve.data.splits import LEAST_SEARCHED
-from attnserve.literals import SearchMeasure, Split
+from attnserve.literals import Precision, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
 from attnserve.models.measured import Fidelity
 from attnserve.models.rows import with_fixed_sizes
@@ -27,6 +27,7 @@ from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.interface import Batch, Session
+from attnserve.runtime.session import selectable_runtimes
 from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
@@ -52,6 +53,7 @@ class Job:
         tokenizer: The given tokenizer, which replaces the artifact's.
         measure: The measure of quality.
         target: The precision and the target workloads.
+        runtimes: The runtimes from which serving selects; empty for that of the context.
     """
 
     artifact: Artifact
@@ -62,6 +64,7 @@ class Job:
     measure: SearchMeasure = "auto"
     target: Target = Target()
     context: RunContext = DEFAULT_CONTEXT
+    runtimes: Sequence[str] = ()
 
     @staticmethod
     def read(
@@ -85,6 +88,7 @@ class Job:
             InvalidData: A file cannot be used.
             InvalidModel: A weight is not finite.
         """
+        runtimes = selectable_runtimes(context.device)
         context = context_for(target.precision, context)
         require_finite_weights(original)
         load = partial(load_inputs, model=original, artifact=artifact, tokenizer=options.tokenizer)
@@ -96,8 +100,9 @@ class Job:
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
         return Job(
-            artifact, original, data, other_data, options.tokenizer, measure, target, context
-        )
+            artifact, original, data, other_data, options.tokenizer, measure, target, context,
+            runtimes,
+        )  # fmt: skip
 
     @staticmethod
     def for_search(
@@ -180,6 +185,24 @@ class Job:
         counted_length = self.counted_workload.length
         return length_bounds(self.lengths if counted_length == middle else counted_length)[1]
 
+    def with_precision(self, precision: Precision) -> Self:
+        """The job in another precision, on the runtime that computes it (``context_for``)."""
+        return replace(
+            self,
+            target=self.target.model_copy(update={"precision": precision}),
+            context=context_for(precision, self.context),
+        )
+
+    def runtimes_for(self, precision: Precision) -> Sequence[str]:
+        """The runtimes in which serving may run a model in a precision.
+
+        Another runtime than that of the scheme computes floating-point weights in float32.
+        """
+        scheme = SCHEMES[precision]
+        if scheme.runtime and not scheme.is_int8:
+            return [scheme.runtime]
+        return self.runtimes or [self.context.device.runtime_name]
+
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages."""
         return replace(self, context=self.context.labeled(label))
@@ -237,7 +260,8 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
     phase = target.phase
     cached = has_cache(model.graph)
     if phase is None:
-        phase = "token" if cached and SCHEMES[target.precision].for_tokens else "sequence"
+        for_tokens = target.precision != AUTO and SCHEMES[target.precision].for_tokens
+        phase = "token" if cached and for_tokens else "sequence"
     if phase != "sequence" and not cached:
         raise InvalidArgument(
             f"`phase` is {phase}, but the model has no cache",

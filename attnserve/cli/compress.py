@@ -26,8 +26,9 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
+    from attnserve.models.search_record import Point, SearchRecord
     from attnserve.planning.optimize import OptimizeReport
-    from attnserve.planning.plans.plan_file import PlanRecord, Point
+    from attnserve.planning.plans.plan_file import PlanRecord
     from attnserve.recovery.report import RecoverReport
 
 __all__ = ["app"]
@@ -136,6 +137,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     if record.mixing is not None:
         print_line(f"mixing {record.mixing.chosen}: {record.mixing.why}")
     if report.search is not None:
+        _show_precisions(report.search)
         print_line(report.search.verdict)
     if (speed := record.speedups) is not None:
         # Otherwise the verdict states the speed.
@@ -224,8 +226,9 @@ def _show_plan(record: PlanRecord) -> None:
         )
         for decision, name in zip(record.decisions, names, strict=True):
             print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
+    _show_precisions(record)
     print_table(
-        "fastest choices by loss (Pareto front)",
+        f"fastest choices by loss in {record.goal.precision} (Pareto front)",
         (">predicted speed-up", ">predicted loss:.4f", ">measured loss:.4f", ">cosine:.4f"),
         [
             (f"{point.speedup:.2f}x", point.predicted_loss, point.measured_loss, point.cosine)
@@ -244,6 +247,25 @@ def _show_plan(record: PlanRecord) -> None:
         )
     print_qualities("verified quality", record.fidelity)
     print_line(record.verdict)
+
+
+def _show_precisions(search: SearchRecord) -> None:
+    """Print the compared precisions, if there are any."""
+    if search.precisions:
+        print_table(
+            "fused original in each precision",
+            ("precision", "runtime", ">speed-up", ">loss to choose:.4f", ""),
+            [
+                (
+                    point.precision,
+                    point.runtime,
+                    f"{point.speedup.value:.2f}x",
+                    point.loss,
+                    "selected" * (point.precision == search.goal.precision),
+                )
+                for point in search.precisions
+            ],
+        )
 
 
 def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:

@@ -8,10 +8,13 @@ from pydantic import BeforeValidator, Field, FiniteFloat
 
 from attnserve.models.measured import COSINES, Fidelity, Measured, Quality, ShapeLatency, Share
 from attnserve.models.recorded import Always, Recorded
+from attnserve.runtime.times import Speedup
 
 __all__ = [
     "GoalRecord",
     "HeldOutComparison",
+    "Point",
+    "PrecisionPoint",
     "Round",
     "SearchFidelity",
     "SearchRecord",
@@ -103,6 +106,36 @@ class SearchFidelity(Fidelity, frozen=True):
     share: Always[Share | None] = None
 
 
+class Point(Recorded, frozen=True):
+    """A choice on the Pareto front, with measurements if it was built.
+
+    Attributes:
+        speedup: The predicted speed-up of the whole model at the requested lengths.
+        predicted_loss: The sum of the losses of its blocks (``Decision``).
+        measured_loss: The measured loss of the goal's measure.
+    """
+
+    speedup: float
+    predicted_loss: float
+    measured_loss: float | None
+    cosine: float | None
+
+
+class PrecisionPoint(Recorded, frozen=True):
+    """The original in one precision, with fused operators, as a search with any precision saw it.
+
+    Attributes:
+        runtime: The fastest runtime, or two of them (``runtime.by_length``).
+        speedup: The speed-up over the fused original in float32.
+        loss: The loss on the rows to choose; a confidence bound.
+    """
+
+    precision: str
+    runtime: str
+    speedup: Speedup
+    loss: FiniteFloat
+
+
 class SearchRecord(Measured, frozen=True):
     """The part of plan.json that is recorded with an optimized model; see ``PlanRecord``.
 
@@ -112,6 +145,8 @@ class SearchRecord(Measured, frozen=True):
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
+        front: The choices on the Pareto front.
+        precisions: The compared precisions; none if the request named one.
     """
 
     goal: Annotated[GoalRecord, Field(alias="asked")] = GoalRecord()
@@ -124,6 +159,13 @@ class SearchRecord(Measured, frozen=True):
     speeds: tuple[ShapeLatency, ...] = ()
     machine: str | None = None
     recovered: TrainingRounds | None = None
+    front: tuple[Point, ...] = ()
+    precisions: tuple[PrecisionPoint, ...] = ()
+
+    @property
+    def kept(self) -> float | None:
+        """The kept quality of the result on the rows of its verification; None without a gain."""
+        return 1 - self.verifications[-1].loss if self.gain and self.verifications else None
 
     @property
     def guaranteed(self) -> float | None:

@@ -359,7 +359,8 @@ class Target(Options):
     area = "target"
 
     precision: Converted = "float32"
-    """Convert to any registered precision, including one of another package.
+    """Convert to any registered precision, including one of another package; auto is the precision
+    in which a search finds the fastest model.
 
     All rewrites come first. A search leaves blocks in float32 whose int8 or int4 form is slower or
     loses too much."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from attnserve.context import AUTO
 from attnserve.options.fields import fail
 from attnserve.options.groups import Data, Goal, Rewrites, Target
 
@@ -22,6 +23,12 @@ def check_mode(
         fail(
             "`plan` has all rewrites and the precision, but a goal or a precision is given too",
             "leave out `plan`, or the goal and the precision",
+            "optimize.conflict",
+        )
+    if not goal.is_given and target.precision == AUTO:
+        fail(
+            "`precision` is auto: expected a goal that the precision is chosen for",
+            "give `keep` or `target_speedup` too, or the name of a precision",
             "optimize.conflict",
         )
     if not goal.is_given and plan is None:

@@ -44,6 +44,7 @@ from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.search.search import run_search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
+from attnserve.runtime.by_length import with_pairs
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
@@ -255,13 +256,15 @@ def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
     converted = state.result
     fidelity = _compare(job, converted, search)
     other_runtimes: Mapping[str, Fidelity] = {}
+    differs = rounds_activations(converted)  # outputs differ between runtimes
     if job.data is not None:
-        task = ScoredTask.of(goal, job) if rounds_activations(converted) else None
+        task = ScoredTask.of(goal, job) if differs else None
         share_in = task and partial(task.share_in, converted, job)
         other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep, share_in)
-    if search is not None and search.speedups is not None:
-        speed = search.speedups
-    else:
+    speed = None if search is None else search.speedups
+    timed = with_pairs(job.runtimes_for(state.plan.precision))
+    verified = {runtime_of(converted, job.context.device), *other_runtimes}
+    if speed is None or (differs and not verified.issuperset(timed)):
         speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(

@@ -20,7 +20,7 @@ from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import PlanRecord
 from attnserve.planning.search.search import run_search
 from attnserve.precision.convert import check_cpu
-from attnserve.reports.plots import plot_front
+from attnserve.reports.model_plots import plot_search
 from graph_passes.errors import InvalidArgument, MissingExtra
 
 __all__ = ["PlanReport", "plan"]
@@ -113,27 +113,7 @@ def plan(
         text = json.dumps(record.to_json(), indent=1)
         (stage / output.name).write_text(text + "\n", encoding="utf-8")
         try:
-            (stage / plot.name).write_text(_front_plot(record), encoding="utf-8")
+            (stage / plot.name).write_text(plot_search(record), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
     return PlanReport(record, output)
-
-
-def _front_plot(record: PlanRecord) -> str:
-    """The Pareto front as an SVG file.
-
-    Raises:
-        MissingExtra: Matplotlib is not installed.
-    """
-    return plot_front(
-        [(1 - point.predicted_loss, point.speedup) for point in record.front],
-        [
-            (1 - point.measured_loss, point.speedup)
-            for point in record.front
-            if point.measured_loss is not None
-        ],
-        (1 - record.verifications[-1].loss, record.speedup)
-        if record.gain and record.verifications and record.speedup
-        else None,
-        title=record.verdict.partition(": ")[0] if record.gain else record.verdict,
-    )

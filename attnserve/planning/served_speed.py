@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.context import AUTO, Device, RunContext, TimedModel
+from attnserve.context import Device, RunContext, TimedModel
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
 from attnserve.literals import Precision
@@ -31,9 +31,9 @@ from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.by_length import runtimes_by_length
+from attnserve.runtime.by_length import runtimes_by_length, with_pairs
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import AS_SERVED, Batch
+from attnserve.runtime.interface import AS_SERVED, Batch, Session
 from attnserve.runtime.interleaved_timer import (
     InterleavedTimer,
     shape_sampler,
@@ -41,7 +41,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
-from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
+from attnserve.runtime.session import open_session, runtime_of
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -105,23 +105,33 @@ class ServedTimer:
             models, feeds, context=job.context, runtimes=runtimes, min_speedup=min_speedup
         )
 
+    def fastest_runtime(self, precision: Precision) -> str:
+        """The runtime that is fastest for the fused original in a precision."""
+        runtimes = self.job.runtimes_for(precision)
+        if len(runtimes) == 1:
+            return runtimes[0]
+        model = self.served(self.job.original, precision)
+        times = self.time([model], self.job.workloads, runtimes)
+        by_runtime = dict(zip(runtimes, times, strict=False))  # no times: it cannot be timed here
+        return min(by_runtime, key=lambda name: by_runtime[name].ms, default=runtimes[0])
+
     def speed_of(
         self,
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        verified: Set[str] = frozenset(),
+        verified: Set[str] | None = None,
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If only one runtime computes the precision, or others are verified, all models are timed in
-        several runtimes, because serving selects the faster one for each model.
+        All models are timed in all runtimes of the job, because serving selects the fastest one for
+        each model.
 
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
-            verified: The other runtimes, and pairs of them, that may run it
-                (``planning.runtime_verification``).
+            verified: The other runtimes, and pairs of them, in which a model that rounds
+                activations is verified (``planning.runtime_verification``); None for all.
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
@@ -133,14 +143,19 @@ class ServedTimer:
         device = self.job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        first = runtime_of(converted, device)
-        runtimes = [first, *(runtime.name for runtime in RUNTIMES if runtime.name in verified)]
-        default = replace(device, runtime=AUTO).runtime_name
-        if SCHEMES[plan.precision].runtime and default not in runtimes:
-            runtimes.append(default)
-        final_runtimes = [first, *verified] if rounds_activations(converted) else runtimes
+        may_run = with_pairs(self.job.runtimes_for(plan.precision))
+        if verified is not None and rounds_activations(converted):
+            may_run = [runtime_of(converted, device), *verified]
+        runtimes = list(
+            dict.fromkeys(
+                [
+                    *self.job.runtimes_for("float32"),
+                    *(runtime for name in may_run for runtime in runtimes_by_length(name)),
+                ]
+            )
+        )
         try:
-            stages = self._stages(rewritten, converted, plan, final_runtimes)
+            stages = self._stages(rewritten, converted, plan, may_run)
             times = self.time(stages.distinct, self.job.workloads, runtimes)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
@@ -204,8 +219,9 @@ def _speed(stages: _Stages, timed: Timed, runtimes: Sequence[str], device: Devic
     Args:
         runtimes: The timed runtimes.
     """
-    exported = _fastest(timed, stages.exported, runtimes)
-    fused = _fastest(timed, stages.fused, runtimes)
+    names = with_pairs(runtimes)
+    exported = _fastest(timed, stages.exported, names)
+    fused = _fastest(timed, stages.fused, names)
     final = _fastest(timed, stages.final, stages.runtimes) if stages.final else fused
     changed = None
     if stages.precision != "float32":
@@ -262,6 +278,8 @@ def time_models(
 ) -> list[Times[Workload]]:
     """The times of each model, at the workloads that all models run; empty if there are none.
 
+    Times are infinite in another runtime than the first one, if it does not run a model.
+
     Args:
         seconds: Approximate time of all measurements; None for one by the number of models.
         runtimes: The names of the runtimes; by default, the runtime of the context. All models in
@@ -287,13 +305,17 @@ def time_models(
         else:
             files = _written(models, stack)
             call = stack.enter_context(Worker(_Sessions, files, devices)).call
-        accepted: list[int] = call("accept", inputs)
+        accepted, running = call("accept", inputs)
         if not accepted:
             return []
-        samplers = [partial(call, "sample", index) for index in range(count)]
+        samplers = [partial(call, "sample", index) for index in running]
 
         def time_once() -> np.ndarray:
-            return TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
+            measured = TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
+            shapes, _, rounds = measured.shape
+            times = np.full((shapes, count, rounds), np.inf)
+            times[:, running] = measured
+            return times
 
         times = time_twice_if_slow(time_once, min_speedup)
     return Times.of_models([workloads[index] for index in accepted], times)
@@ -311,34 +333,65 @@ def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
 
 
 class _Sessions:
-    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``."""
+    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``.
+
+    All models run on the first device. A session of another device is None if it fails.
+    """
 
     def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
-        self.sessions = [
-            open_session(model, device, AS_SERVED) for device in devices for model in models
+        first, *others = devices
+        self.required = [open_session(model, first, AS_SERVED) for model in models]
+        self.sessions: list[Session | None] = [
+            *self.required,
+            *(_opened(model, device) for device in others for model in models),
         ]
-        self.samplers: list[Callable[[int], np.ndarray]] = []
+        self.samplers: list[Callable[[int], np.ndarray] | None] = []
 
     def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:
         return getattr(self, name)(*arguments)
 
-    def accept(self, feeds: Sequence[Batch]) -> list[int]:
-        """Keep the inputs that all models run, and return their indices."""
-        accepted = [index for index, feed in enumerate(feeds) if self._runs(feed)]
+    def accept(self, feeds: Sequence[Batch]) -> tuple[list[int], list[int]]:
+        """Keep the inputs that the first device runs, and the sessions that run them.
+
+        Returns:
+            The indices of the inputs, and of the sessions.
+        """
+        accepted = [
+            index
+            for index, feed in enumerate(feeds)
+            # More tokens than a model has positions are refused.
+            if all(_runs(session, [feed]) for session in self.required)
+        ]
+        inputs = [feeds[index] for index in accepted]
         self.samplers = [
-            shape_sampler([session.bind(feeds[index]) for index in accepted])
+            shape_sampler([session.bind(feed) for feed in inputs])
+            if session is not None and inputs and _runs(session, inputs)
+            else None
             for session in self.sessions
         ]
-        return accepted
+        return accepted, [index for index, each in enumerate(self.samplers) if each is not None]
 
     def sample(self, index: int, repeats: int) -> list[float]:
         """Seconds per run of a session at each accepted input, in turn."""
-        return self.samplers[index](repeats).tolist()
+        sampler = self.samplers[index]
+        assert sampler is not None
+        return sampler(repeats).tolist()
 
-    def _runs(self, feed: Batch) -> bool:
-        try:
-            for session in self.sessions:
-                session.run(None, feed)
-        except AttnserveError:  # more tokens than the model has positions
-            return False
-        return True
+
+def _opened(model: ir.Model | Path, device: Device) -> Session | None:
+    """A session of a model; None if the runtime refuses it, which the log says."""
+    try:
+        return open_session(model, device, AS_SERVED)
+    except AttnserveError as error:
+        log.info("%s is not timed: %s", device.runtime, error.what)
+        return None
+
+
+def _runs(session: Session, feeds: Sequence[Batch]) -> bool:
+    """Whether a session runs all inputs."""
+    try:
+        for feed in feeds:
+            session.run(None, feed)
+    except AttnserveError:
+        return False
+    return True

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from glob import escape
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast, get_args
+from typing import Any, NamedTuple, Self, cast, get_args
 
 import onnx_ir as ir
 
@@ -20,13 +20,13 @@ from attnserve.literals import Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
 from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
-from attnserve.models.measured import Fidelity, Quality
+from attnserve.models.measured import Fidelity, Quality, Share
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
 from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.runtime_verification import opener_in
+from attnserve.planning.runtime_verification import OpenNew, opener_in
 from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.served_graph.variants import compared_runtimes
 from attnserve.runtime.by_length import runtimes_by_length
@@ -177,7 +177,11 @@ def verify_again(
     )  # fmt: skip
     device = context.device
     fidelity = job.compare_held_out(model, rows.batches, rows.split)
-    checks = _checks(runtime_of(model, device), guaranteed, entry.qualities, fidelity, rows)
+    first = runtime_of(model, device)
+    checks = _checks(first, guaranteed, entry.qualities, fidelity, rows)
+    score = None if goal is None or search is None else _GuaranteedScore.of(goal, search, job)
+    if score is not None:
+        checks.append(score.check(first, model, fidelity))
     not_installed: list[str] = []
     installed = compared_runtimes(model, replace(device, runtime=AUTO))
     # Other runtimes ran all rows to verify, whatever the part of the search.
@@ -186,13 +190,11 @@ def verify_again(
         if not set(runtimes_by_length(name)) <= {*installed}:
             not_installed.append(name)
             continue
-        found = job.compare_held_out(
-            model, all_rows.batches, all_rows.split,
-            open_new=opener_in(name, device, all_rows.batches),
-        )  # fmt: skip
+        open_new = opener_in(name, device, all_rows.batches)
+        found = job.compare_held_out(model, all_rows.batches, all_rows.split, open_new=open_new)
         checks += _checks(name, guaranteed, recorded.qualities, found, all_rows)
-    if goal is not None and search is not None:
-        checks.append(_score_check(job, goal, search, model, fidelity))
+        if score is not None:
+            checks.append(score.check_in(name, model, open_new))
     return VerifyAgainReport(fidelity, rows.is_recorded, checks, not_installed)
 
 
@@ -431,19 +433,39 @@ def _checks(
     return checks
 
 
-def _score_check(
-    job: Job, goal: Goal, search: SearchRecord, model: ir.Model, fidelity: Fidelity
-) -> GuaranteeCheck:
-    """The kept share of the score on the recorded rows, or on all rows of a new file."""
-    task = ScoredTask.of(goal, job)
-    assert task is not None and goal.keep is not None
-    is_recorded = path_sha256(task.data) == search.goal.eval_data_sha256
-    part = (_part(search) if is_recorded else None) or HeldOut.ALL
-    share = task.share(model, fidelity, part, job)
-    is_bounded = is_recorded and not part.is_unused
-    kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
-    then = search.verifications[-1].share if search.verifications else None
-    return GuaranteeCheck(
-        runtime_of(model, job.context.device), "", task.data.name, "", "score",
-        then and then.value, share.value, kept, goal.keep, kept >= goal.keep - ROUNDING,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _GuaranteedScore:
+    """The score of a task of which a search keeps a share."""
+
+    task: ScoredTask
+    keep: float
+    search: SearchRecord
+    job: Job
+
+    @classmethod
+    def of(cls, goal: Goal, search: SearchRecord, job: Job) -> Self:
+        task = ScoredTask.of(goal, job)
+        assert task is not None and goal.keep is not None
+        return cls(task, goal.keep, search, job)
+
+    def check(self, runtime: str, model: ir.Model, fidelity: Fidelity) -> GuaranteeCheck:
+        """The kept share in the runtime of the search, on its rows, or on those of a new file."""
+        is_recorded = path_sha256(self.task.data) == self.search.goal.eval_data_sha256
+        part = (_part(self.search) if is_recorded else None) or HeldOut.ALL
+        share = self.task.share(model, fidelity, part, self.job)
+        last = self.search.verifications[-1].share if self.search.verifications else None
+        is_bounded = is_recorded and not part.is_unused
+        return self._check(runtime, share, is_bounded, last and last.value)
+
+    def check_in(self, runtime: str, model: ir.Model, open_new: OpenNew) -> GuaranteeCheck:
+        """The kept share on all rows in another runtime, as when it was verified there."""
+        return self._check(runtime, self.task.share_in(model, self.job, open_new))
+
+    def _check(
+        self, runtime: str, share: Share, is_bounded: bool = False, recorded: float | None = None
+    ) -> GuaranteeCheck:
+        kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
+        return GuaranteeCheck(
+            runtime, "", self.task.data.name, "", "score",
+            recorded, share.value, kept, self.keep, kept >= self.keep - ROUNDING,
+        )  # fmt: skip

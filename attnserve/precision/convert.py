@@ -302,23 +302,23 @@ def on_cpu(model: ir.Model) -> ir.Model:
 
 
 def check_cpu(precision: Precision) -> None:
-    """Check that this machine computes a precision correctly.
+    """Check that this machine computes a precision correctly; ``AUTO`` is one that it computes.
 
     Raises:
         InvalidArgument: The machine does not, or the precision is unknown.
     """
-    if (refusal := SCHEMES[precision].refusal()) is not None:
+    if precision != AUTO and (refusal := SCHEMES[precision].refusal()) is not None:
         raise refusal.error(precision, kind=InvalidArgument, area="precision")
 
 
 def context_for(precision: Precision, context: RunContext) -> RunContext:
-    """The context with the runtime that computes a precision.
+    """The context with the runtime that computes a precision; unchanged for ``AUTO``.
 
     Raises:
         InvalidArgument: The context names another runtime.
         MissingExtra: The runtime is not installed.
     """
-    needed = SCHEMES[precision].runtime
+    needed = "" if precision == AUTO else SCHEMES[precision].runtime
     if not needed:
         return context
     RUNTIMES[needed].version()  # raises before long work

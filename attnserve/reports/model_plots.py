@@ -1,23 +1,94 @@
-"""The plots of a model's report: changes, latencies of a search, losses of training."""
+"""The plots of a model's report: search, changes, latencies, losses of training."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from attnserve.models.lineage import LineageEntry, RecoverEntry, search_of
-from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg
+from attnserve.models.search_record import SearchRecord
+from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg, svg_file
 from attnserve.reports.plots import Figure
 
-__all__ = ["figures"]
+__all__ = ["figures", "plot_search"]
 
 
 def figures(rewrite: LineageEntry) -> list[Figure]:
     """The plots that the recorded values of one rewrite allow."""
-    plots = (_changes(rewrite), _latency(rewrite), _recovery(rewrite))
+    plots = (_search(rewrite), _changes(rewrite), _latency(rewrite), _recovery(rewrite))
     return [figure for figure in plots if figure is not None]
+
+
+def plot_search(search: SearchRecord) -> str:
+    """Draw the precisions and the Pareto front of a search as an SVG file.
+
+    Raises:
+        MissingExtra: Matplotlib is not installed.
+    """
+    title = search.verdict.partition(": ")[0] if search.gain else search.verdict
+    return svg_file(partial(_draw_search, search, title=title), (_search_width(search), 4.2))
+
+
+def _search(rewrite: LineageEntry) -> Figure | None:
+    """Speed and quality of the precisions, and of the choices of the search."""
+    search = search_of(rewrite)
+    if search is None or not search.front:
+        return None
+    width = _search_width(search)
+    return Figure(
+        "search",
+        "Speed and quality of the search",
+        ("Left: the original in each precision. Right: " if search.precisions else "")
+        + "The choices of the search for which no other choice loses less and is faster.",
+        svg(partial(_draw_search, search), (width, 3.6)),
+        round(100 * width),
+    )
+
+
+def _search_width(search: SearchRecord) -> float:
+    return 9.6 if search.precisions else 6.4
+
+
+def _draw_search(search: SearchRecord, figure: Any, *, title: str = "") -> None:
+    """Draw the compared precisions, if there are any, and the front in the precision of the result.
+
+    Speed-ups of precisions are over float32, and those of choices over their own precision.
+    """
+    panels = figure.subplots(1, 2 if search.precisions else 1, squeeze=False)[0]
+    precision, kept = search.goal.precision, search.kept
+    if search.precisions:
+        names = [point.precision for point in search.precisions]
+        points = [(1 - point.loss, point.speedup.value) for point in search.precisions]
+        panels[0].plot(*zip(*points, strict=True), "o", color=SECOND)
+        for name, point in zip(names, points, strict=True):
+            panels[0].annotate(name, point, (0, 6), textcoords="offset points", ha="right")
+        panels[0].set_ylabel("speed-up over the fused original")
+    axes = panels[-1]
+    predicted = [(1 - point.predicted_loss, point.speedup) for point in search.front]
+    built = [
+        (1 - point.measured_loss, point.speedup)
+        for point in search.front
+        if point.measured_loss is not None
+    ]
+    axes.plot(*zip(*predicted, strict=True), color=FIRST, label="predicted Pareto front")
+    if built:
+        axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
+    if kept is not None and search.speedup is not None and precision == "float32":
+        axes.plot([kept], [search.speedup], "D", color=INK, label="plan (whole model, measured)")
+    left = min([0.99, *(kept for kept, _ in built)]) - 0.02
+    speeds = [speed for kept, speed in (*predicted, *built) if kept >= left]
+    axes.set_xlim(left, 1.002)
+    axes.set_ylim(min([1.0, *speeds]) - 0.03, max(1.05, *speeds) * 1.05)
+    axes.set_ylabel("speed-up" if precision == "float32" else f"speed-up in {precision}")
+    axes.legend(loc="best")
+    for panel in panels:
+        panel.grid(color=GRID)
+        panel.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
+        panel.set_xlabel("quality kept: 1 - loss")
+    figure.suptitle(title, fontsize="medium")
 
 
 def _changes(rewrite: LineageEntry) -> Figure | None:

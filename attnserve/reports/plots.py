@@ -1,4 +1,4 @@
-"""The plots of an analysis, each with a caption, and the Pareto front of a plan."""
+"""The plots of an analysis, each with a caption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from attnserve.calibration.spectra import Spectrum
 from attnserve.reports.analysis import SHARES, Analysis
 from attnserve.reports.drawing import (
     FIRST,
-    GRID,
     INK,
     MUTED,
     PAPER,
@@ -23,10 +22,9 @@ from attnserve.reports.drawing import (
     scale_beside,
     span,
     svg,
-    svg_file,
 )
 
-__all__ = ["FIGURES", "Figure", "plot_front"]
+__all__ = ["FIGURES", "Figure"]
 
 MOST_NUMBERS = 16
 """Heatmaps with at most this many rows have labels in their cells."""
@@ -374,42 +372,3 @@ def _table(analysis: Analysis, of: Callable[[Any], np.ndarray], heads: int) -> n
 def _sparse(count: int) -> list[str]:
     step = 1 if count <= 16 else 4
     return [str(i) if i % step == 0 else "" for i in range(count)]
-
-
-def plot_front(
-    predicted: Sequence[tuple[float, float]],
-    built: Sequence[tuple[float, float]],
-    plan: tuple[float, float] | None,
-    *,
-    title: str,
-) -> str:
-    """Draw the Pareto front of a plan as an SVG file; all points are (kept, speed-up).
-
-    Args:
-        predicted: Points of the predicted front.
-        built: Points of models that were built and evaluated.
-        plan: The measured point of the plan, if it improves on the original.
-
-    Raises:
-        MissingExtra: Matplotlib is not installed.
-    """
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.grid(color=GRID)
-        if predicted:
-            axes.plot(*zip(*predicted, strict=True), color=FIRST, label="predicted Pareto front")
-        if built:
-            axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
-        if plan is not None:
-            axes.plot([plan[0]], [plan[1]], "D", color=INK, label="plan (whole model, measured)")
-        left = min([0.99, *(kept for kept, _ in built)]) - 0.02
-        speeds = [speed for kept, speed in predicted if kept >= left]
-        top = max(1.05, *speeds, 0.0 if plan is None else plan[1])
-        axes.set_xlim(left, 1.002)
-        axes.set_ylim(min([1.0, *speeds]) - 0.03, top * 1.05)
-        axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
-        axes.set(xlabel="quality kept: 1 - loss", ylabel="speed-up", title=title)
-        axes.legend(loc="best")
-
-    return svg_file(draw, (7.0, 4.2))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from threading import Lock
 
 from attnserve.runtime.interface import Feed, Session, SessionWrapper, row_length
 
-__all__ = ["LengthRunner", "by_length", "runtimes_by_length"]
+__all__ = ["LengthRunner", "by_length", "runtimes_by_length", "with_pairs"]
 
 
 def by_length(short: str, long: str) -> str:
@@ -19,6 +20,11 @@ def runtimes_by_length(name: str) -> tuple[str, str]:
     """The runtimes of short and of long rows in a name of ``by_length``; equal if it names one."""
     short, _, long = name.partition("+")
     return short, long or short
+
+
+def with_pairs(runtimes: Sequence[str]) -> list[str]:
+    """The names of runtimes, and of all pairs of them for short and for long rows."""
+    return [*runtimes, *(by_length(*pair) for pair in permutations(runtimes, 2))]
 
 
 class LengthRunner(SessionWrapper[Session]):

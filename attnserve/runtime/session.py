@@ -16,7 +16,14 @@ from attnserve.runtime.openvino_runtime import OpenVino
 from graph_passes.errors import InvalidArgument, MissingExtra
 from graph_passes.registry import Registry
 
-__all__ = ["RUNTIMES", "Batch", "open_session", "require_cuda", "runtime_of"]
+__all__ = [
+    "RUNTIMES",
+    "Batch",
+    "open_session",
+    "require_cuda",
+    "runtime_of",
+    "selectable_runtimes",
+]
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino(), other_values=(AUTO,))
 """Runtimes by name (``Device.runtime``)."""
@@ -54,6 +61,18 @@ def runtime_of(source: Path | ir.Model, device: Device) -> str:
             if runtime.computes_bfloat16 and runtime.version():
                 return runtime.name
     return device.runtime_name
+
+
+def selectable_runtimes(device: Device) -> list[str]:
+    """The names of the runtimes from which serving selects: all installed ones for ``AUTO``."""
+    if device.runtime != AUTO or device.provider != "cpu":
+        return [device.runtime_name]
+    installed: list[str] = []
+    for runtime in RUNTIMES:
+        with suppress(MissingExtra):
+            if runtime.version():
+                installed.append(runtime.name)
+    return installed
 
 
 def require_cuda() -> None:

@@ -33,7 +33,6 @@ __all__ = [
     "FORMAT",
     "Decision",
     "PlanRecord",
-    "Point",
     "SavedPlan",
 ]
 
@@ -71,21 +70,6 @@ class Decision(Recorded, frozen=True):
     in_float: Always[bool] = False
 
 
-class Point(Recorded, frozen=True):
-    """A choice on the Pareto front, with measurements if it was built.
-
-    Attributes:
-        speedup: The predicted speed-up of the whole model at the requested lengths.
-        predicted_loss: The sum of the losses of its blocks (``Decision``).
-        measured_loss: The measured loss of the goal's measure.
-    """
-
-    speedup: float
-    predicted_loss: float
-    measured_loss: float | None
-    cosine: float | None
-
-
 def _read_plan(content: Any) -> Plan:
     return content if isinstance(content, Plan) else Plan.from_json(content)
 
@@ -96,7 +80,6 @@ class PlanRecord(SearchRecord, frozen=True):
     Attributes:
         decisions: The decision for each block.
         plan: The plan; empty if the original is returned.
-        front: The choices on the Pareto front.
         latency_ms: The latencies of every distinct block.
     """
 
@@ -106,7 +89,6 @@ class PlanRecord(SearchRecord, frozen=True):
     speedups: ServedSpeed | None = None
     decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
     plan: Annotated[Plan, PlainValidator(_read_plan), PlainSerializer(Plan.to_json)] = Plan()
-    front: tuple[Point, ...] = ()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
     versions: Mapping[str, str] = {}
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from attnserve.models.search_record import Point
 from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.plans.plan_file import Decision, Point
+from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.front import ChosenBlock, Front
 
 __all__ = ["explain", "front_points"]

@@ -15,6 +15,7 @@ from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import largest_loss
 from attnserve.checks.scores import Score, share_kept
+from attnserve.context import Device
 from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
@@ -26,14 +27,14 @@ from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
 from attnserve.planning.runtime_verification import OpenNew
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.served_speed import example_feeds, time_models
+from attnserve.planning.served_speed import ServedTimer, example_feeds, time_models
 from attnserve.runtime.cache import digest
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "Verified"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "Verified", "compare_part"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -129,6 +130,8 @@ class Judge:
     memory, because the search ends with one of them.
 
     Attributes:
+        served: Times models as served, and has the models that it has fused before.
+        timed_on: The device of all other times; losses are those on the device of the job.
         checked: The workloads at which a result is timed.
         allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
@@ -137,6 +140,8 @@ class Judge:
     """
 
     job: Job
+    served: ServedTimer
+    timed_on: Device
     checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
     allowed: float | None = None
@@ -196,11 +201,13 @@ class Judge:
 
     def _measure(self, choice: Choice, state: State, job: Job) -> Candidate:
         """Measure the model of an applied plan on the data to choose."""
-        return Candidate(choice, state, self._compare(state.result, HeldOut.CHOOSE, job))
+        measured = compare_part(state.result, HeldOut.CHOOSE, job, self.task)
+        return Candidate(choice, state, measured)
 
     def verify(self, candidate: Candidate, part: HeldOut) -> HeldOutComparison:
         """Verify a candidate on held-out data."""
-        return self._compare(candidate.state.result, part, self.untimed.labeled("held out"))
+        job = self.untimed.labeled("held out")
+        return compare_part(candidate.state.result, part, job, self.task)
 
     def time(self, candidate: Candidate) -> list[ShapeLatency]:
         """Time a candidate and the original at all checked workloads."""
@@ -286,8 +293,9 @@ class Judge:
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
         times = time_models(
-            models, feeds, context=job.context, seconds=seconds, min_speedup=min_speedup
-        )
+            models, feeds, context=replace(job.context, device=self.timed_on),
+            seconds=seconds, min_speedup=min_speedup,
+        )  # fmt: skip
         if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
@@ -296,27 +304,30 @@ class Judge:
             )
         return times
 
-    def _compare(self, model: ir.Model, part: HeldOut, job: Job) -> HeldOutComparison:
-        """Compare a model with the original on held-out data, and on the same part of the task.
 
-        Losses are bounds if the data was used before; see ``Losses``.
-        """
-        batches = part.batches(job.required_data)
-        is_bounded = not part.is_unused
-        fidelity = job.compare_held_out(model, batches, part.split)
-        losses: list[float] = []
-        share = None
-        if job.measure != "score":
-            losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
-        if self.task is not None:
-            share = self.task.share(model, fidelity, part, job)
-            losses.append(share.losses.bounded if is_bounded else share.losses.measured)
-        return HeldOutComparison(
-            fidelity=fidelity,
-            share=share,
-            loss=max(losses, default=0.0),
-            part=part.name.lower(),
-        )
+def compare_part(
+    model: ir.Model, part: HeldOut, job: Job, task: ScoredTask | None
+) -> HeldOutComparison:
+    """Compare a model with the original on held-out data, and on the same part of the task.
+
+    Losses are bounds if the data was used before; see ``Losses``.
+    """
+    batches = part.batches(job.required_data)
+    is_bounded = not part.is_unused
+    fidelity = job.compare_held_out(model, batches, part.split)
+    losses: list[float] = []
+    share = None
+    if job.measure != "score":
+        losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
+    if task is not None:
+        share = task.share(model, fidelity, part, job)
+        losses.append(share.losses.bounded if is_bounded else share.losses.measured)
+    return HeldOutComparison(
+        fidelity=fidelity,
+        share=share,
+        loss=max(losses, default=0.0),
+        part=part.name.lower(),
+    )
 
 
 def _score(

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import onnx_ir as ir
 
+from attnserve.context import Device
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import AS_EXPORTED
@@ -49,7 +50,12 @@ class ModelLatency:
 
     @classmethod
     def time(
-        cls, job: Job, checked: Sequence[Workload], model: ir.Model, groups: Sequence[BlockGroup]
+        cls,
+        job: Job,
+        timed_on: Device,
+        checked: Sequence[Workload],
+        model: ir.Model,
+        groups: Sequence[BlockGroup],
     ) -> Self:
         """Time all configurations of all blocks at the requested and at two extreme workloads.
 
@@ -65,7 +71,7 @@ class ModelLatency:
             for workloads in (requested, extremes)
         )
         cache = default_cache() if context.timer is None else None
-        table = LatencyTable(cache, context.device, context.timer)
+        table = LatencyTable(cache, timed_on, context.timer)
         timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
         latencies = timer.time_blocks(groups)
         float_latencies: Mapping[Block, BlockLatency] = {}

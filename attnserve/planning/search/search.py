@@ -12,9 +12,11 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import read_attention, require_attention
 from attnserve.checks.quality import allowed_loss
+from attnserve.context import AUTO
 from attnserve.fusion import newest_opset
 from attnserve.job import Job
 from attnserve.models.output_kinds import require_measurable
+from attnserve.models.search_record import PrecisionPoint
 from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
@@ -28,16 +30,69 @@ from attnserve.planning.search.front import Front
 from attnserve.planning.search.judge import Judge, ScoredTask
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
+from attnserve.planning.search.precision_choice import compare_precisions, in_search_order
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.search.verdict import result_of
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert
+from graph_passes.errors import CheckFailed
 
 __all__ = ["run_search"]
 
 
-def run_search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
-    """Search for a plan; ``attnserve.plan`` describes the goal.
+Found = tuple[PlanRecord, State]
+
+
+def run_search(goal: Goal, job: Job) -> Found:
+    """Search for a plan, in the precision of the job; ``attnserve.plan`` describes the goal.
+
+    With ``AUTO``, precisions are searched in the order of ``in_search_order``, until no other one
+    is likely to be faster. The goal decides on the rows to choose alone.
+
+    Returns:
+        The record, and the model after all steps of the plan.
+
+    Raises:
+        CheckFailed: The goal cannot be reached.
+        CannotRewrite: The precisions cannot be compared.
+        InvalidArgument, InvalidModel, InvariantBroken: See ``_search``.
+    """
+    if job.target.precision != AUTO:
+        return _search(goal, job)
+    points = compare_precisions(goal, job)
+    best: Found | None = None
+    best_speed, missed = 0.0, None
+    for point in in_search_order(points, goal):
+        if best is not None and not _may_be_better(point, goal, best_speed):
+            continue
+        try:
+            found = _search(goal, job.with_precision(point.precision).labeled(point.precision))
+        except CheckFailed as error:
+            missed = error
+            continue
+        record, state = found
+        speed = point.speedup.value  # the least of a model without blocks in float32
+        if state.plan.float_blocks or not record.gain:
+            speed = record.speedups.served.value if record.speedups is not None else 1.0
+        if best is None or speed > best_speed:
+            best, best_speed = found, speed
+    if best is None:
+        assert missed is not None
+        raise missed
+    record, state = best
+    return record.model_copy(update={"precisions": tuple(points)}), state
+
+
+def _may_be_better(point: PrecisionPoint, goal: Goal, speed: float) -> bool:
+    """Whether a precision meets the goal in all blocks, and is faster than a result."""
+    if goal.keep is None:
+        return False
+    return point.loss <= allowed_loss(goal.keep) and point.speedup.value > speed
+
+
+def _search(goal: Goal, job: Job) -> Found:
+    """Search for a plan in one precision.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder until the
     search ends, so that an interrupted search continues.
@@ -73,10 +128,12 @@ def run_search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     key = search_key(recorded, job)
     checkpoint = SearchCheckpoint(key)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    latency = ModelLatency.time(job, checked, newest, groups)
+    served = ServedTimer(job)
+    timed_on = replace(job.context.device, runtime=served.fastest_runtime(precision))
+    latency = ModelLatency.time(job, timed_on, checked, newest, groups)
     losses = _estimate_losses(job, newest, latency, checkpoint)
     allowed = None if goal.keep is None else allowed_loss(goal.keep)
-    judge = Judge(job, checked, checkpoint, allowed, task)
+    judge = Judge(job, served, timed_on, checked, checkpoint, allowed, task)
     kind = LeastLossySearch if goal.keep is None else FastestSearch
     front_search = kind(recorded, Front.of(latency, losses, precision), judge)
     best = front_search.run()

@@ -15,7 +15,6 @@ from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
-from attnserve.planning.served_speed import ServedTimer
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
 
@@ -55,7 +54,7 @@ def _gain(
     """A plan that meets the goal and is faster than the original."""
     state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
     recovered = _without_gain(verified.recovered, note) if note else verified.recovered
-    speed = ServedTimer(search.judge.job).speed_of(state.model, state.result, state.plan)
+    speed = search.judge.served.speed_of(state.model, state.result, state.plan)
     # One measurement in one sentence: those of the search are others.
     speedup = search.judge.requested_speedup(speeds) if speed is None else speed.over_exported
     verdict = f"{speedup:.2f}x as fast, keeping {_kept(last, search.goal.task)}"

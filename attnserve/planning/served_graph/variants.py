@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.context import AUTO, Device
+from attnserve.context import Device
 from attnserve.fusion import fuse, fused_operators
 from attnserve.models.onnx_files import data_file, save_model
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.session import RUNTIMES, runtime_of
-from graph_passes.errors import MissingExtra
+from attnserve.runtime.session import runtime_of, selectable_runtimes
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention
@@ -85,18 +83,11 @@ def list_variants(
 def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
     """The names of the runtimes to compare.
 
-    It is the runtime of the device. For ``AUTO``, all installed runtimes are compared; the first
-    one computes the precision that the model states (``runtime_of``).
+    They are those of ``selectable_runtimes``; the first one computes the precision that the model
+    states (``runtime_of``).
     """
     first = runtime_of(model, device)
-    if device.runtime != AUTO or device.provider != "cpu":
-        return [first]
-    installed: list[str] = []
-    for runtime in RUNTIMES:
-        with suppress(MissingExtra):
-            if runtime.name != first and runtime.version():
-                installed.append(runtime.name)
-    return [first, *installed]
+    return list(dict.fromkeys([first, *selectable_runtimes(device)]))
 
 
 def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:
