@@ -24,7 +24,7 @@ from functools import cached_property, partial
 
 import onnx_ir as ir
 
-from attnserve.context import Provider
+from attnserve.context import AUTO, Provider
 from attnserve.literals import Precision
 from attnserve.models.quantized import Bits
 from attnserve.precision.half import to_bfloat16, to_float16
@@ -259,5 +259,6 @@ SCHEMES = Registry[Scheme](
         refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(),
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", allows_float_blocks=True, for_tokens=True),
+    other_values=(AUTO,),
 )
 """The precisions."""

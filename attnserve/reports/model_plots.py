@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby, pairwise
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from attnserve.models.lineage import LineageEntry, RecoverEntry, search_of
-from attnserve.models.search_record import SearchRecord
-from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, SECOND, svg, svg_file
+from attnserve.models.search_record import PrecisionPoint, SearchRecord
+from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, PAPER, SECOND, svg, svg_file
 from attnserve.reports.plots import Figure
 
 __all__ = ["figures", "plot_search"]
@@ -58,15 +59,9 @@ def _draw_search(search: SearchRecord, figure: Any, *, title: str = "") -> None:
     Speed-ups of precisions are over float32, and those of choices over their own precision.
     """
     panels = figure.subplots(1, 2 if search.precisions else 1, squeeze=False)[0]
-    precision, kept = search.goal.precision, search.kept
     if search.precisions:
-        names = [point.precision for point in search.precisions]
-        points = [(1 - point.loss, point.speedup.value) for point in search.precisions]
-        panels[0].plot(*zip(*points, strict=True), "o", color=SECOND)
-        for name, point in zip(names, points, strict=True):
-            panels[0].annotate(name, point, (0, 6), textcoords="offset points", ha="right")
-        panels[0].set_ylabel("speed-up over the fused original")
-    axes = panels[-1]
+        _draw_precisions(search.precisions, panels[0])
+    axes, precision, kept = panels[-1], search.goal.precision, search.kept
     predicted = [(1 - point.predicted_loss, point.speedup) for point in search.front]
     built = [
         (1 - point.measured_loss, point.speedup)
@@ -84,11 +79,33 @@ def _draw_search(search: SearchRecord, figure: Any, *, title: str = "") -> None:
     axes.set_ylim(min([1.0, *speeds]) - 0.03, max(1.05, *speeds) * 1.05)
     axes.set_ylabel("speed-up" if precision == "float32" else f"speed-up in {precision}")
     axes.legend(loc="best")
-    for panel in panels:
-        panel.grid(color=GRID)
-        panel.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
-        panel.set_xlabel("quality kept: 1 - loss")
+    axes.grid(color=GRID)
+    axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")
+    axes.set_xlabel("quality kept: 1 - loss")
     figure.suptitle(title, fontsize="medium")
+
+
+def _draw_precisions(points: Sequence[PrecisionPoint], axes: Any) -> None:
+    """Draw the speed-up of each precision, with the quality that it keeps."""
+    places = range(len(points))
+    speeds = [point.speedup.value for point in points]
+    axes.barh(places, speeds, color=SECOND, height=0.6)
+    for place, point in zip(places, points, strict=True):
+        text = f"{point.speedup.value:.2f}x, keeps {1 - point.loss:.4f}"
+        is_long = point.speedup.value > max(speeds) / 2
+        axes.annotate(
+            text,
+            (point.speedup.value, place),
+            (-5 if is_long else 5, 0),
+            textcoords="offset points",
+            ha="right" if is_long else "left",
+            va="center",
+            color=PAPER if is_long else INK,
+            fontsize=8,
+        )
+    axes.set_yticks(places, [f"{point.precision}\n{point.runtime}" for point in points])
+    axes.set_xlabel("speed-up over the fused original")
+    axes.grid(axis="x", color=GRID)
 
 
 def _changes(rewrite: LineageEntry) -> Figure | None:

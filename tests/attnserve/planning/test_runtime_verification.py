@@ -17,7 +17,6 @@ from attnserve.models.measured import Fidelity, Losses, Quality, Share
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
-from attnserve.planning.served_graph import variants
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Runtime, Session, SessionOptions
@@ -56,8 +55,7 @@ def job(tiny: Path, sentences: Path) -> Job:
 
 def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     both = Registry[Runtime]("runtime", OnnxRuntime(), runtime)
-    for module in (variants, session):
-        monkeypatch.setattr(module, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +166,7 @@ def test_float_models_and_one_runtime_need_no_verification(
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
     assert verify_in_other_runtimes(job, job.original, nothing()) == {}
-    for module in (variants, session):
-        monkeypatch.setattr(module, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
+    monkeypatch.setattr(session, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
     model = convert(job.original, "int8", job.calibration)
     assert verify_in_other_runtimes(job, model, nothing()) == {}
 

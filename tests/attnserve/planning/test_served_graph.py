@@ -289,8 +289,7 @@ AUTO = Device(threads=1, runtime="auto")
 
 def use_other_runtime(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> None:
     both = Registry[Runtime]("runtime", OnnxRuntime(), OtherRuntime(fault))
-    for module in (variants, session):
-        monkeypatch.setattr(module, "RUNTIMES", both)
+    monkeypatch.setattr(session, "RUNTIMES", both)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.served_speed import ServedTimer
+from attnserve.planning.served_speed import ServedTimer, time_models
 from attnserve.precision.convert import convert
+from attnserve.runtime.interface import RunFailed, Session, SessionOptions, SessionWrapper
 from graph_passes.analysis.workload import Workload
+from graph_passes.errors import InvalidModel
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.jobs import job_of
@@ -32,16 +35,19 @@ AT = Target(sequence=(5, 6))
 SHAPES = [Workload.of(1, 5), Workload.of(1, 6)]
 
 
-def timer_of(model: ir.Model, *times: float, runtime: str = "onnxruntime") -> ServedTimer:
-    """A timer that gives these milliseconds to the models, in their order, at all shapes."""
+def timer_of(model: ir.Model, *times: float, runtimes: Sequence[str] = ()) -> ServedTimer:
+    """A timer that gives these milliseconds to the models, in their order, at all shapes.
+
+    All models in the first runtime come first.
+    """
 
     def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
         rows = np.array([[float(ms)] * 4 for ms in times])
         assert len(models) == len(rows)
         return [rows] * len(SHAPES)
 
-    context = RunContext(Device(runtime=runtime), timer=timer)
-    return ServedTimer(job_of(model, target=AT, context=context))
+    job = job_of(model, target=AT, context=RunContext(timer=timer))
+    return ServedTimer(replace(job, runtimes=runtimes))
 
 
 def lossy(precision: Precision) -> Plan:
@@ -77,17 +83,61 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path) -> None:
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
-def test_served_timer_of_a_runtime_compares_with_the_original_in_the_faster_one(
-    tiny: Path,
-) -> None:
-    """Serving would run the original in the other runtime."""
+RUNTIMES = ("openvino", "onnxruntime")
+
+
+def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Path) -> None:
+    """Only one runtime computes the precision, and serving would run the original in the other."""
     original = load_model(tiny / "model.onnx")
-    openvino, onnxruntime = [12, 10, 5], [8, 7, 6]  # original, fused, converted
-    timer = timer_of(original, *openvino, *onnxruntime, runtime="openvino")
+    openvino, onnxruntime = [12, 10, 5], [8, 7, 3]  # original, fused, converted
+    timer = timer_of(original, *openvino, *onnxruntime, runtimes=RUNTIMES)
     plan = Plan.merged([], "bfloat16-cpu", ())
     speed = timer.speed_of(original.clone(), original.clone(), plan)
-    assert speed is not None and speed.runtimes == ("openvino", "onnxruntime")
+    assert speed is not None and speed.runtimes == RUNTIMES
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
+
+
+def test_served_timer_selects_a_runtime_for_each_model(tiny: Path) -> None:
+    original = load_model(tiny / "model.onnx")
+    openvino, onnxruntime = [12, 10, 4], [8, 7, 6]  # original, fused, pruned
+    timer = timer_of(original, *openvino, 5, *onnxruntime, 6, runtimes=RUNTIMES)
+    speed = timer.speed_of(original.clone(), original.clone(), lossy("float32"))
+    assert values(speed) == [8 / 7, None, 7 / 4, 7 / 4]
+
+
+@pytest.mark.parametrize(("times", "fastest"), [([5, 4], "onnxruntime"), ([4, 5], "openvino")])
+def test_fastest_runtime_of_a_precision(tiny: Path, times: list[float], fastest: str) -> None:
+    original = load_model(tiny / "model.onnx")
+    timer = timer_of(original, *times, runtimes=RUNTIMES)
+    assert timer.fastest_runtime("float32") == fastest
+    assert timer.fastest_runtime("bfloat16-cpu") == "openvino"  # no other one computes it
+
+
+@pytest.mark.parametrize("fails", ["open", "run"])
+def test_time_models_gives_no_time_of_a_runtime_that_fails(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    original = load_model(tiny / "model.onnx")
+    open_session = served_speed.open_session
+
+    class Failing(SessionWrapper[Session]):
+        def run(self, *given: Any) -> Any:
+            raise RunFailed("no kernel", {})
+
+    def opened(model: Any, device: Device, options: SessionOptions) -> Session:
+        session = open_session(model, replace(device, runtime="onnxruntime"), options)
+        if device.runtime == "onnxruntime":
+            return session
+        if fails == "open":
+            raise InvalidModel("an operator is unknown", "use another one", code="model.unknown")
+        return Failing(session)
+
+    monkeypatch.setattr(served_speed, "open_session", opened)
+    feeds = served_speed.example_feeds(original, SHAPES, seed=0)
+    first, second = time_models(
+        [original], feeds, context=RunContext(), seconds=0.1, runtimes=["onnxruntime", "other"]
+    )
+    assert np.isfinite(first.ms) and np.isinf(second.ms)
 
 
 def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(

@@ -136,6 +136,18 @@ def test_a_goal_of_a_score_needs_its_data(
     new = attnserve.verify_again(**again, eval_data=copy).guarantees[-1]
     assert (new.file, new.guarantee) == ("new.tsv", 0.5)
 
+    # A score is kept in each runtime in which the quality was verified.
+    path = tmp_path / "out" / "attnserve.json"
+    record = json.loads(path.read_text())
+    entry = record["lineage"][-1]
+    entry["other_runtimes"] = {"openvino": {"quality": entry["quality"], **entry["fidelity"]}}
+    path.write_text(json.dumps(record))
+    checks = attnserve.verify_again(**again, eval_data=sts_rows).guarantees
+    found = [(check.runtime, check.measure) for check in checks]
+    kinds = ("similarity", "score")
+    assert found == [(each, kind) for each in ("onnxruntime", "openvino") for kind in kinds]
+    assert checks[-1].value > 0.5 and checks[-1].holds
+
 
 @pytest.fixture
 def sts_rows(tmp_path: Path) -> Path:
