@@ -26,6 +26,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.session import selectable_runtimes
 from graph_passes.analysis.axes import has_cache
@@ -33,6 +34,9 @@ from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
 
 __all__ = ["Job", "served_lengths", "served_workloads"]
+
+ONE_RUNTIME_BYTES = 600_000_000
+"""Weight size above which a model is timed in one runtime only."""
 
 DEFAULT_LENGTHS = (16, 128, 512)
 """Timed lengths without data and without a requested length."""
@@ -194,14 +198,17 @@ class Job:
         )
 
     def runtimes_for(self, precision: Precision) -> Sequence[str]:
-        """The runtimes in which serving may run a model in a precision.
+        """The runtimes in which serving may run a model in a precision, the default one first.
 
-        Another runtime than that of the scheme computes floating-point weights in float32.
+        Another runtime than that of the scheme computes floating-point weights in float32. A large
+        model is timed in one runtime only, because each session holds its weights.
         """
         scheme = SCHEMES[precision]
-        if scheme.runtime and not scheme.is_int8:
-            return [scheme.runtime]
-        return self.runtimes or [self.context.device.runtime_name]
+        first = scheme.runtime or next(iter(self.runtimes), self.context.device.runtime_name)
+        is_large = weight_bytes(self.original) > ONE_RUNTIME_BYTES
+        if is_large or (scheme.runtime and not scheme.is_int8):
+            return [first]
+        return list(dict.fromkeys([first, *self.runtimes]))
 
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages."""

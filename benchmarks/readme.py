@@ -102,6 +102,7 @@ BENCHMARKS = {
         20, "--vit {data}/models/vit_mnist_researchase/vit_mnist_researchase.onnx",
         packages=("openvino",),
     ),
+    "loading": Benchmark(3, f"--text {TEXT}", "--rounds 1", ("openvino",)),
     "mixing": Benchmark(45, STS),
     "fidelity": Benchmark(
         5, "--calib {data}/data/sts/stsb_train.tsv --data {data}/data/sts/stsb_dev.tsv",

@@ -238,7 +238,7 @@ def _show_plan(record: PlanRecord) -> None:
     if record.speeds:
         print_table(
             f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
-            f"{record.goal.provider}",
+            f"{record.goal.provider}, fastest runtime at each length",
             (">batch x tokens", ">original ms:.2f", ">ms:.2f", ">speed-up"),
             [
                 (f"{at.batch} x {at.sequence}", at.original_ms, at.ms, f"{at.speedup:.2f}x")
@@ -261,7 +261,7 @@ def _show_precisions(search: SearchRecord) -> None:
                     point.runtime,
                     f"{point.speedup.value:.2f}x",
                     point.loss,
-                    "selected" * (point.precision == search.goal.precision),
+                    point.unused or "selected" * search.gain,
                 )
                 for point in search.precisions
             ],

@@ -30,7 +30,12 @@ def _present_name(measure: object) -> object:
 
 
 class GoalRecord(Recorded, frozen=True):
-    """The request of a search; see ``options.Goal``."""
+    """The request of a search; see ``options.Goal``.
+
+    Attributes:
+        precision: The precision of the search; with ``AUTO``, the one that was chosen.
+        runtime: The runtime in which losses are measured.
+    """
 
     keep: Always[float | None] = None
     target_speedup: Always[float | None] = None
@@ -125,15 +130,17 @@ class PrecisionPoint(Recorded, frozen=True):
     """The original in one precision, with fused operators, as a search with any precision saw it.
 
     Attributes:
-        runtime: The fastest runtime, or two of them (``runtime.by_length``).
+        runtime: The fastest runtime.
         speedup: The speed-up over the fused original in float32.
         loss: The loss on the rows to choose; a confidence bound.
+        unused: Why the result has another precision; empty if it has this one.
     """
 
     precision: str
     runtime: str
     speedup: Speedup
     loss: FiniteFloat
+    unused: str = ""
 
 
 class SearchRecord(Measured, frozen=True):
@@ -145,6 +152,8 @@ class SearchRecord(Measured, frozen=True):
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
+        speeds: The original and the result, each in its fastest runtime at each length.
+        timed_runtime: The runtime in which blocks and candidates were timed.
         front: The choices on the Pareto front.
         precisions: The compared precisions; none if the request named one.
     """
@@ -157,6 +166,7 @@ class SearchRecord(Measured, frozen=True):
     verifications: Annotated[tuple[HeldOutComparison, ...], Field(alias="proofs")] = ()
     speedup: FiniteFloat | None = None
     speeds: tuple[ShapeLatency, ...] = ()
+    timed_runtime: str = ""
     machine: str | None = None
     recovered: TrainingRounds | None = None
     front: tuple[Point, ...] = ()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from attnserve.models.outputs import (
     output_file,
     write_rewritten,
 )
-from attnserve.models.quantized import int8_activations, int8_weight_bits, rounds_activations
+from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
@@ -40,11 +39,9 @@ from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
-from attnserve.planning.search.judge import ScoredTask
 from attnserve.planning.search.search import run_search
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
-from attnserve.runtime.by_length import with_pairs
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
@@ -147,7 +144,9 @@ def optimize(
         rewritten = _Rewritten(state, ServedTimer(job), search=found)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
-        rewritten = _Rewritten(_replay(job, saved), ServedTimer(job))
+        rewritten = _Rewritten(
+            _replay(job, saved), ServedTimer(job), planned_keep=saved.record.guaranteed
+        )
     else:
         job = Job.read(
             artifact, original, data, target,
@@ -198,6 +197,7 @@ class _Rewritten:
         search: The record of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
         warnings: Warnings about the requested rewrites.
+        planned_keep: The share of the quality that the search of a replayed plan keeps.
     """
 
     state: State
@@ -205,6 +205,7 @@ class _Rewritten:
     search: PlanRecord | None = None
     mixing: MixingChoice | None = None
     warnings: Sequence[str] = ()
+    planned_keep: float | None = None
 
 
 def _replay(job: Job, saved: SavedPlan) -> State:
@@ -255,16 +256,14 @@ def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
     state, search = rewritten.state, rewritten.search
     converted = state.result
     fidelity = _compare(job, converted, search)
-    other_runtimes: Mapping[str, Fidelity] = {}
-    differs = rounds_activations(converted)  # outputs differ between runtimes
-    if job.data is not None:
-        task = ScoredTask.of(goal, job) if differs else None
-        share_in = task and partial(task.share_in, converted, job)
-        other_runtimes = verify_in_other_runtimes(job, converted, fidelity, goal.keep, share_in)
-    speed = None if search is None else search.speedups
-    timed = with_pairs(job.runtimes_for(state.plan.precision))
-    verified = {runtime_of(converted, job.context.device), *other_runtimes}
-    if speed is None or (differs and not verified.issuperset(timed)):
+    if search is not None and search.gain:
+        other_runtimes, speed = search.other_runtimes, search.speedups
+    else:
+        other_runtimes = (
+            verify_in_other_runtimes(job, converted, fidelity, rewritten.planned_keep)
+            if job.data is not None
+            else {}
+        )
         speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
     other_fidelities = tuple(
         compare(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import permutations
 from statistics import NormalDist, median_low
 
 import onnx_ir as ir
@@ -20,8 +19,8 @@ from attnserve.context import AUTO, Device
 from attnserve.job import Job
 from attnserve.models.measured import Fidelity, Quality, Share, Subject
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.served_graph.variants import compared_runtimes
-from attnserve.runtime.by_length import LengthRunner, by_length, runtimes_by_length
+from attnserve.planning.served_graph.variants import compared_runtimes, served_choices
+from attnserve.runtime.by_length import LengthRunner, runtimes_by_length
 from attnserve.runtime.interface import Batch, Session, row_length
 from attnserve.runtime.session import open_session, runtime_of
 from graph_passes.errors import AttnserveError
@@ -44,10 +43,9 @@ def verify_in_other_runtimes(
 ) -> Mapping[str, Fidelity]:
     """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
 
-    It is kept if no value is below its lower bound in the first runtime (``_simultaneous_bounds``),
-    and the goal is met. The same holds for the score of a task, if there is one. The names are
-    those of a runtime, or of two runtimes for short and for long rows (``by_length``); the second
-    runs texts above the median length.
+    It is kept if no value is below its lower bound in the first runtime (``_lower_bounds``), and
+    the goal is met. The same holds for the score of a task, if there is one. The names are those of
+    ``served_choices``; of a pair, the second runtime runs texts above the median length.
 
     Args:
         expected: The comparison in the runtime that the model states (``runtime_of``).
@@ -62,6 +60,7 @@ def verify_in_other_runtimes(
     others = [runtime for runtime in installed if runtime != first]
     rows = job.required_data.to_verify
     comparisons: dict[str, Fidelity] = {}
+    least = _lower_bounds(expected.qualities, has_goal=keep is not None)
     quality_keep = None if job.measure == "score" else keep
     lost = share_in(opener_in(first, device, rows)).losses.bounded if share_in and others else 0.0
     most_lost = lost if keep is None else min(lost, allowed_loss(keep))
@@ -70,7 +69,7 @@ def verify_in_other_runtimes(
         open_new = opener_in(name, device, rows)
         try:
             fidelity = job.compare_held_out(model, rows, open_new=open_new)
-            if not _is_kept(fidelity, expected, quality_keep):
+            if not _is_kept(fidelity, least, quality_keep):
                 return
             if share_in is not None and share_in(open_new).losses.measured > most_lost:
                 return
@@ -81,8 +80,9 @@ def verify_in_other_runtimes(
     for runtime in others:
         verify(runtime)
     verified = [first, *(runtime for runtime in others if runtime in comparisons)]
-    for short, long in permutations(verified, 2) if len(set(_lengths(rows))) > 1 else ():
-        verify(by_length(short, long))
+    if len(set(_lengths(rows))) > 1:
+        for name in served_choices(model, verified)[len(verified) :]:
+            verify(name)
     return comparisons
 
 
@@ -109,12 +109,7 @@ def _lengths(rows: Sequence[Batch]) -> list[int]:
     return [length for batch in rows if (length := row_length(batch)) is not None]
 
 
-def _is_kept(fidelity: Fidelity, expected: Fidelity, keep: float | None) -> bool:
-    least = _simultaneous_bounds(expected.qualities)
-    if keep is not None:  # a value of few texts is its own bound, which is missed by chance
-        for quality in expected.qualities:
-            if quality.ci95 is None:
-                least[quality.subject] = -math.inf
+def _is_kept(fidelity: Fidelity, least: Mapping[Subject, float], keep: float | None) -> bool:
     return bool(fidelity.qualities) and all(
         quality.subject in least
         and quality.value >= least[quality.subject]
@@ -123,15 +118,18 @@ def _is_kept(fidelity: Fidelity, expected: Fidelity, keep: float | None) -> bool
     )
 
 
-def _simultaneous_bounds(qualities: Sequence[Quality]) -> dict[Subject, float]:
+def _lower_bounds(qualities: Sequence[Quality], *, has_goal: bool) -> dict[Subject, float]:
     """Lower bounds of the qualities that hold together with a confidence of 95 %.
 
     Each has an equal share of the error (Bonferroni). ``Quality.lower`` is widened as if its
-    interval were normal; for skewed losses, the exact bound is lower still.
+    interval were normal; for skewed losses, the exact bound is lower still. A quality of few texts
+    has no interval: its bound is the value, and with a goal, which limits it too, there is none.
     """
     share = (1 - CONFIDENCE) / max(len(qualities), 1)
     widening = NormalDist().inv_cdf(1 - share) / NormalDist().inv_cdf(CONFIDENCE)
     return {
-        quality.subject: quality.value - widening * (quality.value - quality.lower)
+        quality.subject: -math.inf
+        if has_goal and quality.ci95 is None
+        else quality.value - widening * (quality.value - quality.lower)
         for quality in qualities
     }

@@ -8,14 +8,15 @@ the length changes from run to run, as it does between requests.
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import onnx_ir as ir
@@ -23,15 +24,17 @@ import onnx_ir as ir
 from attnserve.context import Device, RunContext, TimedModel
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
+from attnserve.limits import MIN_GAIN
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.served_graph.variants import served_choices
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.by_length import runtimes_by_length, with_pairs
+from attnserve.runtime.by_length import runtimes_by_length
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import AS_SERVED, Batch, Session
 from attnserve.runtime.interleaved_timer import (
@@ -44,15 +47,18 @@ from attnserve.runtime.machine import product_flags
 from attnserve.runtime.session import open_session, runtime_of
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError
+from graph_passes.errors import AttnserveError, InvariantBroken
 
 __all__ = [
     "ServedTimer",
     "example_feeds",
+    "fastest_runtime",
     "time_models",
 ]
 
 log = logging.getLogger(__name__)
+
+Name = TypeVar("Name", bound=Hashable)
 
 TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
 
@@ -95,32 +101,70 @@ class ServedTimer:
         self,
         models: Sequence[ir.Model],
         workloads: Sequence[Workload],
-        runtimes: Sequence[str] = (),
         min_speedup: float = 0.0,
     ) -> list[Times[Workload]]:
-        """``time_models`` on example inputs."""
+        """``time_models`` in the runtime of the context, on example inputs."""
+        runtime = self.job.context.device.runtime
+        return self._time([(model, runtime) for model in models], workloads, min_speedup)
+
+    def _time(
+        self,
+        timed: Sequence[tuple[ir.Model, str]],
+        workloads: Sequence[Workload],
+        min_speedup: float = 0.0,
+    ) -> list[Times[Workload]]:
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
-        return time_models(
-            models, feeds, context=job.context, runtimes=runtimes, min_speedup=min_speedup
-        )
+        return time_models(timed, feeds, context=job.context, min_speedup=min_speedup)
 
-    def fastest_runtime(self, precision: Precision) -> str:
-        """The runtime that is fastest for the fused original in a precision."""
-        runtimes = self.job.runtimes_for(precision)
-        if len(runtimes) == 1:
-            return runtimes[0]
-        model = self.served(self.job.original, precision)
-        times = self.time([model], self.job.workloads, runtimes)
-        by_runtime = dict(zip(runtimes, times, strict=False))  # no times: it cannot be timed here
-        return min(by_runtime, key=lambda name: by_runtime[name].ms, default=runtimes[0])
+    def compare(
+        self, models: Mapping[Name, ir.Model], runtimes: Mapping[Name, Sequence[str]]
+    ) -> dict[Name, dict[str, Times[Workload]]]:
+        """The times of models in their runtimes, by name; empty if they cannot be timed.
+
+        Raises:
+            AttnserveError: A model does not run in its first runtime.
+        """
+        names = [(name, runtime) for name in models for runtime in runtimes[name]]
+        timed = [(models[name], runtime) for name, runtime in names]
+        times = self._time(timed, self.job.workloads)
+        compared: dict[Name, dict[str, Times[Workload]]] = {}
+        for (name, runtime), of_model in zip(names, times, strict=False):
+            compared.setdefault(name, {})[runtime] = of_model
+        return compared
+
+    def fastest_runtimes(self, precision: Precision) -> tuple[str, str]:
+        """The fastest runtime of the exported original, and of the fused one in a precision.
+
+        It is the first one that serving selects from, if no other one is faster by ``MIN_GAIN``.
+        """
+        exported, fused = "exported", "fused"
+        runtimes = {
+            exported: self.job.runtimes_for("float32"),
+            fused: self.job.runtimes_for(precision),
+        }
+        if max(map(len, runtimes.values())) == 1:
+            return runtimes[exported][0], runtimes[fused][0]
+        try:
+            models = {exported: self.job.original, fused: self.served(self.job.original, precision)}
+            compared = self.compare(models, runtimes)
+        except InvariantBroken:  # a defect
+            raise
+        except AttnserveError as error:  # for example, no memory
+            log.warning("the runtimes were not compared: %s", error)
+            compared = {}
+        chosen = {name: fastest_runtime(times) for name, times in compared.items()}
+        return (
+            chosen.get(exported, runtimes[exported][0]),
+            chosen.get(fused, runtimes[fused][0]),
+        )
 
     def speed_of(
         self,
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        verified: Set[str] | None = None,
+        verified: Collection[str] = (),
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
@@ -131,42 +175,49 @@ class ServedTimer:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
             verified: The other runtimes, and pairs of them, in which a model that rounds
-                activations is verified (``planning.runtime_verification``); None for all.
+                activations is verified (``planning.runtime_verification``).
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
             reason.
         """
-        inputs = ([v.name for v in model.graph.inputs] for model in (self.job.original, converted))
+        job = self.job
+        inputs = ([v.name for v in model.graph.inputs] for model in (job.original, converted))
         if len(set(map(tuple, inputs))) > 1:
             return None
-        device = self.job.context.device
+        device = job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        may_run = with_pairs(self.job.runtimes_for(plan.precision))
-        if verified is not None and rounds_activations(converted):
-            may_run = [runtime_of(converted, device), *verified]
-        runtimes = list(
-            dict.fromkeys(
-                [
-                    *self.job.runtimes_for("float32"),
-                    *(runtime for name in may_run for runtime in runtimes_by_length(name)),
-                ]
-            )
-        )
+        references = job.runtimes_for("float32")
+        names = served_choices(converted, job.runtimes_for(plan.precision))
+        if rounds_activations(converted):
+            kept = {runtime_of(converted, device), *verified}
+            names = [name for name in names if name in kept] or [runtime_of(converted, device)]
+        finals = dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
         try:
-            stages = self._stages(rewritten, converted, plan, may_run)
-            times = self.time(stages.distinct, self.job.workloads, runtimes)
+            stages = self._stages(
+                rewritten, converted, plan, served_choices(job.original, references), names
+            )
+            first = dict.fromkeys([*stages.exported, *stages.fused])
+            last = dict.fromkeys([*stages.final, *stages.precise])
+            pairs = list(dict.fromkeys([*product(first, references), *product(last, finals)]))
+            times = self._time(pairs, job.workloads)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
         if not times:
             return None
-        timed = dict(zip(product(runtimes, stages.distinct), times, strict=True))
-        return _speed(stages, timed, runtimes, device)
+        timed = dict(zip(pairs, times, strict=True))
+        runtimes = [name for (_, name), of_model in timed.items() if math.isfinite(of_model.ms)]
+        return _speed(stages, timed, list(dict.fromkeys(runtimes)), device)
 
     def _stages(
-        self, rewritten: ir.Model, converted: ir.Model, plan: Plan, runtimes: Sequence[str]
+        self,
+        rewritten: ir.Model,
+        converted: ir.Model,
+        plan: Plan,
+        references: Sequence[str],
+        names: Sequence[str],
     ) -> _Stages:
         original, is_lossy = self.job.original, bool(plan.lossy_blocks)
         fused = self.served(original)
@@ -178,7 +229,8 @@ class ServedTimer:
                 precise = [self.served(original, plan.precision, plan.float_blocks)]
         elif is_lossy:
             final = [rewritten, self.served(rewritten)]
-        return _Stages([original], [original, fused], final, precise, plan.precision, runtimes)
+        exported, fused = [original], [original, fused]
+        return _Stages(exported, fused, final, precise, plan.precision, references, names)
 
 
 @dataclass(frozen=True)
@@ -192,7 +244,8 @@ class _Stages:
         precise: The fused original in the precision of the rewritten model; none if nothing else
             is changed.
         precision: The precision of the rewritten model.
-        runtimes: The runtimes, and pairs of them, that may run the models in this precision.
+        references: The runtimes, and pairs of them, that may run the original.
+        names: The runtimes, and pairs of them, that may run the models in this precision.
     """
 
     exported: Sequence[ir.Model]
@@ -200,16 +253,11 @@ class _Stages:
     final: Sequence[ir.Model]
     precise: Sequence[ir.Model]
     precision: Precision
-    runtimes: Sequence[str]
-
-    @property
-    def distinct(self) -> list[ir.Model]:
-        """All models, each once."""
-        models = (*self.exported, *self.fused, *self.final, *self.precise)
-        return list(dict.fromkeys(models))
+    references: Sequence[str]
+    names: Sequence[str]
 
 
-Timed = Mapping[tuple[str, ir.Model], Times[Workload]]
+Timed = Mapping[tuple[ir.Model, str], Times[Workload]]
 """The times of models in runtimes."""
 
 
@@ -219,13 +267,12 @@ def _speed(stages: _Stages, timed: Timed, runtimes: Sequence[str], device: Devic
     Args:
         runtimes: The timed runtimes.
     """
-    names = with_pairs(runtimes)
-    exported = _fastest(timed, stages.exported, names)
-    fused = _fastest(timed, stages.fused, names)
-    final = _fastest(timed, stages.final, stages.runtimes) if stages.final else fused
+    exported = _fastest(timed, stages.exported, stages.references)
+    fused = _fastest(timed, stages.fused, stages.references)
+    final = _fastest(timed, stages.final, stages.names) if stages.final else fused
     changed = None
     if stages.precision != "float32":
-        changed = _fastest(timed, stages.precise, stages.runtimes) if stages.precise else final
+        changed = _fastest(timed, stages.precise, stages.names) if stages.precise else final
     is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
     workloads = list(fused.by_shape)
     return ServedSpeed(
@@ -250,7 +297,7 @@ def _fastest(timed: Timed, stage: Sequence[ir.Model], runtimes: Sequence[str]) -
     """
     every: list[Times[Workload]] = []
     for model, name in product(stage, runtimes):
-        short, long = (timed[runtime, model] for runtime in runtimes_by_length(name))
+        short, long = (timed[model, runtime] for runtime in runtimes_by_length(name))
         lengths = {workload: workload.length for workload in short.by_shape}
         every += [short] if short is long else short.splits(long, lengths).values()
     return min(every, key=lambda times: times.ms)
@@ -267,53 +314,65 @@ def example_feeds(
     return feeds
 
 
+def fastest_runtime(times: Mapping[str, Times[Workload]]) -> str:
+    """The fastest runtime of a model: the first one, if no other is faster by ``MIN_GAIN``."""
+    first = next(iter(times))
+    fastest = min(times, key=lambda runtime: times[runtime].ms)
+    return fastest if times[fastest].ms * MIN_GAIN <= times[first].ms else first
+
+
 def time_models(
-    models: Sequence[ir.Model],
+    timed: Sequence[tuple[ir.Model, str]],
     feeds: Mapping[Workload, Batch],
     *,
     context: RunContext,
     seconds: float | None = None,
-    runtimes: Sequence[str] = (),
     min_speedup: float = 0.0,
 ) -> list[Times[Workload]]:
-    """The times of each model, at the workloads that all models run; empty if there are none.
+    """The times of models in runtimes, at the workloads that all of them run; empty without any.
 
-    Times are infinite in another runtime than the first one, if it does not run a model.
+    A model must run in the first runtime that it is timed in. Its times are infinite in another one
+    that refuses it.
 
     Args:
+        timed: Each model with the name of a runtime.
         seconds: Approximate time of all measurements; None for one by the number of models.
-        runtimes: The names of the runtimes; by default, the runtime of the context. All models in
-            the first runtime come first.
         min_speedup: The models are timed twice if one has a lower speed-up over the first at a
             shape.
     """
     if not feeds:
         return []
-    devices = [replace(context.device, runtime=name) for name in runtimes] or [context.device]
-    count = len(models) * len(devices)
-    total = SECONDS_PER_MODEL * count if seconds is None else seconds
+    models = list(dict.fromkeys(model for model, _ in timed))
+    pairs = [
+        _Pair(models.index(model), replace(context.device, runtime=name)) for model, name in timed
+    ]
+    total = SECONDS_PER_MODEL * len(timed) if seconds is None else seconds
     workloads, inputs = list(feeds), list(feeds.values())
     if context.timer is not None:
-        timed = [TimedModel(model, inputs, device) for device in devices for model in models]
-        time_given = partial(context.timer, timed, total)
+        given = [TimedModel(models[pair.model], inputs, pair.device) for pair in pairs]
+        time_given = partial(context.timer, given, total)
         times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
         return Times.of_models(workloads, times)
     progress = context.stage("time served models")
     with ExitStack() as stack:
-        if sum(map(weight_bytes, models)) <= MOST_BYTES:
-            call = _Sessions(models, devices).call
+        if sum(weight_bytes(models[pair.model]) for pair in pairs) <= MOST_BYTES:
+            call = _Sessions(models, pairs).call
         else:
             files = _written(models, stack)
-            call = stack.enter_context(Worker(_Sessions, files, devices)).call
-        accepted, running = call("accept", inputs)
+            call = stack.enter_context(Worker(_Sessions, files, pairs)).call
+        accepted, reasons = call("accept", inputs)
+        refused: dict[int, str] = dict(map(tuple, reasons))
+        for index, reason in refused.items():
+            log.warning("%s is not timed: %s", pairs[index].device.runtime, reason)
         if not accepted:
             return []
+        running = [index for index in range(len(pairs)) if index not in refused]
         samplers = [partial(call, "sample", index) for index in running]
 
         def time_once() -> np.ndarray:
             measured = TIMER.time(samplers, total, progress=progress).transpose(2, 0, 1)
             shapes, _, rounds = measured.shape
-            times = np.full((shapes, count, rounds), np.inf)
+            times = np.full((shapes, len(pairs), rounds), np.inf)
             times[:, running] = measured
             return times
 
@@ -332,66 +391,75 @@ def _written(models: Sequence[ir.Model], stack: ExitStack) -> list[Path]:
     return files
 
 
-class _Sessions:
-    """Sessions of models on each device, for interleaved timing; ``call`` as in ``Worker``.
+class _Pair(NamedTuple):
+    """A model, by its index, on a device."""
 
-    All models run on the first device. A session of another device is None if it fails.
+    model: int
+    device: Device
+
+
+class _Sessions:
+    """Sessions of models on devices, for interleaved timing; ``call`` as in ``Worker``.
+
+    Attributes:
+        sessions: One for each pair; None if the runtime refuses the model, and another one runs it.
+        refused: The reasons, by the index of the pair.
     """
 
-    def __init__(self, models: Sequence[ir.Model | Path], devices: Sequence[Device]) -> None:
-        first, *others = devices
-        self.required = [open_session(model, first, AS_SERVED) for model in models]
-        self.sessions: list[Session | None] = [
-            *self.required,
-            *(_opened(model, device) for device in others for model in models),
-        ]
-        self.samplers: list[Callable[[int], np.ndarray] | None] = []
+    def __init__(self, models: Sequence[ir.Model | Path], pairs: Sequence[_Pair]) -> None:
+        self.required = {
+            index
+            for index, pair in enumerate(pairs)
+            if pair.model not in {earlier.model for earlier in pairs[:index]}
+        }
+        self.refused: dict[int, str] = {}
+        self.sessions: list[Session | None] = []
+        for index, pair in enumerate(pairs):
+            session = None
+            try:
+                session = open_session(models[pair.model], pair.device, AS_SERVED)
+            except AttnserveError as error:
+                if index in self.required:
+                    raise
+                self.refused[index] = error.what
+            self.sessions.append(session)
+        self.samplers: dict[int, Callable[[int], np.ndarray]] = {}
 
     def call(self, name: Literal["accept", "sample"], *arguments: Any) -> Any:
         return getattr(self, name)(*arguments)
 
-    def accept(self, feeds: Sequence[Batch]) -> tuple[list[int], list[int]]:
-        """Keep the inputs that the first device runs, and the sessions that run them.
+    def accept(self, feeds: Sequence[Batch]) -> tuple[list[int], list[tuple[int, str]]]:
+        """Keep the inputs that all required sessions run, and the other sessions that run them.
 
         Returns:
-            The indices of the inputs, and of the sessions.
+            The indices of the inputs, and of refused pairs with the reasons.
         """
         accepted = [
             index
             for index, feed in enumerate(feeds)
-            # More tokens than a model has positions are refused.
-            if all(_runs(session, [feed]) for session in self.required)
+            if not any(self._failure(required, [feed]) for required in self.required)
         ]
         inputs = [feeds[index] for index in accepted]
-        self.samplers = [
-            shape_sampler([session.bind(feed) for feed in inputs])
-            if session is not None and inputs and _runs(session, inputs)
-            else None
-            for session in self.sessions
-        ]
-        return accepted, [index for index, each in enumerate(self.samplers) if each is not None]
+        for index, session in enumerate(self.sessions):
+            if session is None or not inputs:
+                continue
+            if reason := self._failure(index, inputs):
+                self.refused[index] = reason
+            else:
+                self.samplers[index] = shape_sampler([session.bind(feed) for feed in inputs])
+        return accepted, list(self.refused.items())
 
     def sample(self, index: int, repeats: int) -> list[float]:
         """Seconds per run of a session at each accepted input, in turn."""
-        sampler = self.samplers[index]
-        assert sampler is not None
-        return sampler(repeats).tolist()
+        return self.samplers[index](repeats).tolist()
 
-
-def _opened(model: ir.Model | Path, device: Device) -> Session | None:
-    """A session of a model; None if the runtime refuses it, which the log says."""
-    try:
-        return open_session(model, device, AS_SERVED)
-    except AttnserveError as error:
-        log.info("%s is not timed: %s", device.runtime, error.what)
-        return None
-
-
-def _runs(session: Session, feeds: Sequence[Batch]) -> bool:
-    """Whether a session runs all inputs."""
-    try:
-        for feed in feeds:
-            session.run(None, feed)
-    except AttnserveError:
-        return False
-    return True
+    def _failure(self, index: int, feeds: Sequence[Batch]) -> str:
+        """Why a session does not run inputs, such as more tokens than the model has positions."""
+        session = self.sessions[index]
+        assert session is not None
+        try:
+            for feed in feeds:
+                session.run(None, feed)
+        except AttnserveError as error:
+            return error.what
+        return ""

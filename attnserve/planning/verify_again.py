@@ -72,7 +72,7 @@ class VerifyAgainReport:
     Attributes:
         fidelity: The comparison in the first runtime.
         is_recorded: Whether the rows are those of the record; else all rows of other data.
-        guarantees: One for each quality and runtime, and one for a score that the goal keeps.
+        guarantees: One for each quality, and for a score that the goal keeps, in each runtime.
         not_installed: Recorded runtimes that were not measured.
     """
 

@@ -323,6 +323,8 @@ def context_for(precision: Precision, context: RunContext) -> RunContext:
         return context
     RUNTIMES[needed].version()  # raises before long work
     device = context.device
+    if device.runtime != AUTO:
+        RUNTIMES[device.runtime]  # raises if the name is unknown
     if device.runtime not in (AUTO, needed) or device.provider != "cpu":
         raise InvalidArgument(
             f"{precision}: {device.runtime} on {device.provider} does not compute it",

@@ -71,10 +71,12 @@ def _draw_search(search: SearchRecord, figure: Any, *, title: str = "") -> None:
     axes.plot(*zip(*predicted, strict=True), color=FIRST, label="predicted Pareto front")
     if built:
         axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
+    plan: list[tuple[float, float]] = []
     if kept is not None and search.speedup is not None and precision == "float32":
-        axes.plot([kept], [search.speedup], "D", color=INK, label="plan (whole model, measured)")
-    left = min([0.99, *(kept for kept, _ in built)]) - 0.02
-    speeds = [speed for kept, speed in (*predicted, *built) if kept >= left]
+        plan.append((kept, search.speedup))
+        axes.plot(*plan[0], "D", color=INK, label="plan (whole model, measured)")
+    left = min([0.99, *(kept for kept, _ in (*built, *plan))]) - 0.02
+    speeds = [speed for kept, speed in (*predicted, *built, *plan) if kept >= left]
     axes.set_xlim(left, 1.002)
     axes.set_ylim(min([1.0, *speeds]) - 0.03, max(1.05, *speeds) * 1.05)
     axes.set_ylabel("speed-up" if precision == "float32" else f"speed-up in {precision}")

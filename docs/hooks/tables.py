@@ -981,6 +981,24 @@ def search_time() -> str:
     )
 
 
+def loading() -> str:
+    """Load time and memory in one runtime and in both."""
+    return table(
+        ["precision", "runtimes", "first load, s", "later loads, s", "memory, MB", "file, MB"],
+        [
+            [
+                row["precision"],
+                row["runtimes"],
+                f"{row['first_s']:.2f}",
+                f"{row['again_s']:.2f}",
+                f"{row['memory_bytes'] / 1e6:.0f}",
+                f"{row['file_bytes'] / 1e6:.0f}",
+            ]
+            for row in load("loading")["rows"]
+        ],
+    )
+
+
 def int8() -> str:
     """Quality, batch dependence and speed of int8 schemes."""
     result = load("int8")

@@ -26,6 +26,7 @@ from attnserve.options import Data, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
+from attnserve.runtime.session import selectable_runtimes
 from graph_passes.analysis.workload import Phase
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
@@ -81,6 +82,7 @@ class PlanRecord(SearchRecord, frozen=True):
         decisions: The decision for each block.
         plan: The plan; empty if the original is returned.
         latency_ms: The latencies of every distinct block.
+        other_runtimes: As in ``OptimizeEntry``, which records it.
     """
 
     format: Literal[2]
@@ -91,6 +93,7 @@ class PlanRecord(SearchRecord, frozen=True):
     plan: Annotated[Plan, PlainValidator(_read_plan), PlainSerializer(Plan.to_json)] = Plan()
     latency_ms: tuple[Mapping[str, Any], ...] = ()
     versions: Mapping[str, str] = {}
+    other_runtimes: Mapping[str, Fidelity] = Field(default={}, exclude=True)
 
 
 @dataclass(frozen=True)
@@ -181,11 +184,14 @@ class SavedPlan:
         phase = target.phase or _known(self.path, goal.phase, Phase)
         provider = _known(self.path, goal.provider, Provider)
         device = replace(context.device, provider=provider, runtime=goal.runtime)
-        return Job.read(
+        job = Job.read(
             artifact, original, data, target.model_copy(update={"phase": phase}),
             measure=self.required_measure(measure), joined=self.record.calibration.joined_to,
             context=replace(context, device=device, seed=goal.seed),
         )  # fmt: skip
+        # The record has the runtime of its losses; serving selects from those that are given.
+        runtimes = selectable_runtimes(replace(context.device, provider=provider))
+        return replace(job, runtimes=runtimes)
 
     def forget_trainings(self) -> None:
         """Delete the checkpoints of the trainings of the plan, after its model was written."""

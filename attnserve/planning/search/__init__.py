@@ -13,4 +13,7 @@
    quality, ``LeastLossySearch`` reaches a speed-up. ``Judge`` builds and measures the candidates.
 6. Verified candidate (``Verified``): a candidate with its verifications on held-out rows.
 7. Result (``PlanRecord``): the plan of the verified candidate, or an empty one if it is not faster.
+
+``choose`` goes to the best candidate of one precision (5), and ``Chosen.verified`` to the result.
+``search_precisions`` compares several precisions before.
 """

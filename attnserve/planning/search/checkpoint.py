@@ -18,10 +18,12 @@ __all__ = ["SearchCheckpoint"]
 
 
 class _Content(BaseModel):
-    """File content: losses (None until measured), and (loss, cosine) by digest of a plan."""
+    """File content: runtimes and losses (None until measured), and (loss, cosine) by digest of a
+    plan."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
+    runtimes: tuple[str, str] | None = None
     curves: dict[str, LossCurve] | None = None
     pairs: dict[str, tuple[tuple[int, ...], float]] = {}
     conversion: dict[str, float] = {}
@@ -37,6 +39,15 @@ class SearchCheckpoint:
         self._content = _Content()
         with suppress(ValidationError):
             self._content = _Content.model_validate_json(self._file.read() or b"{}")
+
+    @property
+    def runtimes(self) -> tuple[str, str] | None:
+        """The runtimes in which the original and its candidates are timed."""
+        return self._content.runtimes
+
+    def put_runtimes(self, original: str, candidates: str) -> None:
+        self._content.runtimes = original, candidates
+        self._write()
 
     def losses(self, pairs: Sequence[ReusePair]) -> BlockLosses | None:
         """The stored losses; None if there are none.

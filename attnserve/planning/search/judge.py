@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
 
@@ -13,9 +13,8 @@ import onnx_ir as ir
 
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import largest_loss
+from attnserve.checks.quality import allowed_loss, largest_loss
 from attnserve.checks.scores import Score, share_kept
-from attnserve.context import Device
 from attnserve.job import Job
 from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
 from attnserve.literals import TaskName
@@ -25,7 +24,7 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
-from attnserve.planning.runtime_verification import OpenNew
+from attnserve.planning.runtime_verification import OpenNew, verify_in_other_runtimes
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import ServedTimer, example_feeds, time_models
 from attnserve.runtime.cache import digest
@@ -131,9 +130,12 @@ class Judge:
 
     Attributes:
         served: Times models as served, and has the models that it has fused before.
-        timed_on: The device of all other times; losses are those on the device of the job.
+        original_runtime: The runtime in which the original is timed.
+        runtime: The runtime in which candidates are timed. Losses are those on the device of the
+            job; ``usable_runtimes`` says whether a result keeps its quality in another runtime.
+        served_in: The runtimes that may serve the result; ``time`` compares them.
         checked: The workloads at which a result is timed.
-        allowed: The largest loss of a model that keeps enough; None if the goal is a speed-up.
+        keep: The share of the quality to keep; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
         measured: The loss and the cosine of each candidate by the ``picks`` of its choice; the
             candidates include those that were measured before an interruption.
@@ -141,14 +143,16 @@ class Judge:
 
     job: Job
     served: ServedTimer
-    timed_on: Device
+    original_runtime: str
+    runtime: str
     checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
-    allowed: float | None = None
+    keep: float | None = None
     task: ScoredTask | None = None
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
+    served_in: Sequence[str] = ()
     _latest: Candidate | None = None
     _latest_allowed: Candidate | None = None
     _latest_unreduced: Candidate | None = None
@@ -175,7 +179,7 @@ class Judge:
         job = self.untimed.labeled(f"build {number}")
         state = apply_plan(plan, job, job.original.clone())
         self._latest = candidate = self._measure(choice, state, job)
-        if self.allowed is not None and candidate.loss <= self.allowed:
+        if self.keep is not None and candidate.loss <= allowed_loss(self.keep):
             self._latest_allowed = candidate
         if candidate.is_unreduced:  # every result is compared with an unreduced one
             self._latest_unreduced = candidate
@@ -210,13 +214,20 @@ class Judge:
         return compare_part(candidate.state.result, part, job, self.task)
 
     def time(self, candidate: Candidate) -> list[ShapeLatency]:
-        """Time a candidate and the original at all checked workloads."""
-        return self.compare_speed(candidate.state.result, self.checked)
+        """Time a candidate and the original at all checked workloads, as served.
+
+        At each workload, both are in their fastest runtime.
+        """
+        model = candidate.state.result
+        originals = self.job.runtimes_for("float32")
+        return self._compare_speed(model, self.checked, originals, self.served_in or [self.runtime])
 
     def measure_speedup(self, candidate: Candidate) -> float:
         """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
         workloads = self.job.requested_workloads
-        return self.requested_speedup(self.compare_speed(candidate.state.result, workloads))
+        model = candidate.state.result
+        speeds = self._compare_speed(model, workloads, [self.original_runtime], [self.runtime])
+        return self.requested_speedup(speeds)
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         """The geometric mean of the speed-ups at the requested lengths."""
@@ -246,26 +257,43 @@ class Judge:
             )
         return None
 
-    def compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
-        """Time a model and the float32 original; see ``time_models``.
+    def _compare_speed(
+        self,
+        model: ir.Model,
+        workloads: Sequence[Workload],
+        original_runtimes: Sequence[str],
+        runtimes: Sequence[str],
+    ) -> list[ShapeLatency]:
+        """Time a model and the float32 original, each in its fastest runtime at a workload.
 
         If the model seems slower at a workload, both are timed again, and both runs count.
 
         Raises:
             CannotRewrite: See ``_time``.
         """
-        models = [self.job.original, model]
-        before, after = self._time(models, workloads, min_speedup=MIN_SPEEDUP)
-        return [
-            ShapeLatency(
-                batch=workload.batch,
-                sequence=workload.length,
-                original_ms=float(np.median(before.by_shape[workload])),
-                ms=float(np.median(ms)),
-                speedup=float(np.median(before.by_shape[workload] / ms)),
-            )
-            for workload, ms in after.by_shape.items()
+        timed = [
+            *((self.job.original, runtime) for runtime in original_runtimes),
+            *((model, runtime) for runtime in runtimes),
         ]
+        times = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
+        count = len(original_runtimes)
+
+        def fastest(of_model: Sequence[Times[Workload]], workload: Workload) -> np.ndarray:
+            return min((each.by_shape[workload] for each in of_model), key=np.median)
+
+        latencies: list[ShapeLatency] = []
+        for workload in times[0].by_shape:
+            before, after = (fastest(each, workload) for each in (times[:count], times[count:]))
+            latencies.append(
+                ShapeLatency(
+                    batch=workload.batch,
+                    sequence=workload.length,
+                    original_ms=float(np.median(before)),
+                    ms=float(np.median(after)),
+                    speedup=float(np.median(before / after)),
+                )
+            )
+        return latencies
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         """Measure the speed-up of one candidate over another at the requested lengths, interleaved.
@@ -273,13 +301,23 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        models = [slow.state.result, fast.state.result]
-        slower, faster = self._time(models, self.job.requested_workloads, seconds=PAIR_SECONDS)
+        timed = [(candidate.state.result, self.runtime) for candidate in (slow, fast)]
+        slower, faster = self._time(timed, self.job.requested_workloads, seconds=PAIR_SECONDS)
         return faster.speedup_over(slower)
+
+    def usable_runtimes(self, candidate: Candidate, fidelity: Fidelity) -> Mapping[str, Fidelity]:
+        """The comparisons in other runtimes that keep the quality; none for models in floats.
+
+        Args:
+            fidelity: The verification on the device of the job.
+        """
+        job, task, model = self.untimed.labeled("other runtimes"), self.task, candidate.state.result
+        share_in = task and partial(task.share_in, model, job)
+        return verify_in_other_runtimes(job, model, fidelity, self.keep, share_in)
 
     def _time(
         self,
-        models: Sequence[ir.Model],
+        timed: Sequence[tuple[ir.Model, str]],
         workloads: Sequence[Workload],
         *,
         seconds: float | None = None,
@@ -293,9 +331,8 @@ class Judge:
         job = self.job
         feeds = example_feeds(job.original, workloads, job.context.seed)
         times = time_models(
-            models, feeds, context=replace(job.context, device=self.timed_on),
-            seconds=seconds, min_speedup=min_speedup,
-        )  # fmt: skip
+            timed, feeds, context=job.context, seconds=seconds, min_speedup=min_speedup
+        )
         if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import onnx_ir as ir
 
-from attnserve.context import Device
 from attnserve.job import Job
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import AS_EXPORTED
@@ -52,7 +51,7 @@ class ModelLatency:
     def time(
         cls,
         job: Job,
-        timed_on: Device,
+        runtime: str,
         checked: Sequence[Workload],
         model: ir.Model,
         groups: Sequence[BlockGroup],
@@ -60,6 +59,7 @@ class ModelLatency:
         """Time all configurations of all blocks at the requested and at two extreme workloads.
 
         Args:
+            runtime: The runtime that is timed.
             checked: The workloads of which the first and the last are timed as well.
             model: The model in the newest opset that an operator of a block needs.
         """
@@ -71,7 +71,7 @@ class ModelLatency:
             for workloads in (requested, extremes)
         )
         cache = default_cache() if context.timer is None else None
-        table = LatencyTable(cache, timed_on, context.timer)
+        table = LatencyTable(cache, replace(context.device, runtime=runtime), context.timer)
         timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
         latencies = timer.time_blocks(groups)
         float_latencies: Mapping[Block, BlockLatency] = {}

@@ -97,8 +97,9 @@ def search_key(goal: GoalRecord, job: Job) -> str:
     """The key of the checkpoints of a search; equal for equal requests."""
     artifact, data = job.artifact, job.required_data
     served = [artifact.pooling, artifact.dimensions, artifact.output, content_digest(data)]
+    runtimes = list(job.runtimes)
     return digest(
-        (fingerprint(artifact), data.source.to_json(), goal.to_json(), served, versions())
+        (fingerprint(artifact), data.source.to_json(), goal.to_json(), served, runtimes, versions())
     )
 
 

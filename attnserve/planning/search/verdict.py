@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
+from attnserve.models.quantized import rounds_activations
 from attnserve.models.search_record import HeldOutComparison, SearchFidelity, TrainingRounds
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan, State
@@ -15,10 +17,13 @@ from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
+from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
 
 __all__ = ["result_of"]
+
+log = logging.getLogger(__name__)
 
 ITSELF = HeldOutComparison(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -34,27 +39,67 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     """
     if verified.refusal is not None:
         return _no_gain(search, verified, verified.refusal)
-    verified, speeds = time_or_replace(search, prefer_unreduced(search, verified))
-    refusal = search.judge.refusal(verified.candidate, speeds)
-    if refusal is None:
-        return _gain(search, verified, speeds)
+    judge = search.judge
+    searched_in = judge.runtime
+    usable = _use_verified_runtimes(search, verified)
+    final, speeds = time_or_replace(search, prefer_unreduced(search, verified))
+    if final.candidate is not verified.candidate:
+        served_in, usable = judge.served_in, _use_verified_runtimes(search, final)
+        speeds = speeds if judge.served_in == served_in else judge.time(final.candidate)
+    refusal = judge.refusal(final.candidate, speeds)
     target_speedup = search.goal.target_speedup or 1
+    if refusal is None and judge.runtime != searched_in:
+        # The search reached the target in a runtime that does not keep the quality.
+        speedup = judge.requested_speedup(speeds)
+        if speedup < target_speedup:
+            refusal = Refusal("slow", f"in {judge.runtime}, the model runs {speedup:.2f}x as fast")
+    if refusal is None:
+        return _gain(search, final, speeds, usable)
     if target_speedup > 1:
         raise CheckFailed(
             f"`target_speedup` is {target_speedup:g}: {refusal}",
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, verified, refusal, speeds)
+    return _no_gain(search, final, refusal, speeds)
+
+
+def _use_verified_runtimes(search: FrontSearch, verified: Verified) -> Mapping[str, Fidelity]:
+    """The comparisons in other runtimes that may serve the result; its times are those as served.
+
+    If the runtime of the search is none of them, candidates are timed in the verified one from now
+    on.
+    """
+    judge, plan = search.judge, verified.candidate.state.plan
+    model = verified.candidate.state.result
+    usable = judge.usable_runtimes(verified.candidate, verified.verifications[-1].fidelity)
+    judge.served_in = list(judge.job.runtimes_for(plan.precision))
+    if rounds_activations(model):
+        first = runtime_of(model, judge.job.context.device)
+        judge.served_in = [name for name in judge.served_in if name in {first, *usable}] or [first]
+    if judge.runtime not in judge.served_in:
+        log.warning(
+            "the model does not keep its quality in %s, in which it was timed: it is timed in %s",
+            judge.runtime, judge.served_in[0],
+        )  # fmt: skip
+        judge.runtime = judge.served_in[0]
+    return usable
 
 
 def _gain(
-    search: FrontSearch, verified: Verified, speeds: Sequence[ShapeLatency]
+    search: FrontSearch,
+    verified: Verified,
+    speeds: Sequence[ShapeLatency],
+    usable: Mapping[str, Fidelity],
 ) -> tuple[PlanRecord, State]:
-    """A plan that meets the goal and is faster than the original."""
+    """A plan that meets the goal and is faster than the original.
+
+    Args:
+        usable: The comparisons in other runtimes that may serve it.
+    """
     state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
     recovered = _without_gain(verified.recovered, note) if note else verified.recovered
-    speed = search.judge.served.speed_of(state.model, state.result, state.plan)
+    speed = search.judge.served.speed_of(state.model, state.result, state.plan, usable.keys())
     # One measurement in one sentence: those of the search are others.
     speedup = search.judge.requested_speedup(speeds) if speed is None else speed.over_exported
     verdict = f"{speedup:.2f}x as fast, keeping {_kept(last, search.goal.task)}"
@@ -67,7 +112,7 @@ def _gain(
     record = _record(
         search, verified.candidate, verdict, recovered, speeds, verified.verifications, speed
     )
-    return record, state
+    return record.model_copy(update={"other_runtimes": usable}), state
 
 
 def _kept(verification: HeldOutComparison, task: str | None) -> str:
@@ -139,6 +184,7 @@ def _record(
         plan=candidate.state.plan if gain else Plan(),
         front=tuple(front_points(front, search.judge.measured)),
         latency_ms=tuple(front.latency.to_json()),
+        timed_runtime=search.judge.runtime,
         machine=front.latency.table.setting,
         versions=versions(),
         recovered=recovered,

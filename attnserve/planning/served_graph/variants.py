@@ -11,6 +11,7 @@ import onnx_ir as ir
 from attnserve.context import Device
 from attnserve.fusion import fuse, fused_operators
 from attnserve.models.onnx_files import data_file, save_model
+from attnserve.runtime.by_length import with_pairs
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.session import runtime_of, selectable_runtimes
 from graph_passes.matching.find import find_attention
@@ -22,6 +23,7 @@ __all__ = [
     "Variant",
     "compared_runtimes",
     "list_variants",
+    "served_choices",
 ]
 
 MANY_VARIANTS_BYTES = 300_000_000
@@ -88,6 +90,15 @@ def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
     """
     first = runtime_of(model, device)
     return list(dict.fromkeys([first, *selectable_runtimes(device)]))
+
+
+def served_choices(model: ir.Model, runtimes: Sequence[str]) -> list[str]:
+    """The runtimes, and the pairs of them by length, from which serving selects for a model.
+
+    Each runtime of a pair holds the weights, so a large model runs in one runtime.
+    """
+    is_large = weight_bytes(model) > MANY_VARIANTS_BYTES
+    return [*runtimes] if is_large else with_pairs(runtimes)
 
 
 def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from attnserve.planning.served_speed import ServedTimer, time_models
 from attnserve.precision.convert import convert
 from attnserve.runtime.interface import RunFailed, Session, SessionOptions, SessionWrapper
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import InvalidModel
+from graph_passes.errors import CannotRewrite, InvalidModel
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.jobs import job_of
@@ -36,10 +36,7 @@ SHAPES = [Workload.of(1, 5), Workload.of(1, 6)]
 
 
 def timer_of(model: ir.Model, *times: float, runtimes: Sequence[str] = ()) -> ServedTimer:
-    """A timer that gives these milliseconds to the models, in their order, at all shapes.
-
-    All models in the first runtime come first.
-    """
+    """A timer that gives these milliseconds at all shapes, to each model in each runtime."""
 
     def timer(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
         rows = np.array([[float(ms)] * 4 for ms in times])
@@ -89,8 +86,8 @@ RUNTIMES = ("openvino", "onnxruntime")
 def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Path) -> None:
     """Only one runtime computes the precision, and serving would run the original in the other."""
     original = load_model(tiny / "model.onnx")
-    openvino, onnxruntime = [12, 10, 5], [8, 7, 3]  # original, fused, converted
-    timer = timer_of(original, *openvino, *onnxruntime, runtimes=RUNTIMES)
+    exported, fused, converted = [12, 8], [10, 7], [5]
+    timer = timer_of(original, *exported, *fused, *converted, runtimes=RUNTIMES)
     plan = Plan.merged([], "bfloat16-cpu", ())
     speed = timer.speed_of(original.clone(), original.clone(), plan)
     assert speed is not None and speed.runtimes == RUNTIMES
@@ -99,18 +96,64 @@ def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Pat
 
 def test_served_timer_selects_a_runtime_for_each_model(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
-    openvino, onnxruntime = [12, 10, 4], [8, 7, 6]  # original, fused, pruned
-    timer = timer_of(original, *openvino, 5, *onnxruntime, 6, runtimes=RUNTIMES)
+    exported, fused, pruned, pruned_fused = [12, 8], [10, 7], [4, 6], [5, 6]
+    timer = timer_of(original, *exported, *fused, *pruned, *pruned_fused, runtimes=RUNTIMES)
     speed = timer.speed_of(original.clone(), original.clone(), lossy("float32"))
     assert values(speed) == [8 / 7, None, 7 / 4, 7 / 4]
 
 
-@pytest.mark.parametrize(("times", "fastest"), [([5, 4], "onnxruntime"), ([4, 5], "openvino")])
-def test_fastest_runtime_of_a_precision(tiny: Path, times: list[float], fastest: str) -> None:
+@pytest.mark.parametrize(
+    ("times", "fastest"),
+    [
+        ([12, 8, 5, 4], ("onnxruntime", "onnxruntime")),
+        ([8, 12, 5, 4], ("openvino", "onnxruntime")),
+        ([8, 12, 4, 3.99], ("openvino", "openvino")),  # the default one is about as fast
+    ],
+)
+def test_fastest_runtimes_of_the_exported_and_the_fused_original(
+    tiny: Path, times: list[float], fastest: tuple[str, str], cpu_with: Callable[..., None]
+) -> None:
     original = load_model(tiny / "model.onnx")
-    timer = timer_of(original, *times, runtimes=RUNTIMES)
-    assert timer.fastest_runtime("float32") == fastest
-    assert timer.fastest_runtime("bfloat16-cpu") == "openvino"  # no other one computes it
+    assert timer_of(original, *times, runtimes=RUNTIMES).fastest_runtimes("float32") == fastest
+    # Only one runtime computes this precision.
+    cpu_with(bfloat16=True)
+    timer = timer_of(original, 12, 8, 5, runtimes=RUNTIMES)
+    assert timer.fastest_runtimes("bfloat16-cpu") == ("onnxruntime", "openvino")
+
+
+def test_fastest_runtimes_that_cannot_be_timed_are_the_default_ones(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise CannotRewrite("no memory", "free some", code="worker.memory")
+
+    monkeypatch.setattr(served_speed, "time_models", fail)
+    timer = timer_of(load_model(tiny / "model.onnx"), runtimes=RUNTIMES)
+    assert timer.fastest_runtimes("float32") == ("openvino", "openvino")
+    assert "no memory" in caplog.text
+
+
+@pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
+def test_time_models_names_a_runtime_that_refuses_a_model(
+    most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(served_speed, "MOST_BYTES", most_bytes)
+    model = load_model(tiny / "model.onnx")
+    feeds = served_speed.example_feeds(model, SHAPES, seed=0)
+    timed = [(model, "onnxruntime"), (model, "unknown"), (model.clone(), "onnxruntime")]
+    found = time_models(timed, feeds, context=RunContext(), seconds=0.01)
+    assert [np.isfinite(times.ms) for times in found] == [True, False, True]
+    assert "unknown is not timed" in caplog.text
+
+
+def test_a_large_model_is_timed_in_one_runtime(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnserve.job.ONE_RUNTIME_BYTES", 0)
+    original = load_model(tiny / "model.onnx")
+    assert timer_of(original, runtimes=RUNTIMES).fastest_runtimes("int8") == ("openvino",) * 2
+    speed = timer_of(original, 12, 10, 4, runtimes=RUNTIMES).speed_of(
+        original.clone(), original.clone(), Plan.merged([], "int8", ())
+    )
+    assert values(speed) == [1.2, 2.5, None, 2.5]
 
 
 @pytest.mark.parametrize("fails", ["open", "run"])
@@ -134,9 +177,8 @@ def test_time_models_gives_no_time_of_a_runtime_that_fails(
 
     monkeypatch.setattr(served_speed, "open_session", opened)
     feeds = served_speed.example_feeds(original, SHAPES, seed=0)
-    first, second = time_models(
-        [original], feeds, context=RunContext(), seconds=0.1, runtimes=["onnxruntime", "other"]
-    )
+    timed = [(original, "onnxruntime"), (original, "other")]
+    first, second = time_models(timed, feeds, context=RunContext(), seconds=0.1)
     assert np.isfinite(first.ms) and np.isinf(second.ms)
 
 
@@ -146,12 +188,13 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
     original = load_model(tiny / "model.onnx")
     converted = convert(original, "int8")
-    by_shape = [[12, 10, 4, 12, 10, 8], [12, 10, 8, 12, 10, 4]]  # runtimes x models
+    by_shape = [[12, 12, 10, 10, 4, 8], [12, 12, 10, 10, 8, 4]]  # models x runtimes
 
     def times(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
         return [np.array([[ms] * 2 for ms in shape], float) for shape in by_shape]
 
-    job = job_of(original, target=AT, context=RunContext(timer=times))
+    runtimes = ("onnxruntime", "openvino")
+    job = job_of(original, target=AT, context=RunContext(timer=times), runtimes=runtimes)
     timer, plan = ServedTimer(job), Plan.merged([], "int8", ())
 
     def served(*verified: str) -> list[Any]:
@@ -201,9 +244,8 @@ def test_time_models_leaves_out_shapes_that_a_model_refuses(
     shapes = [Workload.of(1, 5), Workload.of(2, 100_000)]
     feeds = served_speed.example_feeds(model, shapes[:1], 0)
     feeds[shapes[1]] = {name: np.resize(a, (2, 70)) for name, a in feeds[shapes[0]].items()}
-    found = served_speed.time_models(
-        [model, model.clone()], feeds, context=RunContext(), seconds=0.01
-    )
+    timed = [(model, "onnxruntime"), (model.clone(), "onnxruntime")]
+    found = time_models(timed, feeds, context=RunContext(), seconds=0.01)
     assert [list(times.by_shape) for times in found] == [shapes[:1]] * 2
     assert all((times.by_shape[shapes[0]] > 0).all() for times in found)
 
@@ -217,9 +259,8 @@ def test_time_models_are_timed_twice_if_one_seems_slow(least: float, runs: int, 
 
     model = load_model(tiny / "model.onnx")
     feeds = served_speed.example_feeds(model, SHAPES[:1], 0)
-    models = [model, model.clone()]
-    context = RunContext(timer=timer)
-    found = served_speed.time_models(models, feeds, context=context, min_speedup=least)
+    timed = [(model, "onnxruntime"), (model.clone(), "onnxruntime")]
+    found = time_models(timed, feeds, context=RunContext(timer=timer), min_speedup=least)
     assert len(second_ms) == 2 - runs
     expected = [[1.0] * 4 * runs, [1.1] * 4 + [0.9] * 4 * (runs - 1)]
     assert [times.by_shape[SHAPES[0]].tolist() for times in found] == expected

@@ -10,7 +10,7 @@ import pytest
 from attnserve.job import Job
 from attnserve.planning.plans import apply
 from attnserve.planning.plans.plan import Plan, State
-from attnserve.planning.search import judge, search
+from attnserve.planning.search import chosen, judge
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.cache import digest
 from attnserve.runtime.checkpoint import Checkpoint
@@ -48,7 +48,7 @@ def test_search_ignores_damaged_checkpoint(
         Checkpoint("plans", key).write(lambda file: file.write(content.encode()))
         return SearchCheckpoint(key)
 
-    monkeypatch.setattr(search, "SearchCheckpoint", damaged)
+    monkeypatch.setattr(chosen, "SearchCheckpoint", damaged)
     assert planned(keep=0.97).gain
 
 

@@ -206,12 +206,14 @@ def test_search_without_gain_returns_the_original(
 ):
     """Every model is slower at 64 tokens."""
 
-    def slow(judge: Judge, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
+    def slow(
+        judge: Judge, model: ir.Model, workloads: Sequence[Workload], *runtimes: Any
+    ) -> list[ShapeLatency]:
         return [ShapeLatency(batch=1, sequence=n, original_ms=1.0, ms=1.1 if n == 64 else 0.8,
                       speedup=0.91 if n == 64 else 1.25)
                 for n in (workload.length for workload in workloads)]  # fmt: skip
 
-    monkeypatch.setattr(Judge, "compare_speed", slow)
+    monkeypatch.setattr(Judge, "_compare_speed", slow)
     report = optimized(keep=0.9)
     assert report.search is not None and not report.search.gain
     assert report.search.verdict.startswith("no gain: ")

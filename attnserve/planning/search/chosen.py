@@ -1,0 +1,140 @@
+"""Search for the best candidate in one precision, on the rows to choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from attnserve.checks.certify import read_attention, require_attention
+from attnserve.fusion import newest_opset
+from attnserve.job import Job
+from attnserve.options import Goal
+from attnserve.planning.blocks.groups import group_blocks
+from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
+from attnserve.planning.plans.apply import start
+from attnserve.planning.plans.plan import Plan, State, Train
+from attnserve.planning.plans.plan_file import PlanRecord
+from attnserve.planning.search.checkpoint import SearchCheckpoint
+from attnserve.planning.search.estimates import changes_to_measure
+from attnserve.planning.search.fastest_search import FastestSearch
+from attnserve.planning.search.front import Front
+from attnserve.planning.search.front_search import FrontSearch
+from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
+from attnserve.planning.search.least_lossy_search import LeastLossySearch
+from attnserve.planning.search.model_latency import ModelLatency
+from attnserve.planning.search.recovery_search import RecoverySearch, training_of
+from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
+from attnserve.planning.search.verdict import result_of
+from attnserve.planning.served_speed import ServedTimer
+from attnserve.precision.convert import convert
+
+__all__ = ["Chosen", "choose", "required_training"]
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The best candidate of a search before its verification.
+
+    Attributes:
+        search: The search of the front.
+        best: The candidate; None if even the choice with the least loss misses the goal.
+        recovery: The training of faster choices, if the goal allows it.
+        checkpoint: The measurements of the search.
+    """
+
+    search: FrontSearch
+    best: Candidate | None
+    recovery: RecoverySearch | None
+    checkpoint: SearchCheckpoint
+
+    def verified(self) -> tuple[PlanRecord, State]:
+        """The result, if it keeps its quality on held-out rows, and is faster than the original.
+
+        Raises:
+            CheckFailed: It misses the requested speed-up.
+        """
+        if self.recovery is None:
+            return result_of(self.search, self.search.verify(self.best))
+        return result_of(self.search, self.recovery.run(self.best))
+
+    def remove_checkpoints(self) -> None:
+        """Delete the checkpoints, once the search has ended."""
+        self.checkpoint.remove()
+        if self.recovery is not None:
+            self.recovery.remove_checkpoints()
+
+
+def choose(goal: Goal, job: Job, task: ScoredTask | None = None) -> Chosen:
+    """Search for the best candidate in one precision, on the rows to choose.
+
+    Args:
+        task: The task of the goal, if it was scored before.
+
+    Raises:
+        CheckFailed: The goal cannot be reached.
+        InvalidArgument: The model does not run at the requested shape, or the goal does not fit it.
+        InvariantBroken: A pass has a defect.
+    """
+    checked = checked_workloads(job)
+    recorded = goal_record(goal, job)
+    precision = job.target.precision
+    newest = newest_opset(job.original)
+    attention = read_attention(newest, seed=job.context.seed)
+    require_attention(attention)
+    if precision != "float32":
+        # Fails early if the model cannot be converted.
+        convert(job.original, precision, job.calibration[:1], to_nearest=True)
+    training = required_training(goal, job)
+    task = task or ScoredTask.of(goal, job)
+    key = search_key(recorded, job)
+    checkpoint = SearchCheckpoint(key)
+    served = ServedTimer(job)
+    runtimes = checkpoint.runtimes or served.fastest_runtimes(precision)
+    checkpoint.put_runtimes(*runtimes)
+    original_runtime, timed_runtime = runtimes
+    groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
+    latency = ModelLatency.time(job, timed_runtime, checked, newest, groups)
+    losses = _estimate_losses(job, newest, latency, checkpoint)
+    judge = Judge(
+        job, served, original_runtime, timed_runtime, checked, checkpoint,
+        goal.keep, task,
+    )  # fmt: skip
+    kind = LeastLossySearch if goal.keep is None else FastestSearch
+    search = kind(recorded, Front.of(latency, losses, precision), judge)
+    recovery = None if training is None else RecoverySearch(search, training, key)
+    return Chosen(search, search.run(), recovery, checkpoint)
+
+
+def required_training(goal: Goal, job: Job) -> Train | None:
+    """The training of a goal, if it allows one, after a check that the original can be trained.
+
+    Raises:
+        AttnserveError: It cannot.
+    """
+    if goal.recover is None:
+        return None
+    training = training_of(goal)
+    untimed = job.on_all_threads().labeled("can be trained")
+    training.check(start(Plan(), untimed, job.original))
+    return training
+
+
+def _estimate_losses(
+    job: Job, model: ir.Model, latency: ModelLatency, checkpoint: SearchCheckpoint
+) -> BlockLosses:
+    """The losses of all configurations, from the checkpoint if it has them."""
+    stored = checkpoint.losses(latency.pairs)
+    if stored is not None:
+        return stored
+    changes = {
+        group.key: changes_to_measure(group, latency.default_of(group.blocks[0]))
+        for group in latency.groups
+    }
+    losses = loss_curves(
+        model, latency.groups, job.calibration, changes, latency.pairs,
+        job.target.precision if latency.float_latencies else None,
+        new_meter=job.meter, context=replace(job.context.on_all_threads(), seed=0),
+    )  # fmt: skip
+    checkpoint.put_losses(losses)
+    return losses

@@ -1,0 +1,318 @@
+"""The precision and the runtime of a search follow from measured times and losses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from attnserve.context import TimedModel
+from attnserve.job import Job
+from attnserve.models.artifact import open_artifact
+from attnserve.models.measured import Fidelity
+from attnserve.models.onnx_files import load_model
+from attnserve.models.quantized import int8_weight_bits
+from attnserve.models.search_record import PrecisionPoint
+from attnserve.options import Goal, Target
+from attnserve.planning.plans.plan import Plan
+from attnserve.planning.search import precision_search
+from attnserve.planning.search.judge import Judge
+from attnserve.planning.search.precision_search import PrecisionComparison, search_precisions
+from attnserve.planning.served_speed import ServedTimer
+from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.times import Speedup
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument
+from tests.attnserve.cli.conftest import Cli
+from tests.attnserve.costs import Count, set_context
+from tests.attnserve.planning.conftest import Optimizer, Planner
+from tests.errors import raises
+from tests.jobs import job_of
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+class Timer(Count):
+    """Counts operations, and divides the time by a speed.
+
+    Args:
+        int8: The speed of int8 models.
+        openvino: The speed of OpenVINO.
+        openvino_int8: The speed of int8 models in OpenVINO, beside these.
+    """
+
+    def __init__(
+        self, int8: float = 1.0, openvino: float = 0.9, openvino_int8: float = 1.0
+    ) -> None:
+        super().__init__()
+        self.int8, self.openvino, self.openvino_int8 = int8, openvino, openvino_int8
+        self.runtimes: list[str] = []
+
+    def __call__(self, models: Any, seconds: float = 0.0) -> list[np.ndarray]:
+        self.runtimes += [timed.device.runtime_name for timed in models]
+        speeds = np.array([self.speed(timed) for timed in models])
+        return [ms / speeds[:, None] for ms in super().__call__(models, seconds)]
+
+    def speed(self, timed: TimedModel) -> float:
+        is_int8 = int8_weight_bits(timed.model) is not None
+        speed = self.int8 if is_int8 else 1.0
+        if timed.device.runtime == "openvino":
+            speed *= self.openvino * (self.openvino_int8 if is_int8 else 1.0)
+        return speed
+
+
+def is_int8(precision: str) -> bool:
+    return SCHEMES[precision].is_int8
+
+
+@pytest.mark.timing(seconds=6)
+@pytest.mark.parametrize(
+    ("int8", "keep", "chooses_int8"),
+    [
+        (3.0, 0.9, True),
+        (0.5, 0.9, False),  # int8 is slower
+        (3.0, 0.999999, False),  # int8 loses too much, even alone
+    ],
+)
+def test_search_of_any_precision_takes_the_fastest_that_keeps_the_quality(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    int8: float, keep: float, chooses_int8: bool,
+):  # fmt: skip
+    set_context(monkeypatch, timer=Timer(int8))
+    report = planned(keep=keep, precision="auto")
+    assert is_int8(report.goal.precision) == chooses_int8
+    assert is_int8(report.plan.precision) == chooses_int8
+    points = {point.precision: point for point in report.precisions}
+    assert points["float32"].loss == 0 and points["float32"].speedup.value == 1
+    compared = next(point for point in report.precisions if is_int8(point.precision))
+    assert 0 < compared.loss < 0.1
+    assert compared.speedup.value > 1 if int8 > 1 else compared.speedup.value < 1
+    assert report.quality is not None and report.quality.losses.measured <= 1 - keep
+    written = json.loads((tmp_path / "p.json").read_text())
+    assert {row["precision"] for row in written["precisions"]} == points.keys()
+    assert [each.precision for each in report.precisions if not each.unused] == [
+        report.goal.precision
+    ]
+
+
+@pytest.mark.timing(seconds=3)
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_search_times_candidates_in_the_fastest_runtime(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, runtime: str
+):
+    timer = Timer(openvino=2.0 if runtime == "openvino" else 0.5)
+    set_context(monkeypatch, timer=timer)
+    report = planned(keep=0.9)
+    assert report.machine is not None and runtime in report.machine.lower().replace(" ", "")
+    assert report.timed_runtime == runtime
+    assert timer.runtimes.count(runtime) > 0.8 * len(timer.runtimes)  # blocks, and candidates
+
+
+@pytest.mark.timing(seconds=3)
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_int8_result_is_timed_in_the_runtimes_that_keep_its_quality(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    is_kept: bool,
+):  # fmt: skip
+    """OpenVINO, in which the search is timed, is four times as fast for int8."""
+    pytest.importorskip("openvino")
+    set_context(monkeypatch, timer=Timer(openvino_int8=4.0))
+    verified = {"openvino": Fidelity()} if is_kept else {}
+    monkeypatch.setattr(Judge, "usable_runtimes", lambda *_: verified)
+    report = planned(keep=0.9, precision="int8")
+    assert report.gain
+    assert report.timed_runtime == ("openvino" if is_kept else "onnxruntime")
+    assert (report.speedup or 0) > 3.0 if is_kept else (report.speedup or 0) < 3.0
+    assert ("is timed in onnxruntime" in caplog.text) != is_kept
+    assert report.other_runtimes == verified
+
+
+def test_target_speedup_in_a_runtime_that_does_not_keep_the_quality_is_missed(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("openvino")
+    set_context(monkeypatch, timer=Timer(openvino_int8=4.0))
+    monkeypatch.setattr(Judge, "usable_runtimes", lambda *_: {})
+    with raises(CheckFailed, "search.target_speedup", "in onnxruntime"):
+        planned(target_speedup=3.0, precision="int8")
+
+
+@pytest.mark.parametrize(
+    ("options", "runtimes"),
+    [({}, ["onnxruntime", "openvino"]), ({"runtime": "onnxruntime"}, ["onnxruntime"])],
+)
+def test_a_replayed_plan_is_timed_in_the_runtimes_that_are_given(
+    planned: Planner, optimized: Optimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any], runtimes: list[str],
+):  # fmt: skip
+    pytest.importorskip("openvino")
+    jobs: list[Job] = []
+    speed_of = ServedTimer.speed_of
+
+    def noted(timer: ServedTimer, *models: Any) -> Any:
+        jobs.append(timer.job)
+        return speed_of(timer, *models)
+
+    monkeypatch.setattr(ServedTimer, "speed_of", noted)
+    planned(keep=0.9)
+    optimized(plan=tmp_path / "p.json", **options)
+    assert [list(job.runtimes) for job in jobs] == [["onnxruntime", "openvino"], runtimes]
+
+
+def test_a_large_model_and_a_precision_of_one_runtime_run_in_one_runtime(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    graph = load_model(open_artifact(model))
+    job = job_of(graph, runtimes=["onnxruntime", "openvino"])
+    assert job.runtimes_for("float32") == ["onnxruntime", "openvino"]
+    assert job.runtimes_for("int8-full-bfloat16") == ["openvino", "onnxruntime"]
+    assert job.runtimes_for("bfloat16-cpu") == ["openvino"]
+    monkeypatch.setattr("attnserve.job.ONE_RUNTIME_BYTES", 0)
+    assert job.runtimes_for("float32") == ["onnxruntime"]
+    assert job.runtimes_for("int8-full-bfloat16") == ["openvino"]
+
+
+def test_precision_auto_needs_a_goal(cli: Cli, model: Path, tmp_path: Path):
+    done = cli("optimize", model, "-o", tmp_path / "out.onnx", "--precision", "auto")
+    assert done.code == 2 and "auto" in done.err and not (tmp_path / "out.onnx").exists()
+
+
+def point(precision: str, speed: float, loss: float) -> PrecisionPoint:
+    speedup = Speedup(value=speed, ci95=(speed, speed))
+    return PrecisionPoint(precision=precision, runtime="onnxruntime", speedup=speedup, loss=loss)
+
+
+FLOAT32, INT8, BFLOAT16 = (
+    point("float32", 1.0, 0.0),
+    point("int8", 3.0, 0.02),
+    point("bfloat16-cpu", 2.0, 0.004),
+)
+COMPARED = PrecisionComparison([FLOAT32, INT8, BFLOAT16], fusion=1.5)
+
+
+@pytest.mark.parametrize(
+    ("goal", "first"),
+    [
+        (Goal(keep=0.9), ["int8", "bfloat16-cpu", "float32"]),
+        # A speed-up is over the exported original: that of fusion counts.
+        (Goal(target_speedup=1.4), ["float32", "bfloat16-cpu", "int8"]),
+        (Goal(target_speedup=1.6), ["bfloat16-cpu", "int8", "float32"]),
+        (Goal(target_speedup=3.5), ["int8", "bfloat16-cpu", "float32"]),
+        (Goal(target_speedup=5.0), ["int8", "bfloat16-cpu", "float32"]),
+    ],
+)
+def test_order_of_precisions(goal: Goal, first: list[str]):
+    assert [each.precision for each in COMPARED.in_search_order(goal)] == first
+
+
+def test_equally_fast_precisions_are_in_the_order_of_their_losses():
+    points = [point("a", 3.0, 0.02), point("b", 3.01, 0.03)]
+    ordered = PrecisionComparison(points, 1.0).in_search_order(Goal(keep=0.9))
+    assert [each.precision for each in ordered] == ["a", "b"]
+
+
+WHOLE, PARTLY, LOSES, NONE, FAILS = (), ("a",), "loses", None, "fails"
+"""The blocks that stay float32; or no candidate, or an error."""
+
+KEEP, SPEED = "keep", "target_speedup"
+
+
+@pytest.mark.parametrize(
+    ("goal", "found", "speeds", "searched", "chosen"),
+    [
+        # The fastest precision meets the goal in all blocks.
+        ({KEEP: 0.97}, {"int8": WHOLE}, {}, ["int8"], "int8"),
+        # Some blocks stay float32, and the candidate is slower than another precision.
+        ({KEEP: 0.99}, {"int8": PARTLY, "bfloat16-cpu": WHOLE}, {"int8": 1.5},
+         ["int8", "bfloat16-cpu"], "bfloat16-cpu"),
+        # It is faster than the other precision, which is not searched.
+        ({KEEP: 0.99}, {"int8": PARTLY}, {"int8": 2.5}, ["int8"], "int8"),
+        # The other precision loses too much, and has no blocks in float32.
+        ({KEEP: 0.999}, {"int8": PARTLY}, {"int8": 1.5}, ["int8"], "int8"),
+        # The precision alone loses too much.
+        ({KEEP: 0.99}, {"int8": LOSES, "bfloat16-cpu": WHOLE}, {}, ["int8", "bfloat16-cpu"],
+         "bfloat16-cpu"),
+        ({KEEP: 0.9999}, {"int8": LOSES, "float32": WHOLE}, {}, ["int8", "float32"], "float32"),
+        ({KEEP: 0.9999}, {"int8": LOSES, "float32": NONE}, {}, ["int8", "float32"], "float32"),
+        ({KEEP: 0.9999}, {"int8": LOSES, "float32": LOSES}, {}, ["int8", "float32"], None),
+        # Another error of one precision does not lose the result of another one.
+        ({KEEP: 0.99}, {"int8": PARTLY, "bfloat16-cpu": FAILS}, {"int8": 1.5},
+         ["int8", "bfloat16-cpu"], "int8"),
+        # The least loss that reaches a speed-up.
+        ({SPEED: 1.2}, {"float32": WHOLE}, {}, ["float32"], "float32"),
+        ({SPEED: 2.5}, {"bfloat16-cpu": WHOLE}, {}, ["bfloat16-cpu"], "bfloat16-cpu"),
+        ({SPEED: 9.0}, {"int8": LOSES, "bfloat16-cpu": LOSES, "float32": LOSES}, {},
+         ["int8", "bfloat16-cpu", "float32"], None),
+    ],
+)  # fmt: skip
+def test_precisions_are_searched_until_no_other_one_may_be_better(
+    model: Any, monkeypatch: pytest.MonkeyPatch, goal: dict[str, float],
+    found: Mapping[str, Any], speeds: Mapping[str, float], searched: list[str], chosen: str | None,
+):  # fmt: skip
+    names: list[str] = []
+    verified: list[str] = []
+    removed: list[str] = []
+
+    def choose_one(goal: Goal, job: Any, task: object) -> Any:
+        name = job.target.precision
+        names.append(name)
+        blocks = found[name]
+        if blocks == LOSES:
+            raise CheckFailed(f"{name} alone loses too much", "", code="search.precision")
+        if blocks == FAILS:
+            raise CannotRewrite("two models cannot be timed together", "", code="search.not_timed")
+        speed = SimpleNamespace(served=SimpleNamespace(value=speeds.get(name, 0.0)))
+
+        def speed_of(model: Any, converted: Any, plan: Plan, verified: list[str]) -> Any:
+            assert verified == ["openvino"]  # the runtime that the search times
+            return speed
+
+        served = SimpleNamespace(speed_of=speed_of)
+        plan = Plan(precision=name, float_blocks=blocks or ())
+        state = SimpleNamespace(plan=plan, model=None, result=None)
+
+        def result() -> Any:
+            verified.append(name)
+            record = SimpleNamespace(
+                gain=True, model_copy=lambda update: SimpleNamespace(name=name, **update)
+            )
+            return record, state
+
+        return SimpleNamespace(
+            best=None if blocks is NONE else SimpleNamespace(state=state),
+            search=SimpleNamespace(
+                judge=SimpleNamespace(served=served, runtime="openvino"),
+                front=SimpleNamespace(precision=name),
+            ),
+            verified=result,
+            checkpoint=SimpleNamespace(remove=lambda: removed.append(name)),
+            remove_checkpoints=lambda: removed.append(name),
+        )
+
+    monkeypatch.setattr(precision_search, "choose", choose_one)
+    monkeypatch.setattr(precision_search, "checked_workloads", lambda job: None)
+    monkeypatch.setattr(precision_search, "compare_precisions", lambda goal, job, task: COMPARED)
+    job = job_of(model, target=Target(precision="auto"))
+    # The machine may not compute a precision.
+    monkeypatch.setattr(
+        Job, "with_precision", lambda job, name: job_of(model, target=Target(precision=name))
+    )
+    if chosen is None:
+        with raises(CheckFailed, "search.precision", "float32: float32 alone loses too much"):
+            search_precisions(Goal(**goal), job)
+    else:
+        record, _ = search_precisions(Goal(**goal), job)
+        assert record.name == chosen and verified == [chosen]  # no row verifies two candidates
+        unused = {each.precision for each in record.precisions if each.unused}
+        assert unused >= {"float32", "int8", "bfloat16-cpu"} - {chosen}
+        assert set(removed) == {name for name in names if found[name] not in (LOSES, FAILS)}
+    assert names == searched
+
+
+def test_unknown_precision_names_auto(planned: Planner):
+    with raises(InvalidArgument, "precision.unknown", "auto"):
+        planned(precision="fp12")
