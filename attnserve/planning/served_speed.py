@@ -346,12 +346,13 @@ def time_models(
     pairs = [
         _Pair(models.index(model), replace(context.device, runtime=name)) for model, name in timed
     ]
+    indices = [pair.model for pair in pairs]
     total = SECONDS_PER_MODEL * len(timed) if seconds is None else seconds
     workloads, inputs = list(feeds), list(feeds.values())
     if context.timer is not None:
         given = [TimedModel(models[pair.model], inputs, pair.device) for pair in pairs]
         time_given = partial(context.timer, given, total)
-        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup)
+        times = time_twice_if_slow(lambda: np.array(time_given()), min_speedup, indices)
         return Times.of_models(workloads, times)
     progress = context.stage("time served models")
     with ExitStack() as stack:
@@ -376,7 +377,7 @@ def time_models(
             times[:, running] = measured
             return times
 
-        times = time_twice_if_slow(time_once, min_speedup)
+        times = time_twice_if_slow(time_once, min_speedup, indices)
     return Times.of_models([workloads[index] for index in accepted], times)
 
 

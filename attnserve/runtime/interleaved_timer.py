@@ -158,17 +158,22 @@ def time_shapes(
     return times.transpose(2, 0, 1)
 
 
-def time_twice_if_slow(time_models: Callable[[], np.ndarray], min_speedup: float) -> np.ndarray:
+def time_twice_if_slow(
+    time_models: Callable[[], np.ndarray], min_speedup: float, model_of: Sequence[int]
+) -> np.ndarray:
     """Milliseconds per run of models; those of two runs if a model seems slow in the first one.
 
     The times of a few rounds may be wrong by some percent. All shapes are timed again, because some
     runtimes are slower after a change of the shape.
 
     Args:
-        time_models: Times all models once, the reference first: (shapes, models, rounds).
+        time_models: Times models in runtimes, the reference first: (shapes, pairs, rounds).
         min_speedup: A model seems slow if its median speed-up over the reference is lower at
-            a shape.
+            a shape, each in its fastest runtime.
+        model_of: The index of the model of each pair; that of the reference is 0.
     """
     times = time_models()
-    speedups = np.median(times[:, :1] / times[:, 1:], axis=2)
+    of_model = np.array(model_of)
+    ms = [times[:, of_model == index].min(axis=1) for index in range(max(model_of) + 1)]
+    speedups = np.array([np.median(ms[0] / other, axis=1) for other in ms[1:]])
     return np.concatenate([times, time_models()], 2) if (speedups < min_speedup).any() else times

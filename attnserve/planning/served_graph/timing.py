@@ -53,7 +53,8 @@ def time_variants(
     sessions = original, *variants
     runs = [[partial(session.run, None, feed) for feed in inputs] for session in sessions]
     seconds = TIMED_S * len(sessions) / 2
-    times = time_twice_if_slow(lambda: timer(runs, seconds), MIN_LOSSLESS_GAIN)
+    indices = range(len(sessions))
+    times = time_twice_if_slow(lambda: timer(runs, seconds), MIN_LOSSLESS_GAIN, indices)
     names = [shape_name(feed) for feed in inputs]
     first, *others = Times.of_models(names, times)
     return first, others

@@ -92,6 +92,15 @@ def test_time_twice_if_slow_joins_two_runs_if_a_model_seems_slow_at_a_shape(
         times[-1][1, 2] *= 1.1
         return times[-1]
 
-    found = time_twice_if_slow(time_models, least)
+    found = time_twice_if_slow(time_models, least, [0, 1, 2])
     np.testing.assert_array_equal(found, np.concatenate(times, axis=2))
     assert len(times) == runs and found.shape == (2, 3, 4 * runs)
+
+
+@pytest.mark.parametrize(("other_ms", "runs"), [(1.0, 1), (1.2, 2)])
+def test_time_twice_if_slow_compares_models_in_their_fastest_runtimes(other_ms: float, runs: int):
+    """Two models in two runtimes; each is slow in one of them."""
+    times = np.full((1, 4, 4), 1.0)
+    times[0, 0], times[0, 2], times[0, 3] = 1.5, other_ms, 1.5
+    found = time_twice_if_slow(lambda: times, 0.97, [0, 0, 1, 1])
+    assert found.shape == (1, 4, 4 * runs)
