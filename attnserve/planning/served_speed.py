@@ -134,30 +134,26 @@ class ServedTimer:
         return compared
 
     def fastest_runtimes(self, precision: Precision) -> tuple[str, str]:
-        """The fastest runtime of the exported original, and of the fused one in a precision.
+        """The fastest runtime of the fused original in float32, and in a precision.
 
         It is the first one that serving selects from, if no other one is faster by ``MIN_GAIN``.
         """
-        exported, fused = "exported", "fused"
-        runtimes = {
-            exported: self.job.runtimes_for("float32"),
-            fused: self.job.runtimes_for(precision),
-        }
-        if max(map(len, runtimes.values())) == 1:
-            return runtimes[exported][0], runtimes[fused][0]
-        try:
-            models = {exported: self.job.original, fused: self.served(self.job.original, precision)}
-            compared = self.compare(models, runtimes)
-        except InvariantBroken:  # a defect
-            raise
-        except AttnserveError as error:  # for example, no memory
-            log.warning("the runtimes were not compared: %s", error)
-            compared = {}
-        chosen = {name: fastest_runtime(times) for name, times in compared.items()}
-        return (
-            chosen.get(exported, runtimes[exported][0]),
-            chosen.get(fused, runtimes[fused][0]),
+        reference: Precision = "float32"
+        runtimes = {each: self.job.runtimes_for(each) for each in (reference, precision)}
+        compared: Mapping[Precision, Mapping[str, Times[Workload]]] = {}
+        if max(map(len, runtimes.values())) > 1:
+            try:
+                models = {each: self.served(self.job.original, each) for each in runtimes}
+                compared = self.compare(models, runtimes)
+            except InvariantBroken:  # a defect
+                raise
+            except AttnserveError as error:  # for example, no memory
+                log.warning("the runtimes were not compared: %s", error)
+        first, second = (
+            fastest_runtime(compared[each]) if each in compared else runtimes[each][0]
+            for each in (reference, precision)
         )
+        return first, second
 
     def speed_of(
         self,
@@ -168,8 +164,8 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        All models are timed in all runtimes of the job, because serving selects the fastest one for
-        each model.
+        Fused models are timed in all runtimes of the job, because serving selects the fastest one
+        for each model; graphs that are not fused in the default one.
 
         Args:
             rewritten: The rewritten model in float32.

@@ -103,22 +103,21 @@ def test_served_timer_selects_a_runtime_for_each_model(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("times", "fastest"),
+    ("precision", "times", "fastest"),
     [
-        ([12, 8, 5, 4], ("onnxruntime", "onnxruntime")),
-        ([8, 12, 5, 4], ("openvino", "onnxruntime")),
-        ([8, 12, 4, 3.99], ("openvino", "openvino")),  # the default one is about as fast
+        ("float32", [5, 4], ("onnxruntime", "onnxruntime")),
+        ("float32", [4, 3.99], ("openvino", "openvino")),  # the default one is about as fast
+        ("int8", [12, 8, 4, 5], ("onnxruntime", "openvino")),
+        ("bfloat16-cpu", [12, 8, 9], ("onnxruntime", "openvino")),  # no other one computes it
     ],
 )
-def test_fastest_runtimes_of_the_exported_and_the_fused_original(
-    tiny: Path, times: list[float], fastest: tuple[str, str], cpu_with: Callable[..., None]
-) -> None:
-    original = load_model(tiny / "model.onnx")
-    assert timer_of(original, *times, runtimes=RUNTIMES).fastest_runtimes("float32") == fastest
-    # Only one runtime computes this precision.
+def test_fastest_runtimes_of_the_original_and_of_a_precision(
+    tiny: Path, precision: Precision, times: list[float], fastest: tuple[str, str],
+    cpu_with: Callable[..., None],
+) -> None:  # fmt: skip
     cpu_with(bfloat16=True)
-    timer = timer_of(original, 12, 8, 5, runtimes=RUNTIMES)
-    assert timer.fastest_runtimes("bfloat16-cpu") == ("onnxruntime", "openvino")
+    timer = timer_of(load_model(tiny / "model.onnx"), *times, runtimes=RUNTIMES)
+    assert timer.fastest_runtimes(precision) == fastest
 
 
 def test_fastest_runtimes_that_cannot_be_timed_are_the_default_ones(
