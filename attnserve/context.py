@@ -30,8 +30,8 @@ Provider = Literal["cpu", "cuda"]
 """The kind of processor."""
 
 AUTO = "auto"
-"""The fastest runtime in serving and in the timings of a search, by measurements; elsewhere see
-``runtime_of``. As a precision, the fastest one that meets the goal of a search."""
+"""The fastest runtime in serving, by measurements; in other commands see ``runtime_of`` and
+``Job.timed_runtimes``. As a precision, the fastest one that meets the goal of a search."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""

@@ -210,6 +210,15 @@ class Job:
             return [first]
         return list(dict.fromkeys([first, *self.runtimes]))
 
+    def timed_runtimes(self, precision: Precision) -> Sequence[str]:
+        """The runtimes in which a search times models in a precision.
+
+        These are all that may serve the model if its precision has an own runtime, and else the
+        default one, in which the file runs elsewhere too.
+        """
+        runtimes = self.runtimes_for(precision)
+        return runtimes if SCHEMES[precision].runtime else runtimes[:1]
+
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages."""
         return replace(self, context=self.context.labeled(label))

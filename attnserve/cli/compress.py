@@ -238,7 +238,7 @@ def _show_plan(record: PlanRecord) -> None:
     if record.speeds:
         print_table(
             f"latency of the whole model, {record.goal.threads or 'all'} thread(s), "
-            f"{record.goal.provider}, fastest runtime at each length",
+            f"{record.goal.provider}",
             (">batch x tokens", ">original ms:.2f", ">ms:.2f", ">speed-up"),
             [
                 (f"{at.batch} x {at.sequence}", at.original_ms, at.ms, f"{at.speedup:.2f}x")

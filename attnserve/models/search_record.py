@@ -152,7 +152,8 @@ class SearchRecord(Measured, frozen=True):
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths.
-        speeds: The original and the result, each in its fastest runtime at each length.
+        speeds: The original in the default runtime, and the result in its fastest one at each
+            length.
         timed_runtime: The runtime in which blocks and candidates were timed.
         front: The choices on the Pareto front.
         precisions: The compared precisions; none if the request named one.

@@ -390,9 +390,9 @@ class Run(Options):
     provider: Provider = "cpu"
     """Execution provider."""
     runtime: Annotated[str, Cli(metavar="NAME")] = AUTO
-    """Library that runs the models: onnxruntime, openvino, or one of another package. With auto, a
-    search times models in the fastest one; everything else runs in openvino for a precision that
-    only it computes, and in onnxruntime otherwise."""
+    """Library that runs the models: onnxruntime, openvino, or one of another package; auto is
+    openvino for a precision that only it computes, and onnxruntime otherwise. Searches for such a
+    precision time models in the fastest one."""
     seed: Annotated[NonNegativeInt, Cli(metavar="N")] = 0
     """Seed of random choices."""
 

@@ -133,27 +133,23 @@ class ServedTimer:
             compared.setdefault(name, {})[runtime] = of_model
         return compared
 
-    def fastest_runtimes(self, precision: Precision) -> tuple[str, str]:
-        """The fastest runtime of the fused original in float32, and in a precision.
+    def fastest_runtime(self, precision: Precision) -> str:
+        """The runtime of a search that is fastest for the fused original in a precision.
 
-        It is the first one that serving selects from, if no other one is faster by ``MIN_GAIN``.
+        It is the first one if no other one is faster by ``MIN_GAIN``.
         """
-        reference: Precision = "float32"
-        runtimes = {each: self.job.runtimes_for(each) for each in (reference, precision)}
+        runtimes = self.job.timed_runtimes(precision)
+        if len(runtimes) == 1:
+            return runtimes[0]
         compared: Mapping[Precision, Mapping[str, Times[Workload]]] = {}
-        if max(map(len, runtimes.values())) > 1:
-            try:
-                models = {each: self.served(self.job.original, each) for each in runtimes}
-                compared = self.compare(models, runtimes)
-            except InvariantBroken:  # a defect
-                raise
-            except AttnserveError as error:  # for example, no memory
-                log.warning("the runtimes were not compared: %s", error)
-        first, second = (
-            fastest_runtime(compared[each]) if each in compared else runtimes[each][0]
-            for each in (reference, precision)
-        )
-        return first, second
+        try:
+            model = self.served(self.job.original, precision)
+            compared = self.compare({precision: model}, {precision: runtimes})
+        except InvariantBroken:  # a defect
+            raise
+        except AttnserveError as error:  # for example, no memory
+            log.warning("the runtimes were not compared: %s", error)
+        return fastest_runtime(compared[precision]) if compared else runtimes[0]
 
     def speed_of(
         self,
@@ -164,8 +160,8 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        Fused models are timed in all runtimes of the job, because serving selects the fastest one
-        for each model; graphs that are not fused in the default one.
+        If the precision has an own runtime, or other runtimes are verified, all models are timed in
+        several runtimes, because serving selects the fastest one for each model.
 
         Args:
             rewritten: The rewritten model in float32.
@@ -184,12 +180,15 @@ class ServedTimer:
         device = job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        references = job.runtimes_for("float32")
-        names = served_choices(converted, job.runtimes_for(plan.precision))
+        names = served_choices(converted, job.timed_runtimes(plan.precision))
         if rounds_activations(converted):
             kept = {runtime_of(converted, device), *verified}
-            names = [name for name in names if name in kept] or [runtime_of(converted, device)]
-        finals = dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
+            may_serve = served_choices(converted, job.runtimes_for(plan.precision))
+            names = [name for name in may_serve if name in kept] or [runtime_of(converted, device)]
+        finals = list(
+            dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
+        )
+        references = list(dict.fromkeys([*job.timed_runtimes("float32"), *finals]))
         try:
             stages = self._stages(
                 rewritten, converted, plan, served_choices(job.original, references), names

@@ -18,12 +18,12 @@ __all__ = ["SearchCheckpoint"]
 
 
 class _Content(BaseModel):
-    """File content: runtimes and losses (None until measured), and (loss, cosine) by digest of a
+    """File content: the runtime and losses (None until measured), and (loss, cosine) by digest of a
     plan."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    runtimes: tuple[str, str] | None = None
+    runtime: str | None = None
     curves: dict[str, LossCurve] | None = None
     pairs: dict[str, tuple[tuple[int, ...], float]] = {}
     conversion: dict[str, float] = {}
@@ -41,12 +41,12 @@ class SearchCheckpoint:
             self._content = _Content.model_validate_json(self._file.read() or b"{}")
 
     @property
-    def runtimes(self) -> tuple[str, str] | None:
-        """The runtimes in which the original and its candidates are timed."""
-        return self._content.runtimes
+    def runtime(self) -> str | None:
+        """The runtime in which candidates are timed."""
+        return self._content.runtime
 
-    def put_runtimes(self, original: str, candidates: str) -> None:
-        self._content.runtimes = original, candidates
+    def put_runtime(self, runtime: str) -> None:
+        self._content.runtime = runtime
         self._write()
 
     def losses(self, pairs: Sequence[ReusePair]) -> BlockLosses | None:

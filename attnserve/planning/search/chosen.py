@@ -90,16 +90,12 @@ def choose(goal: Goal, job: Job, task: ScoredTask | None = None) -> Chosen:
     key = search_key(recorded, job)
     checkpoint = SearchCheckpoint(key)
     served = ServedTimer(job)
-    runtimes = checkpoint.runtimes or served.fastest_runtimes(precision)
-    checkpoint.put_runtimes(*runtimes)
-    original_runtime, timed_runtime = runtimes
+    runtime = checkpoint.runtime or served.fastest_runtime(precision)
+    checkpoint.put_runtime(runtime)
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    latency = ModelLatency.time(job, timed_runtime, checked, newest, groups)
+    latency = ModelLatency.time(job, runtime, checked, newest, groups)
     losses = _estimate_losses(job, newest, latency, checkpoint)
-    judge = Judge(
-        job, served, original_runtime, timed_runtime, checked, checkpoint,
-        goal.keep, task,
-    )  # fmt: skip
+    judge = Judge(job, served, runtime, checked, checkpoint, goal.keep, task)
     kind = LeastLossySearch if goal.keep is None else FastestSearch
     search = kind(recorded, Front.of(latency, losses, precision), judge)
     recovery = None if training is None else RecoverySearch(search, training, key)

@@ -130,7 +130,6 @@ class Judge:
 
     Attributes:
         served: Times models as served, and has the models that it has fused before.
-        original_runtime: The runtime in which the original is timed.
         runtime: The runtime in which candidates are timed. Losses are those on the device of the
             job; ``usable_runtimes`` says whether a result keeps its quality in another runtime.
         served_in: The runtimes that may serve the result; ``time`` compares them.
@@ -143,7 +142,6 @@ class Judge:
 
     job: Job
     served: ServedTimer
-    original_runtime: str
     runtime: str
     checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
@@ -214,20 +212,18 @@ class Judge:
         return compare_part(candidate.state.result, part, job, self.task)
 
     def time(self, candidate: Candidate) -> list[ShapeLatency]:
-        """Time a candidate and the original at all checked workloads, as served.
+        """Time a candidate and the original at all checked workloads.
 
-        At each workload, both are in their fastest runtime.
+        The candidate is timed in its fastest runtime at each workload.
         """
-        model = candidate.state.result
-        originals = self.job.runtimes_for("float32")
-        return self._compare_speed(model, self.checked, originals, self.served_in or [self.runtime])
+        runtimes = self.served_in or [self.runtime]
+        return self._compare_speed(candidate.state.result, self.checked, runtimes)
 
     def measure_speedup(self, candidate: Candidate) -> float:
         """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
         workloads = self.job.requested_workloads
         model = candidate.state.result
-        speeds = self._compare_speed(model, workloads, [self.original_runtime], [self.runtime])
-        return self.requested_speedup(speeds)
+        return self.requested_speedup(self._compare_speed(model, workloads, [self.runtime]))
 
     def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         """The geometric mean of the speed-ups at the requested lengths."""
@@ -258,39 +254,28 @@ class Judge:
         return None
 
     def _compare_speed(
-        self,
-        model: ir.Model,
-        workloads: Sequence[Workload],
-        original_runtimes: Sequence[str],
-        runtimes: Sequence[str],
+        self, model: ir.Model, workloads: Sequence[Workload], runtimes: Sequence[str]
     ) -> list[ShapeLatency]:
-        """Time a model and the float32 original, each in its fastest runtime at a workload.
+        """Time the original in the default runtime, and a model in its fastest one by workload.
 
         If the model seems slower at a workload, both are timed again, and both runs count.
 
         Raises:
             CannotRewrite: See ``_time``.
         """
-        timed = [
-            *((self.job.original, runtime) for runtime in original_runtimes),
-            *((model, runtime) for runtime in runtimes),
-        ]
-        times = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
-        count = len(original_runtimes)
-
-        def fastest(of_model: Sequence[Times[Workload]], workload: Workload) -> np.ndarray:
-            return min((each.by_shape[workload] for each in of_model), key=np.median)
-
+        default = self.job.timed_runtimes("float32")[0]
+        timed = [(self.job.original, default), *((model, runtime) for runtime in runtimes)]
+        before, *after = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
         latencies: list[ShapeLatency] = []
-        for workload in times[0].by_shape:
-            before, after = (fastest(each, workload) for each in (times[:count], times[count:]))
+        for workload, original_ms in before.by_shape.items():
+            ms = min((times.by_shape[workload] for times in after), key=np.median)
             latencies.append(
                 ShapeLatency(
                     batch=workload.batch,
                     sequence=workload.length,
-                    original_ms=float(np.median(before)),
-                    ms=float(np.median(after)),
-                    speedup=float(np.median(before / after)),
+                    original_ms=float(np.median(original_ms)),
+                    ms=float(np.median(ms)),
+                    speedup=float(np.median(original_ms / ms)),
                 )
             )
         return latencies

@@ -212,9 +212,9 @@ class _Searches:
 def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> PrecisionComparison:
     """Measure the fused original in each precision that this machine computes.
 
-    Speed-ups are over float32, each in its fastest runtime, in interleaved runs at the requested
-    workloads. Losses are those on the rows to choose, in this runtime and in that of the job; the
-    larger one counts.
+    Speed-ups are over float32, each in its fastest runtime of a search, in interleaved runs at the
+    requested workloads. Losses are those on the rows to choose, in this runtime and in that of the
+    job; the larger one counts.
 
     Args:
         job: Its precision is ``AUTO``.
@@ -238,10 +238,12 @@ def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> Precisi
             log.warning("%s is not compared: %s", scheme.name, error.what)
     progress(len(schemes), len(schemes))
     exported = "exported"
-    runtimes = {precision: job.runtimes_for(precision) for precision in models}
+    runtimes = {precision: job.timed_runtimes(precision) for precision in models}
+    runtimes[REFERENCE] = job.runtimes_for(REFERENCE)
     try:
         compared = timer.compare(
-            {exported: job.original, **models}, {exported: runtimes[REFERENCE], **runtimes}
+            {exported: job.original, **models},
+            {exported: job.timed_runtimes(REFERENCE), **runtimes},
         )
     except InvariantBroken:  # a defect
         raise

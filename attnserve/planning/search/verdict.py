@@ -73,7 +73,7 @@ def _use_verified_runtimes(search: FrontSearch, verified: Verified) -> Mapping[s
     judge, plan = search.judge, verified.candidate.state.plan
     model = verified.candidate.state.result
     usable = judge.usable_runtimes(verified.candidate, verified.verifications[-1].fidelity)
-    judge.served_in = list(judge.job.runtimes_for(plan.precision))
+    judge.served_in = list(judge.job.timed_runtimes(plan.precision))
     if rounds_activations(model):
         first = runtime_of(model, judge.job.context.device)
         judge.served_in = [name for name in judge.served_in if name in {first, *usable}] or [first]

@@ -80,13 +80,13 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path) -> None:
     assert values(speed) == [1.0, None, 2.0, 2.0]
 
 
-RUNTIMES = ("openvino", "onnxruntime")
+RUNTIMES = ("onnxruntime", "openvino")
 
 
 def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Path) -> None:
     """Only one runtime computes the precision, and serving would run the original in the other."""
     original = load_model(tiny / "model.onnx")
-    exported, fused, converted = [12, 8], [10, 7], [5]
+    exported, fused, converted = [8, 12], [7, 10], [5]
     timer = timer_of(original, *exported, *fused, *converted, runtimes=RUNTIMES)
     plan = Plan.merged([], "bfloat16-cpu", ())
     speed = timer.speed_of(original.clone(), original.clone(), plan)
@@ -94,41 +94,48 @@ def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Pat
     assert values(speed) == [8 / 7, 7 / 5, None, 7 / 5]
 
 
-def test_served_timer_selects_a_runtime_for_each_model(tiny: Path) -> None:
+def test_served_timer_of_float32_times_the_default_runtime(tiny: Path) -> None:
     original = load_model(tiny / "model.onnx")
-    exported, fused, pruned, pruned_fused = [12, 8], [10, 7], [4, 6], [5, 6]
-    timer = timer_of(original, *exported, *fused, *pruned, *pruned_fused, runtimes=RUNTIMES)
+    timer = timer_of(original, 12, 10, 8, 5, runtimes=RUNTIMES)  # each unfused and fused
     speed = timer.speed_of(original.clone(), original.clone(), lossy("float32"))
-    assert values(speed) == [8 / 7, None, 7 / 4, 7 / 4]
+    assert values(speed) == [1.2, None, 2.0, 2.0]
 
 
 @pytest.mark.parametrize(
     ("precision", "times", "fastest"),
     [
-        ("float32", [5, 4], ("onnxruntime", "onnxruntime")),
-        ("float32", [4, 3.99], ("openvino", "openvino")),  # the default one is about as fast
-        ("int8", [12, 8, 4, 5], ("onnxruntime", "openvino")),
-        ("bfloat16-cpu", [12, 8, 9], ("onnxruntime", "openvino")),  # no other one computes it
+        ("float32", [], "onnxruntime"),  # only the default one is timed
+        ("int8", [], "onnxruntime"),
+        ("int8-full-bfloat16", [5, 4], "onnxruntime"),
+        ("int8-full-bfloat16", [4, 5], "openvino"),
+        ("int8-full-bfloat16", [4, 3.99], "openvino"),  # the default one is about as fast
+        ("bfloat16-cpu", [], "openvino"),  # no other one computes it
     ],
 )
-def test_fastest_runtimes_of_the_original_and_of_a_precision(
-    tiny: Path, precision: Precision, times: list[float], fastest: tuple[str, str],
+def test_fastest_runtime_of_a_precision(
+    tiny: Path,
+    precision: Precision,
+    times: list[float],
+    fastest: str,
+    cpu_with: Callable[..., None],
+) -> None:
+    cpu_with(int8=True, bfloat16=True)
+    timer = timer_of(load_model(tiny / "model.onnx"), *times, runtimes=RUNTIMES)
+    assert timer.fastest_runtime(precision) == fastest
+
+
+def test_fastest_runtime_that_cannot_be_timed_is_the_default_one(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
     cpu_with: Callable[..., None],
 ) -> None:  # fmt: skip
-    cpu_with(bfloat16=True)
-    timer = timer_of(load_model(tiny / "model.onnx"), *times, runtimes=RUNTIMES)
-    assert timer.fastest_runtimes(precision) == fastest
+    cpu_with(int8=True, bfloat16=True)
 
-
-def test_fastest_runtimes_that_cannot_be_timed_are_the_default_ones(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise CannotRewrite("no memory", "free some", code="worker.memory")
 
     monkeypatch.setattr(served_speed, "time_models", fail)
     timer = timer_of(load_model(tiny / "model.onnx"), runtimes=RUNTIMES)
-    assert timer.fastest_runtimes("float32") == ("openvino", "openvino")
+    assert timer.fastest_runtime("int8-full-bfloat16") == "openvino"
     assert "no memory" in caplog.text
 
 
@@ -148,7 +155,7 @@ def test_time_models_names_a_runtime_that_refuses_a_model(
 def test_a_large_model_is_timed_in_one_runtime(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.job.ONE_RUNTIME_BYTES", 0)
     original = load_model(tiny / "model.onnx")
-    assert timer_of(original, runtimes=RUNTIMES).fastest_runtimes("int8") == ("openvino",) * 2
+    assert timer_of(original, runtimes=RUNTIMES).fastest_runtime("int8-full-bfloat16") == "openvino"
     speed = timer_of(original, 12, 10, 4, runtimes=RUNTIMES).speed_of(
         original.clone(), original.clone(), Plan.merged([], "int8", ())
     )
