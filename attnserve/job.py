@@ -213,8 +213,8 @@ class Job:
     def timed_runtimes(self, precision: Precision) -> Sequence[str]:
         """The runtimes in which a search times models in a precision.
 
-        These are all that may serve the model if its precision has an own runtime, and else the
-        default one, in which the file runs elsewhere too.
+        If only one runtime computes the precision fully, they are all that may serve the model.
+        Otherwise it is the default one, which other programs use too.
         """
         runtimes = self.runtimes_for(precision)
         return runtimes if SCHEMES[precision].runtime else runtimes[:1]

@@ -160,8 +160,8 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If the precision has an own runtime, or other runtimes are verified, all models are timed in
-        several runtimes, because serving selects the fastest one for each model.
+        If only one runtime computes the precision fully, or others are verified, all models are
+        timed in several runtimes, because serving selects the fastest one for each model.
 
         Args:
             rewritten: The rewritten model in float32.

@@ -69,7 +69,6 @@ class PrecisionComparison:
         lose too much. For a speed-up, the one with the least loss of those that reach it comes
         first. Equally fast ones are in the order of their losses.
         """
-
         target = goal.target_speedup
         highest = max(point.speedup.value for point in self.points)
 

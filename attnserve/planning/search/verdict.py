@@ -65,11 +65,7 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
 
 
 def _use_verified_runtimes(search: FrontSearch, verified: Verified) -> Mapping[str, Fidelity]:
-    """The comparisons in other runtimes that may serve the result; its times are those as served.
-
-    If the runtime of the search is none of them, candidates are timed in the verified one from now
-    on.
-    """
+    """Time candidates in verified runtimes from now on, and return the comparisons in them."""
     judge, plan = search.judge, verified.candidate.state.plan
     model = verified.candidate.state.result
     usable = judge.usable_runtimes(verified.candidate, verified.verifications[-1].fidelity)
