@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from types import FrameType
 
 __all__ = ["main"]
 
@@ -17,17 +18,33 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import and run the command line; returns the exit code."""
     try:
-        # An exception could be lost, or end an import with a crash.
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
+        signal.signal(signal.SIGTERM, _end)
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, _end)
         from attnserve.cli.app import main as run
 
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         code = run(arguments)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the output is complete: keep its exit code
         return code
     except KeyboardInterrupt:
-        print("interrupted: no partial output was written", file=sys.stderr)
-        return 130
+        print(INTERRUPTED, file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+INTERRUPTED = "interrupted: no partial output was written"
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End at once during an import: an exception could crash it, or be taken for its failure."""
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            if number == signal.SIGINT:
+                os.write(2, f"{INTERRUPTED}\n".encode())
+            os._exit(128 + number)
+        frame = frame.f_back
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -43,6 +44,27 @@ def test_sigterm_during_the_imports_ends_the_server(tmp_path: Path) -> None:
             assert process.wait(30) in (128 + signal.SIGTERM, 0)
             assert process.stderr is not None
             assert b"Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_a_later_import_ends_the_program(tmp_path: Path, number: int) -> None:
+    """An extension may crash if its import is interrupted, or report that it is missing."""
+    package = tmp_path / "onnxruntime"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import os\n"
+        "try:\n"
+        f"    os.kill(os.getpid(), {int(number)})\n"
+        "except BaseException:\n"
+        "    raise ImportError('interrupted')\n"
+    )
+    command = [sys.executable, "-m", "attnserve", "serve", write_encoder(tmp_path / "tiny")]
+    paths = {"PYTHONPATH": f"{tmp_path}:{Path(service.__file__).parents[1]}"}
+    result = subprocess.run(
+        command, env={**os.environ, **paths}, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 128 + number, result.stderr
+    assert result.stderr.count("\n") == (number == signal.SIGINT)
 
 
 def is_live(address: str) -> bool:
