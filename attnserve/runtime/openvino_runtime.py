@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
@@ -382,6 +382,19 @@ def _numpy_type(info: _Info) -> np.dtype[Any]:
     return names.get(element, ir.DataType[element.upper()]).numpy()
 
 
+@cache
+def _core(openvino: Any, copied: bool) -> Any:
+    """OpenVINO, which stays loaded: its CPU plugin replaces the stack of signal handlers.
+
+    If two plugins are deleted in the order in which they were made, that stack is unmapped
+    memory, and the next signal ends the process with a segmentation fault.
+    """
+    core = openvino.Core()
+    if copied:
+        core.set_property({"ENABLE_MMAP": False})
+    return core
+
+
 def _open(
     openvino: Any,
     source: Path | ir.Model,
@@ -390,9 +403,7 @@ def _open(
     short_rows: int | None,
 ) -> Session:
     name = source.name if isinstance(source, Path) else source.graph.name or "the model in memory"
-    core = openvino.Core()
-    if options.copied:
-        core.set_property({"ENABLE_MMAP": False})
+    core = _core(openvino, options.copied)
     try:
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
             if isinstance(source, Path):
