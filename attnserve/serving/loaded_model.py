@@ -19,7 +19,7 @@ from attnserve.context import Provider
 from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, model_inputs
+from attnserve.models.tokenizer import Encoding, Text, TextInput, model_inputs
 from attnserve.models.tokenizer_files import load_encoder, longest_text
 from attnserve.runtime.by_load import IS_ALONE, run_together
 from attnserve.runtime.inference_precision import precision_in
@@ -126,6 +126,7 @@ class Model:
 
         self._cost_at = cost_at
         self._examples = facts.examples
+        self._text_shapes: dict[int, dict[str, tuple[int, ...]]] = {}  # by the number of tokens
         self._example: Feed | None = None  # inputs that the model accepts
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
         copies = 1 if long_rows is None else 2  # each runtime holds the weights
@@ -341,20 +342,28 @@ class Model:
         assert self.encoder is not None
         missing = (self.signature.fixed_rows or 0) - len(encodings)
         inputs = self.encoder.batch_inputs(
-            [*encodings, *[encodings[-1]] * missing], model_inputs(self._session)
+            [*encodings, *[encodings[-1]] * missing], self._text_inputs
         )
         self.signature.check(inputs)
         return inputs
 
-    def text_shapes(self, text: Encoding) -> dict[str, tuple[int, ...]]:
+    def text_shapes(self, text: Encoding) -> Mapping[str, tuple[int, ...]]:
         """The shapes of the inputs for one text.
 
         Raises:
             InvalidData: The model takes no texts.
         """
         assert self.encoder is not None
-        inputs = self.encoder.batch_inputs([text], model_inputs(self._session))
-        return {name: array.shape for name, array in inputs.items()}
+        if (shapes := self._text_shapes.get(len(text))) is None:
+            inputs = self.encoder.batch_inputs([text], self._text_inputs)
+            shapes = {name: array.shape for name, array in inputs.items()}
+            self._text_shapes[len(text)] = shapes
+        return shapes
+
+    @cached_property
+    def _text_inputs(self) -> dict[str, TextInput]:
+        """The inputs that texts fill; see ``model_inputs``."""
+        return model_inputs(self._session)
 
     @property
     def fixed_tokens(self) -> int | None:
@@ -366,7 +375,7 @@ class Model:
         """The cache inputs of a model that takes texts."""
         if self.encoder is not None:
             with suppress(InvalidData):  # the model takes no texts
-                inputs = model_inputs(self._session)
+                inputs = self._text_inputs
                 return [name for name, value in inputs.items() if value.cache is not None]
         return []
 

@@ -213,9 +213,10 @@ def _padded(layout: Layout, feed: Feed, shape: Bucket) -> dict[str, np.ndarray]:
     padded: dict[str, np.ndarray] = {}
     for name, array in feed.items():
         tokens = layout.padded(name, shape)[1]
-        missing = 0 if tokens is None else tokens - array.shape[1]
-        widths = [(0, missing if axis == 1 else 0) for axis in range(array.ndim)]
-        padded[name] = np.pad(array, widths)
+        padded[name] = array
+        if tokens is not None:
+            padded[name] = np.zeros((array.shape[0], tokens, *array.shape[2:]), array.dtype)
+            padded[name][:, : array.shape[1]] = array
     return padded
 
 
