@@ -37,8 +37,9 @@ class CompressLarge(GZipMiddleware):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         accepted = Headers(raw=scope.get("headers", [])).get("accept-encoding", "")
-        app = self.app if REFUSES_GZIP.search(accepted) else super().__call__
-        await app(scope, receive, send)
+        # HTTP/1.0 has no chunks, and the compressed length is not known before the first part.
+        is_plain = REFUSES_GZIP.search(accepted) or scope.get("http_version") == "1.0"
+        await (self.app if is_plain else super().__call__)(scope, receive, send)
 
 
 def create_app(settings: Settings | None = None, repository: Repository | None = None) -> FastAPI:

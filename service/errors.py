@@ -44,7 +44,7 @@ class NotFound(ServiceError):
 
 
 class UnknownModel(NotFound):
-    """No model has this name."""
+    """No model has this name or version, or the request must name one of several."""
 
     default_code = "model.unknown"
 

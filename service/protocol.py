@@ -26,7 +26,9 @@ MAX_HEAD_BYTES = 65_536
 """Maximum size of the request line and the headers."""
 
 END = re.compile(rb"\r?\n\r?\n")
-"""End of a head, and of chunks."""
+"""End of a head."""
+
+CHUNK_SIZE = re.compile(rb"[0-9a-fA-F]+")
 
 START = re.compile(rb"[\r\n]{0,4}(?:[A-Z]|$)")
 """Start of a head; TLS and other protocols are refused at their first byte."""
@@ -70,6 +72,44 @@ class ConnectionState(ServerState):
         self.cut_answers = 0
 
 
+class ChunkedBody:
+    """Finds the end of a body in chunks, which arrives in parts (RFC 9112, 7.1).
+
+    The parser does not tell where a body ends in what it receives.
+    """
+
+    def __init__(self) -> None:
+        self._left = 0  # bytes of the chunk, with the end of its line
+        self._line = b""  # the received part of a line that states a size, or of a trailer
+        self._is_trailer = False
+
+    def end(self, data: bytes) -> int | None:
+        """The number of bytes of ``data`` that belong to the body; None if it is malformed."""
+        place = 0
+        while place < len(data):
+            if self._left:
+                step = min(self._left, len(data) - place)
+                self._left -= step
+                place += step
+                continue
+            stop = data.find(b"\n", place) + 1
+            self._line += data[place : stop or len(data)]
+            place = stop or len(data)
+            if not stop:
+                break
+            line, self._line = self._line.rstrip(b"\r\n"), b""
+            if self._is_trailer and not line:
+                break
+            if not self._is_trailer:
+                found = CHUNK_SIZE.match(line)
+                if found is None:
+                    return None
+                chunk = int(found[0], 16)
+                self._is_trailer = not chunk
+                self._left = chunk and chunk + 2
+        return place
+
+
 class Protocol(HttpToolsProtocol):
     """A connection that is closed if its client sends too much or too slowly, or does not read.
 
@@ -104,7 +144,7 @@ class Protocol(HttpToolsProtocol):
         self._body_left = 0.0  # bytes; infinite for chunks, 0 while a head is read
         self._unread_bytes = 0  # sizes of chunks and trailers since the last part of a body
         self._waits_since = self.loop.time()  # start of the wait for a request, or its rest
-        self._tail = b""  # last bytes of a body in chunks, whose end may be split
+        self._chunks = ChunkedBody()  # the place in a body in chunks
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._lingering: asyncio.TimerHandle | None = None
@@ -158,10 +198,11 @@ class Protocol(HttpToolsProtocol):
 
     def _receive_body(self, data: bytes) -> bytes:
         """Read a part of a body; returns the remaining bytes."""
-        if self._body_left == math.inf:  # chunks can only end at an empty line
-            end = END.search(self._tail + data)
-            size = len(data) if end is None else end.end() - len(self._tail)
-            self._tail = b"\n" if end else (self._tail + data)[-3:]
+        if self._body_left == math.inf:
+            size = self._chunks.end(data)
+            if size is None:
+                self._refuse(MALFORMED)
+                return b""
         else:
             size = int(min(self._body_left, len(data)))
             self._body_left -= size
@@ -181,7 +222,7 @@ class Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             raise ValueError("CONNECT asks for a tunnel")
         self._body_left = math.inf if is_chunked else next(sizes, 0)
-        self._tail = b""
+        self._chunks = ChunkedBody()
         super().on_headers_complete()
         if not self.pipeline:
             self._answering = self.cycle

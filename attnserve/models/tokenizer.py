@@ -221,14 +221,23 @@ class TextEncoder:
                 encodings[index] = _select(raws[index], positions)
         return encodings
 
-    def tokens(self, texts: Sequence[str], *, special: bool = True) -> list[list[Token]]:
+    def tokens(
+        self, texts: Sequence[str], *, special: bool = True, most: int | None = None
+    ) -> list[list[Token]]:
         """The tokens of each whole text, with special tokens if ``special``.
 
         Raises:
-            InvalidData: The tokenizer fails on a text.
+            InvalidData: The tokenizer fails on a text, or the texts have more than ``most`` tokens.
         """
         with tokenizer_errors(*FAILS_ON_TEXT):
             raws = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        count = sum(map(len, raws))
+        if most is not None and count > most:
+            raise InvalidData(
+                f"the texts have {count} tokens, more than the limit of {most}",
+                "send fewer or shorter texts",
+                code="text.too_many_tokens",
+            )
         return [
             [
                 Token(id, token if is_special else text[slice(*span)], bool(is_special), *span)

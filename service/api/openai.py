@@ -162,7 +162,8 @@ async def embeddings(exchange: Here, body: EmbeddingsRequest) -> Response:
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:
-        raise InvalidField(error.what, error.fix, field="input") from error
+        fix = "shorten it" if error.code == "text.too_long" else error.fix  # no `truncate` here
+        raise InvalidField(error.what, fix, field="input") from error
     encoded = map(_base64, vectors) if body.encoding_format == "base64" else vectors
     content = {
         "object": "list",

@@ -8,12 +8,14 @@ As extensions, requests may name ``model`` and ``version``. Unknown fields are i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import orjson
 from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
@@ -103,6 +105,7 @@ ERRORS: dict[type[AttnserveError], tuple[int, ErrorType]] = {
 
 CODES: dict[str, tuple[int, ErrorType]] = {
     "text.too_long": (413, "Validation"),
+    "text.too_many_tokens": (413, "Validation"),
     "text.tokenizer_failed": (422, "Tokenizer"),
     "text.not_unicode": (422, "Tokenizer"),
 }
@@ -169,11 +172,16 @@ async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     answer = await exchange.run(
         engine.run_task, "sparse", _prompted(engine, body), **body.truncation
     )
-    content = [
-        [{"index": int(at), "value": float(row[at])} for at in np.flatnonzero(row)]
-        for row in answer.vectors
-    ]
+    content = [await _sparse_values(row) for row in answer.vectors]
     return await respond(exchange, engine, answer, content)
+
+
+async def _sparse_values(row: np.ndarray) -> orjson.Fragment:
+    """The weights of one text as JSON. Other requests run between two texts."""
+    await asyncio.sleep(0)
+    places = np.flatnonzero(row)
+    pairs = zip(places.tolist(), row[places].tolist(), strict=True)
+    return orjson.Fragment(orjson.dumps([{"index": at, "value": value} for at, value in pairs]))
 
 
 @_route("/rerank", response_model=list[Rank])
@@ -213,7 +221,7 @@ async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
         **options.truncation,
         default_prompt=False,
     )
-    return await respond(exchange, engine, answer, cosines_of(vectors)[0, 1:])
+    return await respond(exchange, engine, answer, cosines_of(vectors[:1], vectors[1:])[0])
 
 
 @_route("/tokenize", response_model=list[list[SimpleToken]])
@@ -222,23 +230,36 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
-    work = partial(TextEncoder.tokens, texts=whole, special=body.add_special_tokens)
+    work = partial(
+        TextEncoder.tokens,
+        texts=whole,
+        special=body.add_special_tokens,
+        most=engine.settings.max_tokens,
+    )
     rows = await exchange.run(engine.tokenize, texts, work)
-    return json_response(
-        [
+    content: list[list[dict[str, Any]]] = []
+    for text, row in zip(whole, rows, strict=True):
+        place = _byte_places(text)
+        content.append(
             [
                 {
                     "id": token.id,
                     "text": token.text,
                     "special": token.special,
-                    "start": None if token.special else token.start,
-                    "stop": None if token.special else token.stop,
+                    "start": None if token.special else place[token.start],
+                    "stop": None if token.special else place[token.stop],
                 }
                 for token in row
             ]
-            for row in rows
-        ]
-    )
+        )
+    return json_response(content)
+
+
+def _byte_places(text: str) -> Sequence[int]:
+    """The place of each character, and of the end, in the bytes of UTF-8, which TEI counts."""
+    if text.isascii():
+        return range(len(text) + 1)
+    return [*accumulate((len(character.encode()) for character in text), initial=0)]
 
 
 @_route("/decode", response_model=list[str])

@@ -63,7 +63,6 @@ def _to_sequences(value: Any) -> tuple[bool, list[str | tuple[str, str]]]:
         type(item) is list and len(item) in (1, 2) and set(map(type, item)) == {str}
         for item in items
     )
-    is_valid = is_valid and (is_batch or isinstance(value, str) or len(value) == 2)
     _require(
         value, is_valid, 'a text, a pair of texts, or a batch such as [["a text"], ["a", "b"]]'
     )

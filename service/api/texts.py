@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Response
+from jaxtyping import Float
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
 from attnserve.literals import Side
@@ -25,6 +26,7 @@ from service.api.requests import Body, JsonRoute, Name
 from service.api.responses import json_response, respond
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
+from service.engine.request_limits import check_limit
 from service.errors import InvalidField
 
 router = APIRouter(prefix="/texts", tags=["Texts"], route_class=JsonRoute)
@@ -279,7 +281,8 @@ async def similarity(exchange: Here, body: TextSimilarityRequest) -> Response:
         exchange, engine, texts, VectorOptions(), truncate=body.truncate
     )
     # All products of distinct texts: their number is limited, and there may be many more pairs.
-    cosines = cosines_of(vectors)[left, right]
+    distinct, rows = np.unique(left, return_inverse=True)
+    cosines = cosines_of(vectors[distinct], vectors)[rows, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
 
@@ -291,7 +294,9 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
     encodings: Sequence[Encoding] = await exchange.run(engine.tokenize, body.inputs, work)
     tokens = [encoding.ids for encoding in encodings]
-    usage = _model_and_usage(engine, sum(map(len, tokens)))
+    count = sum(map(len, tokens))
+    check_limit(count, engine.settings.max_tokens, "tokens")
+    usage = _model_and_usage(engine, count)
     return json_response({"tokens": tokens, **usage})
 
 
@@ -310,11 +315,17 @@ def classes(
     ]
 
 
-def cosines_of(vectors: np.ndarray) -> np.ndarray:
-    """The cosine similarity of each vector with each other one, shape (vectors, vectors)."""
-    vectors = vectors.astype(np.float64)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    return np.clip(vectors @ vectors.T, -1, 1)
+def cosines_of(
+    left: Float[np.ndarray, "L D"], right: Float[np.ndarray, "R D"]
+) -> Float[np.ndarray, "L R"]:
+    """The cosine similarity of each vector with each of other vectors."""
+
+    def scaled(vectors: np.ndarray) -> np.ndarray:
+        vectors = vectors.astype(np.float64)
+        lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+        return vectors / np.maximum(lengths, np.finfo(np.float64).tiny)
+
+    return np.clip(scaled(left) @ scaled(right).T, -1, 1)
 
 
 def _model_and_usage(engine: Engine, tokens: int) -> dict[str, Any]:

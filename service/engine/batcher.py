@@ -168,13 +168,14 @@ class Batcher:
         return bool(since) and perf_counter() - min(since) > self._stuck_s
 
     def check_room(self, rows: int) -> None:
-        """Check that the queue has room for ``rows``; an idle batcher takes a request of any size.
+        """Check that the queue has room for ``rows``; an empty queue takes a request of any size.
 
         Raises:
             Overloaded: The queue has no room. All rows of a request are accepted, or none.
         """
         waiting = self.waiting
-        if (waiting or not self._free_slots) and waiting + rows > self.max_queue:
+        is_empty = not waiting and (self.max_queue or self._free_slots)
+        if not is_empty and waiting + rows > self.max_queue:
             raise Overloaded(
                 f"{waiting} rows wait already, and at most {self.max_queue} may", "try again later"
             )

@@ -22,7 +22,7 @@ from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model_loader import ModelLoader, log_operators
 from service.engine.shadow import Shadow
-from service.errors import NotFound, NotReady, Overloaded, UnknownModel
+from service.errors import NotReady, Overloaded, UnknownModel
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 
@@ -104,7 +104,7 @@ class Repository:
             return versions[max(versions, key=int)]
         if version not in versions:
             has = ", ".join(sorted(versions, key=int))
-            raise NotFound(f"unknown version {version!r} of {name!r}: it has {has}")
+            raise UnknownModel(f"unknown version {version!r} of {name!r}: it has {has}")
         return versions[version]
 
     def versions(self, name: str) -> list[str]:
@@ -139,8 +139,8 @@ class Repository:
         )
 
     def runs(self, engine: Engine) -> bool:
-        """Whether ``engine`` runs in every process that serves its requests."""
-        return self.why_not_ready(engine) is None
+        """Whether ``engine`` runs in every process of its requests, and the server continues."""
+        return not self.draining and self.why_not_ready(engine) is None
 
     def why_not_ready(self, engine: Engine) -> str | None:
         """The reason why a serving process cannot run ``engine``; None if all processes can."""
@@ -292,7 +292,7 @@ class Repository:
         if not self.loader.by_name:
             raise NotReady("no model is loaded", "load one, or wait until one is")
         names = ", ".join(sorted(self.loader.by_name))
-        raise NotFound(
+        raise UnknownModel(
             f"this server has several models: {names}",
             "name one, or set ATTNSERVE_DEFAULT_MODEL",
         )

@@ -356,6 +356,8 @@ def test_server_drain_delay_reports_not_ready_and_still_answers(encoder: Path) -
         assert "connection" not in client.get("/v2/health/live").headers
         server[1].send_signal(signal.SIGTERM)
         until(lambda: client.get("/v2/health/ready").status_code == 503)
+        for path in ("/models/tiny/health", "/v2/models/tiny/ready"):
+            assert client.get(path).status_code == 503
         live = client.get("/v2/health/live")
         assert (live.status_code, live.headers["connection"]) == (200, "close")
         assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 200

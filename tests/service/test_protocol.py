@@ -13,6 +13,8 @@ from typing import Any, ClassVar
 
 import pytest
 import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service import protocol
 from tests.service.conftest import until
@@ -157,6 +159,40 @@ def test_pipelined_requests_that_offer_an_upgrade_keep_their_bodies(
             part = client.recv(65_536)
             assert part
             found += part
+
+
+@given(
+    texts=st.lists(st.binary(min_size=1, max_size=40) | st.sampled_from([b"\n\n", b"\r\n\r\n0"])),
+    extension=st.sampled_from([b"", b";a=b"]),
+    trailer=st.sampled_from([b"", b"X: y\r\n", b"X: y\r\nZ: 0\r\n"]),
+    cuts=st.lists(st.integers(0, 400)),
+)
+def test_end_of_chunks_is_found_in_any_parts(
+    texts: list[bytes], extension: bytes, trailer: bytes, cuts: list[int]
+):
+    chunks = [b"%x%b\r\n%b\r\n" % (len(text), extension, text) for text in texts]
+    sent = b"".join(chunks) + b"0" + extension + b"\r\n" + trailer + b"\r\n"
+    body, found = protocol.ChunkedBody(), 0
+    cuts = sorted({cut for cut in cuts if cut < len(sent)} | {0})
+    for start, stop in zip(cuts, [*cuts[1:], None], strict=True):
+        size = body.end(sent[start:stop] + (HEAD if stop is None else b""))
+        assert size is not None
+        found += size
+    assert found == len(sent)
+
+
+def test_newlines_in_a_chunk_are_one_part():
+    """A part for each of them would block all connections: each part copies the rest."""
+    body = protocol.ChunkedBody()
+    assert body.end(b"fffff\r\n" + b"\n" * 60_000) == 60_007
+    assert body.end(b"\n" * 60_000) == 60_000
+
+
+@pytest.mark.parametrize("line", [b"x\r\n", b"\r\n", b"-1\r\n", b" 1\r\n"])
+def test_chunk_without_a_size_is_malformed(address: tuple[str, int], line: bytes):
+    with connected(address) as client:
+        client.sendall(CHUNKED + line)
+        assert b" 400 " in client.recv(65_536)
 
 
 @pytest.mark.parametrize("cut", [-4, -3, -2, -1, 0, 1, 40])

@@ -69,6 +69,7 @@ def test_embed_has_no_prompt_unless_named(start: Start, tmp_path: Path) -> None:
         (row,) = client.post("/tokenize", json=body).json()
         assert [token["id"] for token in row] == ids
     assert client.post("/embed", json={"inputs": "a", "prompt_name": "x"}).status_code == 422
+    assert client.post("/embed", json={"inputs": "a", "version": "9"}).status_code == 404
 
 
 def test_embed_truncates_only_if_asked_and_at_either_side(client: TestClient) -> None:
@@ -136,6 +137,7 @@ def test_predict_of_a_text_a_pair_and_a_batch(start: Start, tmp_path: Path) -> N
     np.testing.assert_allclose([one["score"] for one in single], powers / powers.sum())
     batch = client.post("/predict", json={"inputs": [["b b c"], ["a", "b"]]}).json()
     assert batch[0] == single and len(batch[1]) == 3
+    assert client.post("/predict", json={"inputs": ["b b c"]}).json() == single
     assert client.post("/predict", json={"inputs": ["a", "b"]}).json() == batch[1]
     raw = client.post("/predict", json={"inputs": "b b c", "raw_scores": True}).json()
     assert [one["score"] for one in raw] == [2, 1, 0]
@@ -152,6 +154,19 @@ def test_similarity_of_a_sentence(client: TestClient) -> None:
     np.testing.assert_allclose(client.post("/similarity", json=body).json(), expected, rtol=1e-5)
     inputs["sentences"] = []
     assert client.post("/similarity", json=body).json()["error_type"] == "Empty"
+
+
+def test_tokenize_places_are_bytes(client: TestClient) -> None:
+    body = {"inputs": "\u00e9\u00e9 b", "add_special_tokens": False}
+    (row,) = client.post("/tokenize", json=body).json()
+    assert (row[-1]["start"], row[-1]["stop"]) == (5, 6)
+
+
+def test_tokenize_limits_its_tokens(start: Start, encoder: Path) -> None:
+    client = start(encoder, max_tokens=20)
+    for path in ("/tokenize", "/texts/tokenize"):
+        assert client.post(path, json={"inputs": ["a b c"] * 4}).status_code == 200
+        assert client.post(path, json={"inputs": ["a b c"] * 5}).status_code == 413
 
 
 def test_tokenize_and_decode(client: TestClient) -> None:

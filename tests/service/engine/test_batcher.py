@@ -325,6 +325,20 @@ async def test_check_room_full_queue_refuses_whole_request() -> None:
         batcher.check_room(3)
 
 
+async def test_check_room_empty_queue_takes_any_request_beside_a_run() -> None:
+    """Its client may send as many rows as the server announces, and would retry for ever."""
+    run = Recorder()
+    async with batching(run, max_queue=3) as batcher:
+        running = start(batcher.submit(rows(1)))
+        await run.reached(1)
+        waiting = start(batcher.submit(rows(*range(2, 12))))
+        await asyncio.sleep(0.01)
+        with raises(Overloaded, "server.overloaded", "10 rows ", " 3 may"):
+            batcher.check_room(1)
+        run.go.set()
+        await asyncio.gather(running, waiting)
+
+
 async def test_check_room_without_queue_needs_a_free_slot() -> None:
     run = Recorder()
     async with batching(run, max_queue=0) as batcher:
