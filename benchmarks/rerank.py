@@ -4,13 +4,13 @@
     python -m benchmarks.rerank --model MODEL --cache FOLDER [--untimed]
 
 MODEL is a cross-encoder with calibration.tsv, test.tsv and near.tsv. ``attnserve serve`` answers
-POST /rerank for the exported model and for each precision (calibrated on calibration.tsv); its
-latency is that of the client. The peers are the ``CrossEncoder`` of sentence-transformers in each
-backend that installs, in the process: the latency is that of ``predict``. All take turns at each
-request, on the same cores. The order of each query of test.tsv, with the relevant document and 29
-random ones, is compared with that of the backend torch; documents of near.tsv share words with the
-query. FOLDER keeps the models and the environment of the peers; ``--untimed`` measures the order
-only.
+POST /rerank for the exported model, for each precision, and for the model that a search finds with
+the order as its goal (calibrated on calibration.tsv); its latency is that of the client. The peers
+are the ``CrossEncoder`` of sentence-transformers in each backend that installs, in the process: the
+latency is that of ``predict``. All take turns at each request, on the same cores. The order of each
+query of test.tsv, with the relevant document and 29 random ones, is compared with that of the
+backend torch; documents of near.tsv share words with the query. FOLDER keeps the models and the
+environment of the peers; ``--untimed`` measures the order only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -68,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, required=True, help="folder of benchmarks.reranker")
     parser.add_argument("--cache", type=Path, required=True, help="models and environments")
     parser.add_argument("--rounds", type=int, default=3, help="requests of each timed query")
-    parser.add_argument("--recover", type=float, help="minutes to recover int8")
+    parser.add_argument("--recover", metavar="TIME", help="search with training too, as 20m")
     parser.add_argument("--untimed", action="store_true", help="compare orders, not speeds")
     options = parser.parse_args(arguments)
     models = build(options.model, options.cache, options.recover)
@@ -96,23 +97,24 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def build(model: Path, cache: Path, minutes: float | None = None) -> dict[str, Path]:
-    """Export the model, and convert it to each precision; models in the folder are kept."""
+def build(model: Path, cache: Path, recover: str | None = None) -> dict[str, Path]:
+    """Export the model, convert it to each precision, and search; models in the folder are kept."""
     original = cache / "original"
     if not original.exists():
         attnserve.export(model, original, task="rerank")
+    optimize = partial(attnserve.optimize, original, calib=model / "calibration.tsv")
+    search = partial(optimize, keep=TAU, precision="auto")
+    builds = {
+        precision: partial(optimize, precision=precision, sequence=32) for precision in PRECISIONS
+    }
+    builds["searched"] = search
+    if recover is not None:
+        builds["searched with training"] = partial(search, recover=recover)
     models = {ORIGINAL: original}
-    data = model / "calibration.tsv"
-    for precision in PRECISIONS:
-        models[f"attnserve, {precision}"] = path = cache / precision
+    for name, build in builds.items():
+        models[f"attnserve, {name}"] = path = cache / name.replace(" ", "-")
         if not path.exists():
-            attnserve.optimize(original, path, precision=precision, calib=data, sequence=32)
-    if minutes is not None:
-        models["attnserve, int8, recovered"] = path = cache / "recovered"
-        if not path.exists():
-            attnserve.recover(
-                original, path, teacher=original, data=data, minutes=minutes, precision="int8"
-            )
+            build(path)
     return models
 
 
