@@ -86,8 +86,7 @@ def search_precisions(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     """Search in one precision after the other, until no other one is likely to be better.
 
     With a quality to keep, further precisions are searched if the first one alone loses too much,
-    or if blocks stay float32 and the candidate is slower than another precision that meets the goal
-    in all blocks.
+    or if its candidate is slower than another precision that meets the goal in all blocks.
 
     Returns:
         The verified result of the fastest candidate; the original if its verification fails.
@@ -102,7 +101,7 @@ def search_precisions(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     required_training(goal, in_float32)
     task = ScoredTask.of(goal, job)
     comparison = compare_precisions(goal, job, task)
-    searches = _Searches(goal, job, task)
+    searches = _Searches(goal, job, task, comparison.fusion)
     for point in comparison.in_search_order(goal):
         searches.try_precision(point)
     chosen = searches.best or searches.last
@@ -127,8 +126,9 @@ class _Searches:
     """The searches of several precisions so far.
 
     Attributes:
+        fusion: See ``PrecisionComparison``.
         best: The best candidate that meets the goal.
-        speed: Its speed-up over the fused original in float32.
+        speed: Its speed-up over the exported original.
         last: The search without a candidate, whose result is the original.
         checkpoints: Those of the searches that are not the best one.
         unused: The reasons why precisions are not used.
@@ -138,6 +138,7 @@ class _Searches:
     goal: Goal
     job: Job
     task: ScoredTask | None
+    fusion: float
     best: Chosen | None = None
     speed: float = 0.0
     last: Chosen | None = None
@@ -151,8 +152,12 @@ class _Searches:
         if reason := self._reason_against(point):
             self.unused[name] = reason
             return
+        speed = 0.0
         try:
             chosen = choose(self.goal, self.job.with_precision(name).labeled(name), self.task)
+            if chosen.best is not None:
+                judge = chosen.search.judge
+                speed = judge.requested_speedup(judge.time(chosen.best))
         except InvariantBroken:  # a defect
             raise
         except AttnserveError as error:
@@ -161,7 +166,7 @@ class _Searches:
         if chosen.best is None:
             self.last, self.unused[name] = chosen, LOSES
             return
-        speed, slower = self._speed(chosen, point), chosen
+        slower = chosen
         if self.best is None or speed > self.speed:
             slower, self.best, self.speed = self.best, chosen, speed
         if slower is not None:
@@ -191,21 +196,8 @@ class _Searches:
             return "another one reaches the speed-up"
         if loses:
             return LOSES
-        return "it is not faster" if point.speedup.value < MIN_GAIN * self.speed else ""
-
-    def _speed(self, chosen: Chosen, point: PrecisionPoint) -> float:
-        """The speed-up of a candidate over the fused original in float32.
-
-        Without blocks in float32, it is at least that of the precision.
-        """
-        assert chosen.best is not None
-        state = chosen.best.state
-        if not state.plan.float_blocks:
-            return point.speedup.value
-        judge = chosen.search.judge
-        # Its quality in this runtime is measured later.
-        speed = judge.served.speed_of(state.model, state.result, state.plan, [judge.runtime])
-        return 1.0 if speed is None else speed.served.value
+        speed = self.fusion * point.speedup.value
+        return "it is not faster" if speed < MIN_GAIN * self.speed else ""
 
 
 def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> PrecisionComparison:
@@ -238,11 +230,10 @@ def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> Precisi
     progress(len(schemes), len(schemes))
     exported = "exported"
     runtimes = {precision: job.timed_runtimes(precision) for precision in models}
-    runtimes[REFERENCE] = job.runtimes_for(REFERENCE)
     try:
         compared = timer.compare(
             {exported: job.original, **models},
-            {exported: job.timed_runtimes(REFERENCE), **runtimes},
+            {exported: runtimes[REFERENCE], **runtimes},
         )
     except InvariantBroken:  # a defect
         raise

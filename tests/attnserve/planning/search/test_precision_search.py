@@ -277,15 +277,10 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
             raise CheckFailed(f"{name} alone loses too much", "", code="search.precision")
         if blocks == FAILS:
             raise CannotRewrite("two models cannot be timed together", "", code="search.not_timed")
-        speed = SimpleNamespace(served=SimpleNamespace(value=speeds.get(name, 0.0)))
-
-        def speed_of(model: Any, converted: Any, plan: Plan, verified: list[str]) -> Any:
-            assert verified == ["openvino"]  # the runtime that the search times
-            return speed
-
-        served = SimpleNamespace(speed_of=speed_of)
+        alone = next(each.speedup.value for each in COMPARED.points if each.precision == name)
+        speed = speeds.get(name, alone)
         plan = Plan(precision=name, float_blocks=blocks or ())
-        state = SimpleNamespace(plan=plan, model=None, result=None)
+        state = SimpleNamespace(plan=plan)
 
         def result() -> Any:
             verified.append(name)
@@ -297,7 +292,10 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         return SimpleNamespace(
             best=None if blocks is NONE else SimpleNamespace(state=state),
             search=SimpleNamespace(
-                judge=SimpleNamespace(served=served, runtime="openvino"),
+                judge=SimpleNamespace(
+                    time=lambda best: best,
+                    requested_speedup=lambda _: COMPARED.fusion * speed,
+                ),
                 front=SimpleNamespace(precision=name),
             ),
             verified=result,
@@ -323,6 +321,21 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         assert unused >= {"float32", "int8", "bfloat16-cpu"} - {chosen}
         assert set(removed) == {name for name in names if found[name] not in (LOSES, FAILS)}
     assert names == searched
+
+
+@pytest.mark.timing(seconds=8)
+def test_precision_that_reaches_the_speed_up_in_an_untimed_runtime_only_is_not_searched_first(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, cpu_with: Callable[..., None]
+):
+    """OpenVINO reaches it in float32, but a search in float32 times ONNX Runtime."""
+    pytest.importorskip("openvino")
+    cpu_with(int8=True, bfloat16=False)
+    set_context(monkeypatch, timer=Timer(int8=3.0, openvino=1.4))
+    report = planned(target_speedup=1.3, precision="auto", allow=("ffn",))
+    points = {point.precision: point for point in report.precisions}
+    assert points["float32"].runtime == "onnxruntime" and points["float32"].unused
+    assert points["int8-full"].speedup.value == pytest.approx(3.0, rel=0.01)
+    assert report.plan.precision == "int8-full" and not report.plan.lossy_blocks
 
 
 def test_unknown_precision_names_auto(planned: Planner):
