@@ -217,6 +217,11 @@ CASES: dict[str, Case] = {
         network="qwen",
         files={TOKENIZER: {"padding_side": "left"}},
     ),
+    "qwen with a chat template": Case(
+        modules=then("lasttoken", normalize),
+        network="qwen",
+        files=stated(max_seq_length=30) | {TOKENIZER: {"chat_template": "{{ messages }}"}},
+    ),
     "qwen, length above the positions": Case(
         modules=MEAN, network="qwen", files=stated(max_seq_length=55)
     ),
@@ -229,6 +234,7 @@ CASES: dict[str, Case] = {
     "cross-encoder": scores("rerank", 1),
     "logits": scores("rerank", 1, IDENTITY),
     "sigmoid": scores("rerank", 1, SIGMOID),
+    "cross-encoder of a regression": scores("rerank", 1, config={"problem_type": "regression"}),
     "nested logits": scores(
         "rerank",
         1,

@@ -14,6 +14,7 @@ from attnserve.models.settings_files import Dense, LayerNorm, LogitScore, Normal
 from graph_passes.errors import InvalidModel
 
 __all__ = [
+    "chat_template_of_pairs",
     "embedding_head",
     "first_line",
     "pair_template",
@@ -60,11 +61,24 @@ def token_score(settings: FolderSettings, tokenizer: Any) -> LogitScore:
 def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> str:
     """The text of a pair, with {query} and {document}, by the chat template or ``PAIR_TEMPLATES``.
 
-    As in sentence-transformers, a chat template has the roles query and document; the default
-    prompt of the model is a system message.
-
     Raises:
         InvalidModel: Neither the tokenizer nor ``PAIR_TEMPLATES`` has a template.
+    """
+    template = chat_template_of_pairs(settings, tokenizer) or PAIR_TEMPLATES.get(model_type)
+    if template is None:
+        raise InvalidModel(
+            f"{settings.folder}: the model has no template of a query and a document",
+            "add a chat_template.jinja with the roles query and document (sentence-transformers)",
+            code="export.no_template",
+        )
+    return template
+
+
+def chat_template_of_pairs(settings: FolderSettings, tokenizer: Any) -> str | None:
+    """The text of a pair by the chat template; None if it does not write a query and a document.
+
+    As in sentence-transformers, the template has the roles query and document; the default prompt
+    of the model is a system message.
     """
     prompt = settings.prompt
     variables = dict(settings.transformer.processing_kwargs.chat_template)
@@ -84,13 +98,7 @@ def pair_template(settings: FolderSettings, tokenizer: Any, model_type: str) -> 
             continue
         if text.count("{query}") == text.count("{document}") == 1:
             return text
-    if model_type not in PAIR_TEMPLATES:
-        raise InvalidModel(
-            f"{settings.folder}: the model has no template of a query and a document",
-            "add a chat_template.jinja with the roles query and document (sentence-transformers)",
-            code="export.no_template",
-        )
-    return PAIR_TEMPLATES[model_type]
+    return None
 
 
 def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:

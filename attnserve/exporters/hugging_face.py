@@ -9,6 +9,7 @@ Their objects are typed ``Any``.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.exporters.heads import (
+    chat_template_of_pairs,
     embedding_head,
     first_line,
     pair_template,
@@ -67,6 +69,8 @@ from attnserve.versions import package_versions
 from graph_passes.errors import InvalidArgument, InvalidModel
 
 __all__ = ["ExportReport", "export"]
+
+log = logging.getLogger(__name__)
 
 OPSETS = {"dynamo": range(18, 24), "torchscript": range(14, 21)}
 """Opsets that each exporter writes without a conversion of the graph."""
@@ -197,10 +201,16 @@ def export(
     limit = position_limit(network)
     if name == "feature-extraction":
         module = _embeddings(torch, settings, network, dimensions, source)
+        if settings.infers_messages and tokenizer.chat_template:
+            log.warning(
+                "%s: texts are read as they are; sentence-transformers writes them by the chat"
+                " template, as the folder has no modules.json",
+                model,
+            )
     elif is_scoring:
         module = _pair_scores(torch, settings, network, tokenizer)
     else:
-        module = _logits(settings, network, name, model)
+        module = _logits(settings, network, tokenizer, name, model)
     max_length = _max_length(settings, tokenizer, limit)
     limit = limit and max(limit, max_length or 0)
     inputs = input_names(module.network, tokenizer)
@@ -275,9 +285,15 @@ def _embeddings(
     """Hidden states, or embeddings if pooling and normalization cannot express the modules.
 
     Raises:
-        InvalidModel: The weights of a module have other sizes.
+        InvalidModel: The weights of a module have other sizes, or the model scores pairs.
         InvalidArgument: ``dimensions`` is more than the size of the embeddings.
     """
+    if settings.is_cross_encoder:
+        raise InvalidModel(
+            f"{settings.folder}: the model is a CrossEncoder, which has no embeddings",
+            "set `task` to rerank, or to sequence-classification for several classes",
+            code="export.cross_encoder",
+        )
     embedding = settings.embedding | given(dimensions=dimensions)
     kind = TASKS["feature-extraction"]
     head = None
@@ -297,19 +313,24 @@ def _embeddings(
 
 def _pair_scores(torch: Any, settings: FolderSettings, network: Any, tokenizer: Any) -> _Outputs:
     """The logit of one token after a pair of texts, from a language model."""
-    template = pair_template(settings, tokenizer, network.config.model_type)
+    fields = given(activation=settings.activation(1, of_problem=False))
+    if settings.states_messages or settings.transformer.modality_config is None:
+        fields |= {"template": pair_template(settings, tokenizer, network.config.model_type)}
+    else:
+        fields |= _prompts(settings)
     with quiet():
         network, head = scorer(torch, network, token_score(settings, tokenizer))
-    activation = settings.activation(1, of_problem=False)
-    fields = given(activation=activation, template=template)
     return _Outputs(SCORING, network, head, NO_EMBEDDING | fields)
 
 
-def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _Outputs:
+def _logits(
+    settings: FolderSettings, network: Any, tokenizer: Any, task: str, model: str
+) -> _Outputs:
     """The outputs of a network with the head of a task.
 
     Raises:
         InvalidArgument: A reranker has several classes.
+        InvalidModel: The settings state a chat template, which does not apply to pairs.
     """
     if task not in ("rerank", "sequence-classification"):
         return _Outputs(TASKS[task], network, None, NO_EMBEDDING)
@@ -320,12 +341,24 @@ def _logits(settings: FolderSettings, network: Any, task: str, model: str) -> _O
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
-    fields = given(
-        prompts=settings.prompts,
-        default_prompt=settings.default_prompt,
-        activation=settings.activation(classes, of_problem=task != "rerank"),
-    )
+    fields = given(activation=settings.activation(classes, of_problem=task != "rerank"))
+    template = None
+    if task == "rerank" and (settings.states_messages or settings.infers_messages):
+        template = chat_template_of_pairs(settings, tokenizer)
+    if template is None and settings.states_messages:
+        raise InvalidModel(
+            f"{settings.folder}: modality_config states a chat template, which writes no pair of a"
+            " query and a document",
+            "set `task` to rerank and add the roles query and document, or remove message",
+            code="export.no_template",
+        )
+    fields |= {"template": template} if template else _prompts(settings)
     return _Outputs(TASKS[task], network, None, NO_EMBEDDING | fields)
+
+
+def _prompts(settings: FolderSettings) -> dict[str, Any]:
+    """The fields of the record for prompts; a template contains the default prompt."""
+    return given(prompts=settings.prompts, default_prompt=settings.default_prompt)
 
 
 def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,12 @@ def load_network(
             f"{source}: the folder has no config.json",
             "pass the folder of a saved model",
             code="export.no_config",
+        )
+    if (source / "adapter_config.json").is_file() and find_spec("peft") is None:
+        raise InvalidModel(
+            f"{source}: the folder has an adapter, which transformers ignores without peft",
+            "pip install peft, or remove adapter_config.json to use the model without the adapter",
+            code="export.adapter",
         )
     options = {"local_files_only": True, "trust_remote_code": False}
     try:

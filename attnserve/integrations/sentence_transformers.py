@@ -127,6 +127,10 @@ def _modules(view: LibraryModel, session: Session, config: str, tokenizer: str) 
             return _network(view, session, args[2])
 
     text = view.files()["sentence_bert_config.json"]
+    # The constructor would take a chat template for that of texts, other than the library's loader.
+    output = {"method": "forward", "method_output_name": "last_hidden_state"}
+    text.setdefault("modality_config", {"text": output})
+    text.setdefault("module_output_name", "token_embeddings")
     text["processor_kwargs"] = {**text.pop("tokenizer_args", {}), "local_files_only": True}
     modules: list[Any] = [
         SessionTransformer(

@@ -127,6 +127,29 @@ class FolderSettings:
         return next((score for score in settings if isinstance(score, LogitScore)), None)
 
     @property
+    def has_modules(self) -> bool:
+        """Whether the folder has modules.json: sentence-transformers saved it."""
+        return (self.folder / "modules.json").is_file()
+
+    @property
+    def states_messages(self) -> bool:
+        """Whether the settings state that texts are written by the chat template."""
+        return "message" in (self.transformer.modality_config or {})
+
+    @property
+    def infers_messages(self) -> bool:
+        """Whether sentence-transformers writes texts by a chat template if the tokenizer has one.
+
+        Its models before version 5.4 have modules.json, and plain texts.
+        """
+        return self.transformer.modality_config is None and not self.has_modules
+
+    @property
+    def is_cross_encoder(self) -> bool:
+        """Whether sentence-transformers saved a model that scores pairs."""
+        return self.library.model_type == "CrossEncoder"
+
+    @property
     def is_language_model(self) -> bool:
         """Whether the network predicts next tokens."""
         return self.token_score is not None or self.model.is_for("ForCausalLM")
@@ -219,6 +242,12 @@ class FolderSettings:
         """The fields of ``record``."""
         values = self.stated_of_text() | given(max_length=self.transformer.max_length)
         kinds = {module.kind for module in self.modules} - {"Dropout"}
+        if self.states_messages:
+            raise _malformed(
+                self.folder / self.encoder / TRANSFORMER_FILES[0],
+                "modality_config",
+                "an ONNX file reads plain texts, found message: a chat template",
+            )
         if kinds == {"LogitScore"}:
             return values
         embedding = self.embedding
@@ -229,7 +258,7 @@ class FolderSettings:
         return values | given(
             prompts=self.prompts,
             default_prompt=self.default_prompt,
-            activation=self.activation(self.model.classes),
+            activation=self.activation(self.model.classes, of_problem=not self.is_cross_encoder),
         )
 
     def stated_of_text(self) -> dict[str, Any]:
@@ -267,7 +296,7 @@ class FolderSettings:
                 "add it, or remove modules.json to use the encoder with mean pooling",
                 code="export.pooling",
             )
-        if self._steps:
+        if self._steps or (self.has_modules and not self.is_cross_encoder):
             self._check_output()
 
     def _check_module(self, one: Module) -> None:

@@ -264,6 +264,29 @@ def test_export_inputs_and_max_length_of_architectures(
     assert report.record.max_length == max_length
 
 
+@pytest.mark.parametrize("length", [30, 31])
+def test_dynamic_rope_is_traced_for_lengths_with_equal_frequencies(
+    length: int, source: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    (source / "model.safetensors").unlink()
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    config = transformers.Qwen3Config(
+        **ENCODER | {"max_position_embeddings": 30},
+        head_dim=8,
+        num_key_value_heads=1,
+        rope_scaling=rope,
+    )
+    transformers.AutoModel.from_config(config).save_pretrained(source)
+    write_json(source / "sentence_bert_config.json", {"max_seq_length": length})
+    if length > 30:
+        values = ("export.failed", "max_seq_length to at most 30")
+        refused(source, tmp_path / "out", InvalidModel, *values)
+    else:
+        assert fast(source, tmp_path / "out").record.max_length == 30
+
+
 # --- pooling and length of sentence-transformers ------------------------------------------------
 
 
@@ -390,6 +413,7 @@ CHAT = """{% set of = messages | selectattr("role", "eq", "system") | list -%}
 STATED = "relevant: query {query} document {document} yes or no"
 PROMPTED = "the cat: query {query} document {document} yes or no"
 LONG = {**QWEN, "max_position_embeddings": 500}
+ONE_CLASS = {"num_labels": 1}
 
 
 def answering(source: Path, chat: str | None) -> Any:
@@ -449,6 +473,58 @@ def test_export_language_model_reranker_scores_pairs_like_pytorch(
         scores[indices] = output[:, 0]
     np.testing.assert_allclose(scores, expected, atol=1e-4)
     assert np.ptp(scores) > 1e-3
+
+
+def test_export_reranker_writes_pairs_by_the_chat_template(source: Path, tmp_path: Path) -> None:
+    CrossEncoder = pytest.importorskip("sentence_transformers").CrossEncoder
+    save_random("Qwen3Config", "AutoModelForSequenceClassification", LONG | ONE_CLASS, source)
+    answering(source, CHAT)
+    library = CrossEncoder(str(source), device="cpu", local_files_only=True)
+    expected = library.predict([("red cat", text) for text in TEXTS])
+    library.save(str(tmp_path / "saved"), create_model_card=False)
+    for folder in (source, tmp_path / "saved"):
+        report = fast(folder, tmp_path / "out", task="rerank", force=True)
+        artifact = open_artifact(report.path)
+        assert artifact.record.template == STATED
+        encoder = load_encoder(artifact)
+        scores = np.empty(len(TEXTS))
+        encodings = encoder.encode([("red cat", text) for text in TEXTS])
+        for indices, output, _ in run_texts(open_session(report.path), encoder, encodings):
+            scores[indices] = output[:, 0]
+        np.testing.assert_allclose(1 / (1 + np.exp(-scores)), expected, atol=1e-5)
+    with raises(InvalidModel, "export.no_template", "chat template"):
+        fast(tmp_path / "saved", tmp_path / "other", task="sequence-classification")
+    with raises(InvalidModel, "export.cross_encoder", "CrossEncoder"):
+        fast(tmp_path / "saved", tmp_path / "other")
+
+
+def test_export_language_model_reranker_of_plain_texts_joins_pairs_by_the_tokenizer(
+    source: Path, tmp_path: Path
+) -> None:
+    save_random("Qwen3Config", "AutoModelForCausalLM", LONG, source)
+    answering(source, CHAT)
+    modules(source, "LogitScore")
+    write_json(source / "1_LogitScore" / "config.json", {"true_token_id": 7, "false_token_id": 9})
+    text = {"text": {"method": "forward", "method_output_name": "logits"}}
+    stated = {"transformer_task": "text-generation", "modality_config": text}
+    write_json(source / "sentence_bert_config.json", stated)
+    report = fast(source, tmp_path / "out", task="rerank")
+    assert open_artifact(report.path).record.template is None
+
+
+def test_export_pooler_of_the_network_is_refused(source: Path, tmp_path: Path) -> None:
+    modules(source)
+    output = {"method": "forward", "method_output_name": "pooler_output"}
+    stated = {"modality_config": {"text": output}, "module_output_name": "sentence_embedding"}
+    write_json(source / "sentence_bert_config.json", stated)
+    with raises(InvalidModel, "export.config", "module_output_name"):
+        fast(source, tmp_path / "out")
+
+
+def test_export_adapter_without_peft_is_refused(source: Path, tmp_path: Path) -> None:
+    write_json(source / "adapter_config.json", {})
+    with raises(InvalidModel, "export.adapter", "peft"):
+        fast(source, tmp_path / "out")
 
 
 def test_export_language_model_reranker_without_tokens_or_template_is_refused(
