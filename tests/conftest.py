@@ -15,6 +15,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import gc
 import importlib.util
+import signal
 import string
 import sys
 from collections import Counter
@@ -74,6 +75,8 @@ def pytest_configure(config: pytest.Config) -> None:
     worker = os.environ.get("PYTEST_XDIST_WORKER")
     if worker or not config.getoption("numprocesses", None):  # this process runs tests
         _use_one_core(int(worker.removeprefix("gw")) if worker else os.getpid())
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs of a shell
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.getoption("--on-gpu"):
         return
     from attnserve.runtime import onnx_runtime, session
