@@ -15,7 +15,7 @@ from attnserve.literals import Exporter
 from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
-from graph_passes.errors import CheckFailed
+from graph_passes.errors import CheckFailed, InvalidModel
 
 __all__ = [
     "CHECKED",
@@ -105,7 +105,11 @@ def trace(
     limit: int | None,
     scratch: Path,
 ) -> ir.Model:
-    """Run the exporter and return the graph, with dynamic axes "batch" and "sequence"."""
+    """Run the exporter and return the graph, with dynamic axes "batch" and "sequence".
+
+    Raises:
+        InvalidModel: A trace would be wrong for long texts.
+    """
     values = tuple(torch.from_numpy(value) for value in example.values())
     options: dict[str, Any] = {
         "opset_version": opset,
@@ -129,6 +133,7 @@ def trace(
             # Stack traces contain paths and source lines of this machine.
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
         return program.model
+    _check_frequencies(wrapper.network, limit)
     axes = {0: "batch", 1: "sequence"}
     dynamic = dict.fromkeys(example, axes)
     dynamic |= dict.fromkeys(task.outputs, axes if task.per_token else {0: "batch"})
@@ -137,6 +142,26 @@ def trace(
             wrapper, values, scratch / "traced.onnx", dynamo=False, dynamic_axes=dynamic, **options
         )
     return load_model(scratch / "traced.onnx")
+
+
+def _check_frequencies(network: Any, limit: int | None) -> None:
+    """Check that rotary frequencies are equal at all lengths, because a trace has one length.
+
+    Raises:
+        InvalidModel: Texts of at most ``limit`` tokens have other frequencies.
+    """
+    for module in network.modules():
+        # A string, or in some networks one for each type of layer.
+        if "dynamic" not in str(getattr(module, "rope_type", "")):
+            continue
+        positions = module.original_max_seq_len
+        if limit is None or limit > positions:
+            raise InvalidModel(
+                f"rope_type dynamic changes the frequencies of texts above {positions} tokens;"
+                f" set max_seq_length to at most {positions}",
+                "set it in sentence_bert_config.json",
+                code="export.dynamic_rope",
+            )
 
 
 def compare(
