@@ -165,9 +165,12 @@ class Artifact:
         return TransformersConfig() if path is None else parse_settings(path, TransformersConfig)
 
     def prompt(self, *names: str) -> str:
-        """The prompt with the first of these names that exists, else the default prompt."""
-        prompts = (self.prompts[name] for name in names if name in self.prompts)
-        return next(prompts, self.prompts.get(self.record.default_prompt or "", ""))
+        """The prompt with the first of these names that exists; without names, the default one.
+
+        The default prompt is no prompt of queries or documents, as in sentence-transformers.
+        """
+        wanted = names or (self.record.default_prompt or "",)
+        return next((self.prompts[name] for name in wanted if name in self.prompts), "")
 
     @property
     def max_length(self) -> int | None:

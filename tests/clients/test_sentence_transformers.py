@@ -119,7 +119,7 @@ def served(folder: Path, prompt: str) -> np.ndarray:
     """The vectors of the service."""
     artifact = open_artifact(folder)
     model = Model(artifact)
-    start = artifact.prompt(prompt)
+    start = artifact.prompt(prompt) if prompt else artifact.prompt()
     fed = model.text_inputs(model.encode([start + text for text in TEXTS]))
     name = model.text_output("embed")
     return model.vectors("embed", fed, model.run(fed, [name])[name])

@@ -137,6 +137,10 @@ def test_evaluate_retrieval_reads_beir_and_uses_prompts(corpus: Path, tmp_path: 
     assert plain.value == 1
     folder = artifact(tmp_path, TOKENS, prompts={"query": "west west "}, similarity="dot")
     assert evaluate(folder, task="retrieval", data=corpus).value == pytest.approx(1 / np.log2(3))
+    folder = artifact(
+        tmp_path, TOKENS, prompts={"x": "west west "}, default_prompt="x", similarity="dot"
+    )
+    assert evaluate(folder, task="retrieval", data=corpus).value == 1  # as encode_query
 
 
 @pytest.mark.parametrize(
