@@ -493,7 +493,10 @@ class TokenizerConfig(SettingsFile):
     truncation_side: Side | None = None
     """The side at which long texts lose tokens; overrides that in tokenizer.json."""
     pad_token: Any = None
-    """The padding token, if tokenizer.json has none."""
+    """The padding token; overrides that in tokenizer.json. Without ``added_tokens_decoder``,
+    ``pad_token`` of special_tokens_map.json overrides both."""
+    model_input_names: list[str] | None = None
+    """Inputs of the network; without ``token_type_ids``, these are zeros."""
     tokenizer_class: Any = None
     """For BERT's and GPT-2's family, the following keys override tokenizer.json, as in
     transformers."""

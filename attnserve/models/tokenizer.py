@@ -116,6 +116,7 @@ class TextEncoder:
             contains all special tokens. None joins pairs as the tokenizer does.
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
+        has_types: Whether token_type_ids tell the two texts of a pair apart; False for zeros.
 
     Raises:
         InvalidArgument: ``max_length`` allows only special tokens.
@@ -131,6 +132,7 @@ class TextEncoder:
         template: str | None = None,
         first_position: int = 0,
         truncation_side: Side = "right",
+        has_types: bool = True,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -141,6 +143,7 @@ class TextEncoder:
         self.padding: Padding = padding
         self.first_position = first_position
         self.truncation_side: Side = truncation_side
+        self.has_types = has_types
         self.length: int | None = None
         self._template = _Template(template) if template else None
         self._check_length(max_length)
@@ -340,6 +343,8 @@ class TextEncoder:
         ):
             filled[name] = np.full(mask.shape, pad)
             filled[name][mask] = np.concatenate(rows)
+        if not self.has_types:
+            filled["token_type_ids"][:] = 0
         filled["position_ids"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0) + self.first_position
         filled |= {name: np.zeros((len(mask), *shape)) for name, shape in caches.items()}
         return {name: filled[name].astype(value.dtype) for name, value in inputs.items()}

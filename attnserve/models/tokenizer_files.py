@@ -97,12 +97,13 @@ def load_encoder(artifact: Artifact, tokenizer: Path | None = None) -> TextEncod
             lower_case(file_tokenizer)
         return TextEncoder(
             file_tokenizer,
-            pad_id=_pad_id(file_tokenizer, config),
+            pad_id=_pad_id(file_tokenizer, config, file, settings),
             max_length=_longest(artifact, config),
             padding=record.padding or "right",
             template=record.template,
             first_position=artifact.first_position,
             truncation_side=record.truncation_side or config.truncation_side or side,
+            has_types="token_type_ids" in (config.model_input_names or ("token_type_ids",)),
         )
 
 
@@ -215,9 +216,26 @@ def _content(token: Any) -> str:
     return str(token.get("content") if isinstance(token, dict) else token)
 
 
-def _pad_id(tokenizer: Tokenizer, config: TokenizerConfig) -> int:
-    """The pad id of tokenizer.json, else of tokenizer_config.json, else ``PAD_TOKENS``, else 0."""
+def _pad_id(
+    tokenizer: Tokenizer, config: TokenizerConfig, file: Path, model: TransformersConfig
+) -> int:
+    """The id of the pad token, from the first file that states one in the vocabulary.
+
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter
+    has ``added_tokens_decoder``, and both override tokenizer.json. Decoders find the last token of
+    a text by the pad token of config.json.
+    """
+    stated = [config.pad_token]
+    if config.added_tokens_decoder is None:
+        special = parse_settings(file.with_name("special_tokens_map.json"), TokenizerConfig)
+        stated.insert(0, special.pad_token)
+    for token in stated:
+        found = None if token is None else tokenizer.token_to_id(_content(token))
+        if found is not None:
+            return found
     if tokenizer.padding is not None:
         return int(tokenizer.padding["pad_id"])
-    ids = map(tokenizer.token_to_id, (_content(config.pad_token), *PAD_TOKENS))
-    return next((found for found in ids if found is not None), 0)
+    pad_id = model.pad_token_id if "pad_token_id" in model.model_fields_set else None
+    if type(pad_id) is int and pad_id >= 0:
+        return pad_id
+    return next((x for x in map(tokenizer.token_to_id, PAD_TOKENS) if x is not None), 0)

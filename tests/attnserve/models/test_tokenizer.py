@@ -335,7 +335,25 @@ def test_load_encoder_pad_token_of_config_and_tokenizer(
 ) -> None:
     assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
     tokenizer.enable_padding(pad_id=7, pad_token="c")
-    assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 7
+    assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 6
+    assert encoder_of(save(tokenizer, tmp_path)).pad_id == 7
+    # As in transformers, this file counts only without added_tokens_decoder.
+    (tmp_path / "special_tokens_map.json").write_text('{"pad_token": "a"}')
+    assert encoder_of(save(tokenizer, tmp_path)).pad_id == 5
+    assert encoder_of(save(tokenizer, tmp_path, pad_token=pad)).pad_id == 5
+    found = encoder_of(save(tokenizer, tmp_path, pad_token=pad, added_tokens_decoder={}))
+    assert found.pad_id == 6
+
+
+def test_load_encoder_pad_token_of_the_network(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A word None is not a pad token, and the default of the key does not count."""
+    content = json.loads(tokenizer.to_str())
+    content["model"]["vocab"]["None"] = 8
+    folder = save(Tokenizer.from_str(json.dumps(content)), tmp_path)
+    (tmp_path / "model.onnx").touch()
+    for config, expected in (({}, PAD), ({"pad_token_id": 7}, 7), ({"pad_token_id": -1}, PAD)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert load_encoder(open_artifact(folder)).pad_id == expected
 
 
 def test_load_encoder_missing_or_damaged_is_refused(
@@ -351,6 +369,24 @@ def test_load_encoder_missing_or_damaged_is_refused(
 
 
 # --- pairs, words and padding -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [(None, [0, 0, 0, 1, 1]), (["input_ids"], [0] * 5), ([*INPUTS], [0, 0, 0, 1, 1])],
+)
+def test_token_types_are_zeros_if_the_folder_leaves_them_out(
+    names: list[str] | None, expected: list[int], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    stated = {} if names is None else {"model_input_names": names}
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    encoder = encoder_of(save(tokenizer, tmp_path, **stated))
+    fed = encoder.batch_inputs(encoder.encode([("a", "b")]), INPUTS)
+    assert fed["token_type_ids"].tolist() == [expected]
 
 
 @pytest.mark.parametrize("length", range(5, 16))
