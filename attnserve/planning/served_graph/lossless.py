@@ -24,7 +24,9 @@ from attnserve.fusion import (
     older_operators,
 )
 from attnserve.models.artifact import Artifact
+from attnserve.models.lineage import search_of
 from attnserve.models.onnx_files import load_model
+from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable, shape_name
 from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
@@ -69,10 +71,10 @@ def fuse_lossless(
     interval. The comparison and the timing use the written file.
 
     With the runtime ``AUTO``, all installed runtimes are compared. The reference is the model in
-    the runtime that it states (``runtime_of``); a runtime in which it was verified has one of
-    its own (``Artifact.other_runtimes``). The fastest runtime is chosen, or one for short and
-    one for long rows. If the default runtime does not give the outputs of the reference, the result
-    need not be faster.
+    the runtime that it states (``runtime_of``), or in that of the search that verified it. Another
+    runtime in which it was verified has its own reference (``Artifact.other_runtimes``). The
+    fastest runtime is chosen, or one for short and one for long rows. If the default runtime does
+    not give the outputs of the reference, the result need not be faster.
 
     Args:
         source: The model; it is not changed.
@@ -112,7 +114,7 @@ def _fuse_and_check(
     timer: ShapeTimer,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    runtimes = compared_runtimes(model, device)
+    runtimes = _reference_first(source, model, compared_runtimes(model, device))
     variants = list_variants(model, passes, path, runtimes)
     files = {variant.file: variant for variant in variants}
     stated = replace(device, runtime=runtimes[0])
@@ -225,6 +227,18 @@ def _splits(
                 rows = LongRows(above, long.equal.variant.runtime)
                 pairs.append(_Served(equal, times, rows))
     return pairs
+
+
+def _reference_first(source: Artifact, model: ir.Model, runtimes: Sequence[str]) -> Sequence[str]:
+    """The runtimes, first the one in which the outputs of the model are trusted.
+
+    If the model rounds activations, its outputs differ between runtimes by more than rounding in
+    floating point. They are trusted in the runtime in which the search measured its quality.
+    """
+    search = search_of(source.lineage[-1]) if source.lineage else None
+    if search is None or search.goal.runtime not in runtimes or not rounds_activations(model):
+        return runtimes
+    return list(dict.fromkeys([search.goal.runtime, *runtimes]))
 
 
 def _references(

@@ -22,6 +22,7 @@ from attnserve.models.example_inputs import example_inputs
 from attnserve.models.lineage import OptimizeEntry
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model, save_model
+from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_graph import equality, lossless, timing, variants
@@ -340,6 +341,29 @@ def test_fuse_lossless_runtime_with_other_outputs_needs_a_verification(
     artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
     found = fuse_lossless(artifact, tmp_path / "new.onnx", AUTO, timer)
     assert (found.runtime, found.long_rows) == runtimes
+
+
+@pytest.mark.parametrize(
+    ("rounds", "verified", "gains", "runtime"),
+    [
+        (True, [], [0.5, 0.5], "other"),  # slow, but the only one with a known quality
+        (True, ["onnxruntime"], [0.5, 0.5, 0.5, 1.5, 1.5], "onnxruntime"),
+        (False, [], [1.5, 1.5], "onnxruntime"),  # a float model has the same quality in each
+    ],
+)
+def test_fuse_lossless_trusts_outputs_in_the_runtime_of_the_search(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: bool,
+    verified: Sequence[str], gains: list[float], runtime: str,
+) -> None:  # fmt: skip
+    use_other_runtime(monkeypatch, "rounding")
+    monkeypatch.setattr(lossless, "rounds_activations", lambda model: rounds)
+    search = SearchRecord(gain=True, goal=GoalRecord(runtime="other"))
+    entry = OptimizeEntry(
+        rewrite="int8", search=search, other_runtimes=dict.fromkeys(verified, Fidelity())
+    )
+    artifact = replace(bert, record=bert.record.model_copy(update={"lineage": (entry,)}))
+    found = fuse_lossless(artifact, tmp_path / "new.onnx", AUTO, Timer(lambda length: gains))
+    assert found.runtime == runtime
 
 
 @pytest.mark.parametrize(
