@@ -33,7 +33,7 @@ from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
-from attnserve.planning.optimize_warnings import warnings_of
+from attnserve.planning.optimize_warnings import unverified_runtimes, warnings_of
 from attnserve.planning.plans.apply import apply_plan, apply_steps
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
@@ -154,7 +154,7 @@ def optimize(
         )  # fmt: skip
         rewritten = _apply_request(job, rewrites)
     report = OptimizeReport(
-        _entry(job, goal, rewritten), rewritten.state.plan, file, rewritten.search
+        _entry(job, rewritten, write), rewritten.state.plan, file, rewritten.search
     )
     _require_cosine(report, write.min_cosine)
     if saved is not None:
@@ -251,7 +251,7 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 # ---- result -------------------------------------------------------------------------------------
 
 
-def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
+def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     """Measure a rewritten model, and record it."""
     state, search = rewritten.state, rewritten.search
     converted = state.result
@@ -275,7 +275,10 @@ def _entry(job: Job, goal: Goal, rewritten: _Rewritten) -> OptimizeEntry:
     after = _cost(state.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, state.model)
     fidelities = (fidelity, *other_fidelities)
-    warnings = warnings_of(job, state, search, (before, after), break_even_length, fidelities)
+    unverified = unverified_runtimes(job, converted, other_runtimes, openvino=write.openvino)
+    warnings = warnings_of(
+        job, state, search, (before, after), break_even_length, fidelities, unverified
+    )
     return OptimizeEntry(
         rewrite=_names(state, search),
         source=source_entry(job.artifact, job.original),

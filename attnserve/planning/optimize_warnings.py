@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
+import onnx_ir as ir
 
 from attnserve.checks.measures import MIN_ROWS
 from attnserve.checks.relations import MIN_DOCUMENTS, NEIGHBORS
+from attnserve.context import AUTO
 from attnserve.data.joined_texts import JOINED
 from attnserve.data.splits import INVERSE_HELD_OUT_SHARE
 from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
+from attnserve.models.quantized import rounds_activations
 from attnserve.models.search_record import SearchRecord
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.runtime.openvino_runtime import OpenVino
+from attnserve.runtime.session import runtime_of
 from graph_passes.blocks import AttentionBlock
 from graph_passes.passes.prune_neurons import PruneNeurons
 
-__all__ = ["warnings_of"]
+__all__ = ["unverified_runtimes", "warnings_of"]
 
 GPU_ONLY = (
     "bfloat16 runs on a GPU only (provider cuda): ONNX Runtime has no CPU kernels for it and "
@@ -35,6 +41,7 @@ def warnings_of(
     costs: tuple[ModelCost, ModelCost],
     break_even: int | None,
     fidelities: Sequence[Fidelity],
+    unverified: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The warnings about a rewritten model, the most important first.
 
@@ -45,10 +52,12 @@ def warnings_of(
         break_even: The length from which the rewritten model needs more MACs; None if there is
             none.
         fidelities: The comparison with the original, and those on other data.
+        unverified: See ``unverified_runtimes``.
     """
     plan, applied = state.plan, state.applied
     return (
         *((search.verdict,) if search and not search.gain else ()),
+        *_runtime_warnings(runtime_of(state.result, job.context.device), unverified),
         *_training_warnings(search),
         *_shared_warnings(applied),
         *_size_warnings(*costs),
@@ -59,6 +68,32 @@ def warnings_of(
         *(warning for fidelity in fidelities for warning in fidelity.warnings()),
         *((GPU_ONLY,) if plan.precision == "bfloat16" else ()),
     )
+
+
+def unverified_runtimes(
+    job: Job, model: ir.Model, verified: Collection[str], *, openvino: bool
+) -> list[str]:
+    """The runtimes that run the written files by default, but in which the quality is not known.
+
+    Args:
+        verified: The other runtimes in which the quality is kept.
+        openvino: Whether a file for OpenVINO is written.
+    """
+    if job.data is None or not rounds_activations(model):
+        return []
+    device = job.context.device
+    default = [runtime_of(model, replace(device, runtime=AUTO)), *[OpenVino.name] * openvino]
+    known = {runtime_of(model, device), *verified}
+    return [runtime for runtime in dict.fromkeys(default) if runtime not in known]
+
+
+def _runtime_warnings(verified: str, unverified: Sequence[str]) -> list[str]:
+    """A warning about each runtime in which an int8 model does not keep its quality."""
+    return [
+        f"the model does not keep its quality in {runtime}: use it in {verified} "
+        f"(`runtime` {verified})"
+        for runtime in unverified
+    ]
 
 
 def _training_warnings(search: SearchRecord | None) -> list[str]:

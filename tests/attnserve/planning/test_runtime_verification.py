@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
 
+import attnserve
 from attnserve.context import ONE_THREAD, Device, RunContext
 from attnserve.job import Job
 from attnserve.literals import SearchMeasure
@@ -16,6 +18,8 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Fidelity, Losses, Quality, Share
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
+from attnserve.planning import runtime_verification
+from attnserve.planning.optimize_warnings import unverified_runtimes
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
@@ -169,6 +173,39 @@ def test_float_models_and_one_runtime_need_no_verification(
     monkeypatch.setattr(session, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
     model = convert(job.original, "int8", job.calibration)
     assert verify_in_other_runtimes(job, model, nothing()) == {}
+
+
+@pytest.mark.parametrize(
+    ("verified", "openvino", "unverified"),
+    [
+        ([], False, []),  # verified in the default runtime
+        ([], True, ["openvino"]),
+        (["openvino"], True, []),
+    ],
+)
+def test_runtimes_that_may_run_a_file_without_a_known_quality(
+    job: Job, verified: list[str], openvino: bool, unverified: list[str]
+) -> None:
+    model = convert(job.original, "int8", job.calibration)
+    assert unverified_runtimes(job, model, verified, openvino=openvino) == unverified
+    in_openvino = replace(job, context=RunContext(Device(runtime="openvino")))
+    found = unverified_runtimes(in_openvino, model, verified, openvino=openvino)
+    assert found == ["onnxruntime"]
+    assert not unverified_runtimes(in_openvino, job.original, verified, openvino=openvino)
+
+
+def test_optimize_warns_of_a_runtime_that_does_not_keep_the_quality(
+    tiny: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(runtime_verification, "_is_kept", lambda *_: False)
+    options: dict[str, Any] = {"precision": "int8", "calib": sentences}
+    report = attnserve.optimize(tiny, tmp_path / "new", **options, runtime="openvino")
+    expected = "does not keep its quality in onnxruntime: use it in openvino (`runtime` openvino)"
+    assert any(expected in warning for warning in report.record.warnings)
+    report = attnserve.optimize(tiny, tmp_path / "both", **options, openvino=True)
+    expected = "does not keep its quality in openvino: use it in onnxruntime"
+    assert any(expected in warning for warning in report.record.warnings)
 
 
 def nothing() -> Fidelity:
