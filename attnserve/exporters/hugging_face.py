@@ -66,7 +66,7 @@ from attnserve.options import check_seed
 from attnserve.paths import StrPath
 from attnserve.runtime.openvino_runtime import require_openvino
 from attnserve.versions import package_versions
-from graph_passes.errors import InvalidArgument, InvalidModel
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 
 __all__ = ["ExportReport", "export"]
 
@@ -226,6 +226,8 @@ def export(
         scratch = Path(temporary)
         try:
             graph = trace(torch, wrapper, example, module.kind, exporter, opset, limit, scratch)
+        except AttnserveError:
+            raise
         except Exception as error:
             raise InvalidModel(
                 f"{model}: the {exporter} exporter failed at opset {opset}: {first_line(error)}",

@@ -157,9 +157,8 @@ def _check_frequencies(network: Any, limit: int | None) -> None:
         positions = module.original_max_seq_len
         if limit is None or limit > positions:
             raise InvalidModel(
-                f"rope_type dynamic changes the frequencies of texts above {positions} tokens;"
-                f" set max_seq_length to at most {positions}",
-                "set it in sentence_bert_config.json",
+                f"rope_type dynamic changes the frequencies of texts above {positions} tokens",
+                f"set max_seq_length in sentence_bert_config.json to at most {positions}",
                 code="export.dynamic_rope",
             )
 
