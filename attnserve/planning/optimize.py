@@ -132,7 +132,7 @@ def optimize(
     """
     check_mode(goal, rewrites, data, target, as_path(plan))
     check_cpu(target.precision)
-    saved = None if plan is None else SavedPlan.read(Path(plan))
+    saved, found = None if plan is None else SavedPlan.read(Path(plan)), None
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
@@ -140,8 +140,8 @@ def optimize(
     if goal.is_given:
         job = Job.for_search(artifact, original, goal, data, target, context)
         require_attention(job.matches)  # raises errors before the long search
-        found, state = run_search(goal, job)
-        rewritten = _Rewritten(state, ServedTimer(job), search=found)
+        found = run_search(goal, job)
+        rewritten = _Rewritten(found.state, ServedTimer(job), search=found.record)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
         rewritten = _Rewritten(
@@ -163,6 +163,8 @@ def optimize(
         _write(job, rewritten.state.result, report, write)
         if saved is not None:
             saved.forget_trainings()
+        if found is not None:
+            found.remove_checkpoints()
     return report
 
 

@@ -107,7 +107,8 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
     job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
-    record, _ = run_search(goal, job)
+    found = run_search(goal, job)
+    record = found.record
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
         text = json.dumps(record.to_json(), indent=1)
@@ -116,4 +117,5 @@ def plan(
             (stage / plot.name).write_text(plot_search(record), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
+    found.remove_checkpoints()
     return PlanReport(record, output)

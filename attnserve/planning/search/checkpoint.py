@@ -77,7 +77,7 @@ class SearchCheckpoint:
         self._write()
 
     def remove(self) -> None:
-        """Delete the file, once the search has ended."""
+        """Delete the file, once the result is written."""
         self._file.remove()
 
     def _write(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -29,7 +30,27 @@ from attnserve.planning.search.verdict import result_of
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert
 
-__all__ = ["Chosen", "choose", "required_training"]
+__all__ = ["Chosen", "Found", "choose", "required_training"]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        record: The content of plan.json.
+        state: The model after all steps of the plan.
+        removals: Each deletes a checkpoint. They hold no models.
+    """
+
+    record: PlanRecord
+    state: State
+    removals: Sequence[Callable[[], None]]
+
+    def remove_checkpoints(self) -> None:
+        """Delete the checkpoints, once the result is written."""
+        for remove in self.removals:
+            remove()
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,21 +69,19 @@ class Chosen:
     recovery: RecoverySearch | None
     checkpoint: SearchCheckpoint
 
-    def verified(self) -> tuple[PlanRecord, State]:
+    def verified(self) -> Found:
         """The result, if it keeps its quality on held-out rows, and is faster than the original.
 
         Raises:
             CheckFailed: It misses the requested speed-up.
         """
-        if self.recovery is None:
-            return result_of(self.search, self.search.verify(self.best))
-        return result_of(self.search, self.recovery.run(self.best))
-
-    def remove_checkpoints(self) -> None:
-        """Delete the checkpoints, once the search has ended."""
-        self.checkpoint.remove()
-        if self.recovery is not None:
-            self.recovery.remove_checkpoints()
+        recovery, removals = self.recovery, [self.checkpoint.remove]
+        if recovery is None:
+            verified = self.search.verify(self.best)
+        else:
+            verified = recovery.run(self.best)
+            removals += recovery.removals()
+        return Found(*result_of(self.search, verified), removals)
 
 
 def choose(goal: Goal, job: Job, task: ScoredTask | None = None) -> Chosen:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -22,12 +22,11 @@ from attnserve.limits import MIN_GAIN
 from attnserve.models.search_record import PrecisionPoint
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import apply_steps, start
-from attnserve.planning.plans.plan import Plan, State
-from attnserve.planning.plans.plan_file import PlanRecord
+from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.chosen import Chosen, choose, required_training
+from attnserve.planning.search.chosen import Chosen, Found, choose, required_training
 from attnserve.planning.search.judge import ScoredTask, compare_part
-from attnserve.planning.search.search_input import checked_workloads
+from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.served_speed import ServedTimer, fastest_runtime
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES, Scheme
@@ -82,7 +81,7 @@ class PrecisionComparison:
         return sorted(self.points, key=order)
 
 
-def search_precisions(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
+def search_precisions(goal: Goal, job: Job) -> Found:
     """Search in one precision after the other, until no other one is likely to be better.
 
     With a quality to keep, further precisions are searched if the first one alone loses too much,
@@ -107,18 +106,19 @@ def search_precisions(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
     chosen = searches.best or searches.last
     if chosen is None:
         raise searches.failure()
-    record, state = chosen.verified()
-    for checkpoint in searches.checkpoints:
-        checkpoint.remove()
-    chosen.remove_checkpoints()
+    found = chosen.verified()
     unused = dict(searches.unused)
-    if not record.gain:
+    if not found.record.gain:
         unused.setdefault(chosen.search.front.precision, "its result brings no gain")
     points = [
         point.model_copy(update={"unused": unused.get(point.precision, "")})
         for point in comparison.points
     ]
-    return record.model_copy(update={"precisions": tuple(points)}), state
+    return replace(
+        found,
+        record=found.record.model_copy(update={"precisions": tuple(points)}),
+        removals=[*searches.removals, *found.removals],
+    )
 
 
 @dataclass(eq=False)
@@ -130,7 +130,7 @@ class _Searches:
         best: The best candidate that meets the goal.
         speed: Its speed-up over the exported original.
         last: The search without a candidate, whose result is the original.
-        checkpoints: Those of the searches that are not the best one.
+        removals: Each deletes the checkpoint of a search, also of one without a result.
         unused: The reasons why precisions are not used.
         errors: The errors of searches.
     """
@@ -142,7 +142,7 @@ class _Searches:
     best: Chosen | None = None
     speed: float = 0.0
     last: Chosen | None = None
-    checkpoints: list[SearchCheckpoint] = field(default_factory=list[SearchCheckpoint])
+    removals: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     unused: dict[str, str] = field(default_factory=dict[str, str])
     errors: dict[str, AttnserveError] = field(default_factory=dict[str, AttnserveError])
 
@@ -152,9 +152,10 @@ class _Searches:
         if reason := self._reason_against(point):
             self.unused[name] = reason
             return
-        speed = 0.0
+        job, speed = self.job.with_precision(name).labeled(name), 0.0
+        self.removals.append(SearchCheckpoint(search_key(goal_record(self.goal, job), job)).remove)
         try:
-            chosen = choose(self.goal, self.job.with_precision(name).labeled(name), self.task)
+            chosen = choose(self.goal, job, self.task)
             if chosen.best is not None:
                 judge = chosen.search.judge
                 speed = judge.requested_speedup(judge.time(chosen.best))
@@ -171,7 +172,6 @@ class _Searches:
             slower, self.best, self.speed = self.best, chosen, speed
         if slower is not None:
             self.unused[slower.search.front.precision] = "its result is slower"
-            self.checkpoints.append(slower.checkpoint)
 
     def failure(self) -> AttnserveError:
         """The error if no precision has a result: that of float32, if it is not about the goal."""

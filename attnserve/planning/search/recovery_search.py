@@ -10,7 +10,9 @@ so that the same data can be used for it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.limits import MIN_GAIN
@@ -72,10 +74,9 @@ class RecoverySearch:
         verifications = [*self.verifications, *verified.verifications]
         return replace(verified, verifications=verifications, recovered=rounds)
 
-    def remove_checkpoints(self) -> None:
-        """Delete the training checkpoints of the search."""
-        for key in self._keys:
-            self.training.forget(key)
+    def removals(self) -> list[Callable[[], None]]:
+        """Functions that delete the training checkpoints of the search."""
+        return [partial(self.training.forget, key) for key in self._keys]
 
     def _train_choices(self, untrained: Candidate) -> tuple[Candidate | None, TrainingRounds]:
         """The verified candidate, None if ``untrained`` is better, and the rounds."""

@@ -10,25 +10,20 @@ from attnserve.context import AUTO
 from attnserve.job import Job
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.plans.plan import State
-from attnserve.planning.plans.plan_file import PlanRecord
-from attnserve.planning.search.chosen import choose
+from attnserve.planning.search.chosen import Found, choose
 from attnserve.planning.search.precision_search import search_precisions
 
 __all__ = ["run_search"]
 
 
-def run_search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
+def run_search(goal: Goal, job: Job) -> Found:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
-    Times, losses and the measurements of candidates are stored in the user's cache folder until the
-    search ends, so that an interrupted search continues.
+    Times, losses and the measurements of candidates are stored in the user's cache folder, so that
+    an interrupted search continues. The caller removes them once the result is written.
 
     Args:
         job: Its weights are finite.
-
-    Returns:
-        The record, and the model after all steps of the plan.
 
     Raises:
         CheckFailed: The goal cannot be reached.
@@ -41,7 +36,4 @@ def run_search(goal: Goal, job: Job) -> tuple[PlanRecord, State]:
         require_measurable(job.original)
     if job.target.precision == AUTO:
         return search_precisions(goal, job)
-    chosen = choose(goal, job)
-    found = chosen.verified()
-    chosen.remove_checkpoints()
-    return found
+    return choose(goal, job).verified()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 import pytest
@@ -14,7 +16,9 @@ from attnserve.planning.search import chosen, judge
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.cache import digest
 from attnserve.runtime.checkpoint import Checkpoint
-from tests.attnserve.planning.conftest import Planner
+from graph_passes.errors import InvalidOutput
+from tests.attnserve.planning.conftest import Optimizer, Planner
+from tests.errors import raises
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -38,6 +42,24 @@ def test_search_continues_after_interruption(planned: Planner, tmp_path: Path, c
     assert stages and "measure block losses" not in stages, "the losses are known"
     assert report.to_json()["plan"] == whole.to_json()["plan"]
     assert not list((cache / "plans").iterdir())  # done: nothing is left behind
+
+
+@pytest.mark.timing(seconds=7)
+def test_search_whose_result_cannot_be_written_is_not_repeated(
+    optimized: Optimizer, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise InvalidOutput("the disk is full", code="output.full")
+
+    stages: set[str] = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(import_module("attnserve.planning.optimize"), "write_rewritten", fail)
+        with raises(InvalidOutput, "output.full"):
+            optimized(keep=0.9)
+    assert len(list((cache / "plans").iterdir())) == 1
+    optimized(keep=0.9, progress=lambda stage, *_: stages.add(stage))
+    assert stages and "measure block losses" not in stages
+    assert (tmp_path / "out.onnx").exists() and not list((cache / "plans").iterdir())
 
 
 @pytest.mark.parametrize("content", ["", '{"curves": {"a": 1}, "builds": []}'])

@@ -21,6 +21,7 @@ from attnserve.models.search_record import PrecisionPoint
 from attnserve.options import Goal, Target
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search import precision_search
+from attnserve.planning.search.chosen import Found
 from attnserve.planning.search.judge import Judge
 from attnserve.planning.search.precision_search import PrecisionComparison, search_precisions
 from attnserve.planning.served_speed import ServedTimer
@@ -280,14 +281,14 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         alone = next(each.speedup.value for each in COMPARED.points if each.precision == name)
         speed = speeds.get(name, alone)
         plan = Plan(precision=name, float_blocks=blocks or ())
-        state = SimpleNamespace(plan=plan)
+        state: Any = SimpleNamespace(plan=plan)
 
         def result() -> Any:
             verified.append(name)
-            record = SimpleNamespace(
+            record: Any = SimpleNamespace(
                 gain=True, model_copy=lambda update: SimpleNamespace(name=name, **update)
             )
-            return record, state
+            return Found(record, state, [lambda: removed.append(f"verified {name}")])
 
         return SimpleNamespace(
             best=None if blocks is NONE else SimpleNamespace(state=state),
@@ -299,11 +300,15 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
                 front=SimpleNamespace(precision=name),
             ),
             verified=result,
-            checkpoint=SimpleNamespace(remove=lambda: removed.append(name)),
-            remove_checkpoints=lambda: removed.append(name),
         )
 
+    def checkpoint(name: str) -> Any:
+        return SimpleNamespace(remove=lambda: removed.append(name))
+
     monkeypatch.setattr(precision_search, "choose", choose_one)
+    monkeypatch.setattr(precision_search, "SearchCheckpoint", checkpoint)
+    monkeypatch.setattr(precision_search, "goal_record", lambda *_: None)
+    monkeypatch.setattr(precision_search, "search_key", lambda _, job: job.target.precision)
     monkeypatch.setattr(precision_search, "checked_workloads", lambda job: None)
     monkeypatch.setattr(precision_search, "compare_precisions", lambda goal, job, task: COMPARED)
     job = job_of(model, target=Target(precision="auto"))
@@ -315,11 +320,14 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         with raises(CheckFailed, "search.precision", "float32: float32 alone loses too much"):
             search_precisions(Goal(**goal), job)
     else:
-        record, _ = search_precisions(Goal(**goal), job)
+        result = search_precisions(Goal(**goal), job)
+        record: Any = result.record
         assert record.name == chosen and verified == [chosen]  # no row verifies two candidates
         unused = {each.precision for each in record.precisions if each.unused}
         assert unused >= {"float32", "int8", "bfloat16-cpu"} - {chosen}
-        assert set(removed) == {name for name in names if found[name] not in (LOSES, FAILS)}
+        assert not removed, "the result is not written yet"
+        result.remove_checkpoints()
+        assert removed == [*names, f"verified {chosen}"]  # also those of failed searches
     assert names == searched
 
 
