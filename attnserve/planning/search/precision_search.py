@@ -162,6 +162,8 @@ class _Searches:
         except InvariantBroken:  # a defect
             raise
         except AttnserveError as error:
+            # The frames of the search hold models.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
             self.errors[name], self.unused[name] = error, error.what
             return
         if chosen.best is None:
@@ -246,7 +248,8 @@ def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> Precisi
         if name == exported or not SCHEMES[name].is_int8 or runtime == runtimes[name][0]:
             continue
         loss = _loss_in(runtime, models[name], job.with_precision(name), task)
-        if goal.keep is not None and losses[name] <= allowed_loss(goal.keep) < loss:
+        keeps = goal.keep is None or not losses[name] <= allowed_loss(goal.keep) < loss
+        if not keeps or not math.isfinite(loss):
             fastest[name] = runtimes[name][0]
         else:
             losses[name] = max(losses[name], loss)

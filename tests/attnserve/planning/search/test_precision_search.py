@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import ReferenceType, ref
 
 import numpy as np
 import pytest
 
-from attnserve.context import TimedModel
+from attnserve.context import Device, RunContext, TimedModel
 from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Fidelity
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import int8_weight_bits
 from attnserve.models.search_record import PrecisionPoint
-from attnserve.options import Goal, Target
+from attnserve.options import Data, Goal, Target
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.search import precision_search
 from attnserve.planning.search.chosen import Found
 from attnserve.planning.search.judge import Judge
-from attnserve.planning.search.precision_search import PrecisionComparison, search_precisions
+from attnserve.planning.search.precision_search import (
+    PrecisionComparison,
+    compare_precisions,
+    search_precisions,
+)
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.times import Speedup
@@ -269,11 +275,16 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
     names: list[str] = []
     verified: list[str] = []
     removed: list[str] = []
+    failed: list[ReferenceType[Plan]] = []
 
     def choose_one(goal: Goal, job: Any, task: object) -> Any:
+        assert not any(held() for held in failed), "a failed search holds its models"
         name = job.target.precision
         names.append(name)
         blocks = found[name]
+        if blocks in (LOSES, FAILS):
+            held = Plan(precision=name)  # stands for a model
+            failed.append(ref(held))
         if blocks == LOSES:
             raise CheckFailed(f"{name} alone loses too much", "", code="search.precision")
         if blocks == FAILS:
@@ -344,6 +355,24 @@ def test_precision_that_reaches_the_speed_up_in_an_untimed_runtime_only_is_not_s
     assert points["float32"].runtime == "onnxruntime" and points["float32"].unused
     assert points["int8-full"].speedup.value == pytest.approx(3.0, rel=0.01)
     assert report.plan.precision == "int8-full" and not report.plan.lossy_blocks
+
+
+@pytest.mark.parametrize("goal", [{"target_speedup": 2.0}, {"keep": 0.9}])
+def test_runtime_that_does_not_run_a_precision_is_not_its_fastest(
+    model: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch, cpu_with: Callable[..., None],
+    goal: dict[str, Any],
+):  # fmt: skip
+    pytest.importorskip("openvino")
+    cpu_with(int8=True, bfloat16=True)
+    artifact = open_artifact(model)
+    job = Job.read(
+        artifact, load_model(artifact), Data(calib=[sentences]), Target(precision="auto"),
+        context=RunContext(Device(threads=1, runtime="auto"), timer=Timer(openvino=0.5)),
+    )  # fmt: skip
+    monkeypatch.setattr(precision_search, "_loss_in", lambda *_: math.inf)
+    found = compare_precisions(Goal(**goal), job, None)
+    points = {point.precision: point for point in found.points}
+    assert points[BFLOAT16_INT8].runtime == "openvino"
 
 
 def test_unknown_precision_names_auto(planned: Planner):
