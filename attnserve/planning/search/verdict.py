@@ -61,7 +61,7 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
             "lower it, or search for `keep`",
             code="search.target_speedup",
         )
-    return _no_gain(search, final, refusal, speeds)
+    return _no_gain(search, final, refusal)
 
 
 def _use_verified_runtimes(search: FrontSearch, verified: Verified) -> Mapping[str, Fidelity]:
@@ -130,18 +130,13 @@ def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRoun
     return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
 
-def _no_gain(
-    search: FrontSearch,
-    verified: Verified,
-    refusal: Refusal,
-    speeds: Sequence[ShapeLatency] = (),
-) -> tuple[PlanRecord, State]:
+def _no_gain(search: FrontSearch, verified: Verified, refusal: Refusal) -> tuple[PlanRecord, State]:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {refusal}; the original is returned"
     recovered = _without_gain(verified.recovered, refusal.reason)
     job = search.judge.job
     state = start(Plan(), job, job.original)
-    return _record(search, verified.candidate, verdict, recovered, speeds), state
+    return _record(search, verified.candidate, verdict, recovered), state
 
 
 def _record(
@@ -149,7 +144,7 @@ def _record(
     candidate: Candidate,
     verdict: str,
     recovered: TrainingRounds | None,
-    speeds: Sequence[ShapeLatency],
+    speeds: Sequence[ShapeLatency] = (),
     verifications: Sequence[HeldOutComparison] = (),
     served: ServedSpeed | None = None,
 ) -> PlanRecord:
@@ -157,8 +152,8 @@ def _record(
 
     Args:
         candidate: The candidate that is explained.
-        speeds: Its speeds; empty if it misses the goal.
-        verifications: Empty if the original is returned in its place.
+        speeds: Its speeds; empty if the original is returned in its place.
+        verifications: Its verifications; empty without speeds.
         served: The speed-ups of fusion, precision and removal.
     """
     front, job, gain = search.front, search.judge.job, bool(verifications)

@@ -217,6 +217,7 @@ def test_search_without_gain_returns_the_original(
     report = optimized(keep=0.9)
     assert report.search is not None and not report.search.gain
     assert report.search.verdict.startswith("no gain: ")
+    assert report.search.speedup == 1 and not report.search.speeds  # those of the original
     assert "0.91x" in report.search.verdict and "64 tokens" in report.search.verdict
     assert any(warning.startswith("no gain") for warning in report.record.warnings)
     same = verify(model, tmp_path / "out.onnx")
