@@ -160,8 +160,9 @@ class ServedTimer:
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If only one runtime computes the precision fully, or others are verified, all models are
-        timed in several runtimes, because serving selects the fastest one for each model.
+        If only one runtime computes the precision fully, or others are verified, the rewritten
+        model is timed in several runtimes, because serving selects the fastest one. The original is
+        timed in the default runtime, to which the goals and the speeds of a search refer.
 
         Args:
             rewritten: The rewritten model in float32.
@@ -188,11 +189,9 @@ class ServedTimer:
         finals = list(
             dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
         )
-        references = list(dict.fromkeys([*job.timed_runtimes("float32"), *finals]))
+        references = job.timed_runtimes("float32")
         try:
-            stages = self._stages(
-                rewritten, converted, plan, served_choices(job.original, references), names
-            )
+            stages = self._stages(rewritten, converted, plan, references, names)
             first = dict.fromkeys([*stages.exported, *stages.fused])
             last = dict.fromkeys([*stages.final, *stages.precise])
             pairs = list(dict.fromkeys([*product(first, references), *product(last, finals)]))
@@ -239,7 +238,7 @@ class _Stages:
         precise: The fused original in the precision of the rewritten model; none if nothing else
             is changed.
         precision: The precision of the rewritten model.
-        references: The runtimes, and pairs of them, that may run the original.
+        references: The runtimes in which the original is timed.
         names: The runtimes, and pairs of them, that may run the models in this precision.
     """
 

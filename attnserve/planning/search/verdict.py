@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from attnserve.limits import MIN_SPEEDUP
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
@@ -40,7 +41,6 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     if verified.refusal is not None:
         return _no_gain(search, verified, verified.refusal)
     judge = search.judge
-    searched_in = judge.runtime
     usable = _use_verified_runtimes(search, verified)
     final, speeds = time_or_replace(search, prefer_unreduced(search, verified))
     if final.candidate is not verified.candidate:
@@ -48,11 +48,10 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
         speeds = speeds if judge.served_in == served_in else judge.time(final.candidate)
     refusal = judge.refusal(final.candidate, speeds)
     target_speedup = search.goal.target_speedup or 1
-    if refusal is None and judge.runtime != searched_in:
-        # The search reached the target in a runtime that does not keep the quality.
-        speedup = judge.requested_speedup(speeds)
-        if speedup < target_speedup:
-            refusal = Refusal("slow", f"in {judge.runtime}, the model runs {speedup:.2f}x as fast")
+    speedup = judge.requested_speedup(speeds)
+    # The search reached it with another noise, and maybe in a runtime that loses too much.
+    if refusal is None and speedup < MIN_SPEEDUP * target_speedup:
+        refusal = Refusal("slow", f"in {judge.runtime}, the model runs {speedup:.2f}x as fast")
     if refusal is None:
         return _gain(search, final, speeds, usable)
     if target_speedup > 1:

@@ -83,11 +83,11 @@ def test_served_timer_reference_is_the_faster_form_of_both(tiny: Path) -> None:
 RUNTIMES = ("onnxruntime", "openvino")
 
 
-def test_served_timer_compares_with_the_original_in_the_faster_runtime(tiny: Path) -> None:
-    """Only one runtime computes the precision, and serving would run the original in the other."""
+def test_served_timer_compares_with_the_original_in_the_default_runtime(tiny: Path) -> None:
+    """Also if only another one computes the precision: goals refer to the default one."""
     original = load_model(tiny / "model.onnx")
-    exported, fused, converted = [8, 12], [7, 10], [5]
-    timer = timer_of(original, *exported, *fused, *converted, runtimes=RUNTIMES)
+    exported, fused, converted = 8, 7, 5
+    timer = timer_of(original, exported, fused, converted, runtimes=RUNTIMES)
     plan = Plan.merged([], "bfloat16-cpu", ())
     speed = timer.speed_of(original.clone(), original.clone(), plan)
     assert speed is not None and speed.runtimes == RUNTIMES
@@ -194,7 +194,7 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     """Of an int8 model: the first runtime is faster for short rows, the other one for long rows."""
     original = load_model(tiny / "model.onnx")
     converted = convert(original, "int8")
-    by_shape = [[12, 12, 10, 10, 4, 8], [12, 12, 10, 10, 8, 4]]  # models x runtimes
+    by_shape = [[12, 10, 4, 8], [12, 10, 8, 4]]  # the converted model in both runtimes
 
     def times(models: Sequence[TimedModel], seconds: float) -> list[np.ndarray]:
         return [np.array([[ms] * 2 for ms in shape], float) for shape in by_shape]

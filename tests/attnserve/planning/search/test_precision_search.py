@@ -16,7 +16,7 @@ import pytest
 from attnserve.context import Device, RunContext, TimedModel
 from attnserve.job import Job
 from attnserve.models.artifact import open_artifact
-from attnserve.models.measured import Fidelity
+from attnserve.models.measured import Fidelity, ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import int8_weight_bits
 from attnserve.models.search_record import PrecisionPoint
@@ -35,7 +35,7 @@ from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.times import Speedup
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument
 from tests.attnserve.cli.conftest import Cli
-from tests.attnserve.costs import Count, set_context
+from tests.attnserve.costs import SPEED_OF, Count, set_context
 from tests.attnserve.planning.conftest import Optimizer, Planner
 from tests.errors import raises
 from tests.jobs import job_of
@@ -156,6 +156,38 @@ def test_target_speedup_in_a_runtime_that_does_not_keep_the_quality_is_missed(
     monkeypatch.setattr(Judge, "usable_runtimes", lambda *_: {})
     with raises(CheckFailed, "search.target_speedup", "in openvino"):
         planned(target_speedup=3.5, precision=BFLOAT16_INT8)
+
+
+def test_verdict_and_goal_have_one_reference(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, cpu_with: Callable[..., None]
+):
+    """The original in the default runtime, although it is faster in the other one."""
+    pytest.importorskip("openvino")
+    cpu_with(int8=True, bfloat16=True)
+    monkeypatch.setattr(ServedTimer, "speed_of", SPEED_OF)
+    set_context(monkeypatch, timer=Timer(int8=3.0, openvino=1.4))
+    report = planned(target_speedup=4, precision=BFLOAT16_INT8)
+    assert report.speedup is not None and report.speedup > 4
+    assert float(report.verdict.split("x")[0]) == pytest.approx(report.speedup, rel=0.01)
+
+
+@pytest.mark.parametrize(("final", "is_reached"), [(1.1, False), (1.19, True)])
+def test_final_speed_must_reach_the_target_but_for_noise(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, final: float, is_reached: bool
+):
+    def time(judge: Judge, candidate: object) -> list[ShapeLatency]:
+        return [
+            ShapeLatency(
+                batch=1, sequence=at.length, original_ms=final, ms=1.0, speedup=final
+            ) for at in judge.checked
+        ]  # fmt: skip
+
+    monkeypatch.setattr(Judge, "time", time)
+    if is_reached:
+        assert planned(target_speedup=1.2, allow=["ffn"]).speedup == pytest.approx(final)
+    else:
+        with raises(CheckFailed, "search.target_speedup", "in onnxruntime", "1.10x"):
+            planned(target_speedup=1.2, allow=["ffn"])
 
 
 @pytest.mark.parametrize(
