@@ -29,6 +29,7 @@ from attnserve.planning.search.search_input import checked_workloads, goal_recor
 from attnserve.planning.search.verdict import result_of
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert
+from graph_passes.errors import Refusal
 
 __all__ = ["Chosen", "Found", "choose", "required_training"]
 
@@ -68,6 +69,24 @@ class Chosen:
     best: Candidate | None
     recovery: RecoverySearch | None
     checkpoint: SearchCheckpoint
+
+    def speed(self) -> tuple[float, Refusal | None]:
+        """The speed-up of the candidate over the original, and why it is too slow, if it is.
+
+        A refused candidate is replaced by an unreduced one, as ``verified`` does. With a training
+        none is refused, because the trained one may be faster.
+        """
+        if self.best is None:
+            return 0.0, None
+        judge = self.search.judge
+        speeds = judge.time(self.best)
+        refusal = judge.refusal(self.best, speeds)
+        if refusal is not None and not self.best.is_unreduced:
+            unreduced = self.search.unreduced.run_from_fastest()
+            if unreduced is not None:
+                speeds = judge.time(unreduced)
+                refusal = judge.refusal(unreduced, speeds)
+        return judge.requested_speedup(speeds), None if self.recovery else refusal
 
     def verified(self) -> Found:
         """The result, if it keeps its quality on held-out rows, and is faster than the original.

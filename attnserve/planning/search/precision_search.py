@@ -85,7 +85,8 @@ def search_precisions(goal: Goal, job: Job) -> Found:
     """Search in one precision after the other, until no other one is likely to be better.
 
     With a quality to keep, further precisions are searched if the first one alone loses too much,
-    or if its candidate is slower than another precision that meets the goal in all blocks.
+    or if its candidate is refused for its speed, or slower than another precision that meets the
+    goal in all blocks.
 
     Returns:
         The verified result of the fastest candidate; the original if its verification fails.
@@ -107,9 +108,11 @@ def search_precisions(goal: Goal, job: Job) -> Found:
     if chosen is None:
         raise searches.failure()
     found = chosen.verified()
-    unused = dict(searches.unused)
-    if not found.record.gain:
-        unused.setdefault(chosen.search.front.precision, "its result brings no gain")
+    unused, used = dict(searches.unused), chosen.search.front.precision
+    if found.record.gain:
+        unused.pop(used, None)  # the verified result may be another candidate
+    else:
+        unused.setdefault(used, "its result brings no gain")
     points = [
         point.model_copy(update={"unused": unused.get(point.precision, "")})
         for point in comparison.points
@@ -129,7 +132,7 @@ class _Searches:
         fusion: See ``PrecisionComparison``.
         best: The best candidate that meets the goal.
         speed: Its speed-up over the exported original.
-        last: The search without a candidate, whose result is the original.
+        last: The last search without a fast candidate that meets the goal.
         removals: Each deletes the checkpoint of a search, also of one without a result.
         unused: The reasons why precisions are not used.
         errors: The errors of searches.
@@ -152,13 +155,11 @@ class _Searches:
         if reason := self._reason_against(point):
             self.unused[name] = reason
             return
-        job, speed = self.job.with_precision(name).labeled(name), 0.0
+        job = self.job.with_precision(name).labeled(name)
         self.removals.append(SearchCheckpoint(search_key(goal_record(self.goal, job), job)).remove)
         try:
             chosen = choose(self.goal, job, self.task)
-            if chosen.best is not None:
-                judge = chosen.search.judge
-                speed = judge.requested_speedup(judge.time(chosen.best))
+            speed, refusal = chosen.speed()
         except InvariantBroken:  # a defect
             raise
         except AttnserveError as error:
@@ -166,8 +167,9 @@ class _Searches:
             error.__traceback__ = error.__context__ = error.__cause__ = None
             self.errors[name], self.unused[name] = error, error.what
             return
-        if chosen.best is None:
-            self.last, self.unused[name] = chosen, LOSES
+        if chosen.best is None or refusal is not None:
+            self.last = chosen
+            self.unused[name] = LOSES if refusal is None else refusal.reason
             return
         slower = chosen
         if self.best is None or speed > self.speed:

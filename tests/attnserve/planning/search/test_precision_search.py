@@ -11,6 +11,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
 from attnserve.context import Device, RunContext, TimedModel
@@ -33,7 +34,7 @@ from attnserve.planning.search.precision_search import (
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.times import Speedup
-from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument
+from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, Refusal
 from tests.attnserve.cli.conftest import Cli
 from tests.attnserve.costs import SPEED_OF, Count, set_context
 from tests.attnserve.planning.conftest import Optimizer, Planner
@@ -266,8 +267,10 @@ def test_equally_fast_precisions_are_in_the_order_of_their_losses():
     assert [each.precision for each in ordered] == ["a", "b"]
 
 
-WHOLE, PARTLY, LOSES, NONE, FAILS = (), ("a",), "loses", None, "fails"
-"""The blocks that stay float32; or no candidate, or an error."""
+WHOLE, PARTLY, LOSES, NONE, FAILS, REFUSED = (), ("a",), "loses", None, "fails", "refused"
+"""The blocks that stay float32; or no candidate, an error, or a candidate that is too slow."""
+
+SLOW = Refusal("slow_length", "it is slow at 16 tokens")
 
 KEEP, SPEED = "keep", "target_speedup"
 
@@ -293,6 +296,11 @@ KEEP, SPEED = "keep", "target_speedup"
         # Another error of one precision does not lose the result of another one.
         ({KEEP: 0.99}, {"int8": PARTLY, "bfloat16-cpu": FAILS}, {"int8": 1.5},
          ["int8", "bfloat16-cpu"], "int8"),
+        # A candidate that is too slow at one length does not hide the next precision.
+        ({KEEP: 0.97}, {"int8": REFUSED, "bfloat16-cpu": WHOLE}, {}, ["int8", "bfloat16-cpu"],
+         "bfloat16-cpu"),
+        ({KEEP: 0.99}, {"int8": REFUSED, "bfloat16-cpu": LOSES, "float32": REFUSED}, {},
+         ["int8", "bfloat16-cpu", "float32"], "float32"),
         # The least loss that reaches a speed-up.
         ({SPEED: 1.2}, {"float32": WHOLE}, {}, ["float32"], "float32"),
         ({SPEED: 2.5}, {"bfloat16-cpu": WHOLE}, {}, ["bfloat16-cpu"], "bfloat16-cpu"),
@@ -323,7 +331,7 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
             raise CannotRewrite("two models cannot be timed together", "", code="search.not_timed")
         alone = next(each.speedup.value for each in COMPARED.points if each.precision == name)
         speed = speeds.get(name, alone)
-        plan = Plan(precision=name, float_blocks=blocks or ())
+        plan = Plan(precision=name, float_blocks=() if blocks in (NONE, REFUSED) else blocks)
         state: Any = SimpleNamespace(plan=plan)
 
         def result() -> Any:
@@ -334,12 +342,9 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
             return Found(record, state, [lambda: removed.append(f"verified {name}")])
 
         return SimpleNamespace(
+            speed=lambda: (COMPARED.fusion * speed, SLOW if blocks == REFUSED else None),
             best=None if blocks is NONE else SimpleNamespace(state=state),
             search=SimpleNamespace(
-                judge=SimpleNamespace(
-                    time=lambda best: best,
-                    requested_speedup=lambda _: COMPARED.fusion * speed,
-                ),
                 front=SimpleNamespace(precision=name),
             ),
             verified=result,
@@ -372,6 +377,27 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         result.remove_checkpoints()
         assert removed == [*names, f"verified {chosen}"]  # also those of failed searches
     assert names == searched
+
+
+class SlowShortInt8(Timer):
+    """Whole int8 models are slower than float32 on 16 tokens."""
+
+    def milliseconds(self, model: ir.Model, feed: Mapping[str, np.ndarray]) -> float:
+        ms = super().milliseconds(model, feed)
+        is_short = "input_ids" in feed and feed["input_ids"].shape[1] <= 16
+        return ms * 2 * self.int8 if is_short and int8_weight_bits(model) is not None else ms
+
+
+@pytest.mark.timing(seconds=8)
+def test_precision_that_is_slow_at_one_length_is_not_used(
+    planned: Planner, monkeypatch: pytest.MonkeyPatch, cpu_with: Callable[..., None]
+):
+    cpu_with(int8=True, bfloat16=False)
+    set_context(monkeypatch, timer=SlowShortInt8(int8=3.0))
+    report = planned(keep=0.9, precision="auto")
+    points = {point.precision: point for point in report.precisions}
+    assert "16 tokens" in points["int8-full"].unused
+    assert report.gain and report.plan.precision == "float32" and not points["float32"].unused
 
 
 @pytest.mark.timing(seconds=8)
