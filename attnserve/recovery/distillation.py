@@ -34,6 +34,7 @@ from attnserve.recovery.module import GraphModule, rotary_constants
 from attnserve.recovery.operators.registry import HALF
 from attnserve.recovery.quantization import fake_operators
 from attnserve.recovery.teacher import matching_states, open_teacher, remembered, without_caches
+from attnserve.runtime.inference_precision import KEY
 from attnserve.runtime.interface import Batch, owned
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
@@ -291,6 +292,8 @@ def _module_of(job: Job, model: ir.Model) -> tuple[GraphModule, list[ir.Value]]:
     data, device = job.required_data, job.context.device
     empty = empty_axes(job.original, model)
     graph = model.clone()
+    graph.metadata_props.pop(KEY, None)  # PyTorch computes in the precision of the weights
+    plain = graph.clone()
     FuseGelu(fusible_gelus(graph))(graph)  # one operator has the faster gradient
     pairs = matching_states(job.original, graph)
     if pairs:
@@ -309,7 +312,7 @@ def _module_of(job: Job, model: ir.Model) -> tuple[GraphModule, list[ir.Value]]:
             "recover the float model, and quantize the result",
             code="recovery.no_weights",
         )
-    session = open_session(model, device)
+    session = open_session(plain, device)
     for batch in (data.choose[0], data.choose[-1]):
         feed = shaped_for(model, batch, empty)
         _check_outputs(module, feed, session.run(None, feed))

@@ -20,13 +20,17 @@ import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.literals import TrainedPrecision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
-from attnserve.models.onnx_files import load_model  # noqa: E402
+from attnserve.models.onnx_files import load_model, save_model  # noqa: E402
 from attnserve.models.training_result import TrainingResult  # noqa: E402
 from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import VerifiedModel  # noqa: E402
+from attnserve.runtime.inference_precision import (  # noqa: E402
+    compute_in_bfloat16,
+    computes_in_bfloat16,
+)
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.costs import counting_clock  # noqa: E402
@@ -77,6 +81,21 @@ def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Pat
         tmp_path / "constants.onnx", tmp_path / "out", teacher=tiny, data=texts, minutes=0
     )
     assert report.training.states == 2 and report.before.mean_cosine < 0.999
+
+
+def test_model_that_is_computed_in_bfloat16_is_trained_in_float32(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    """It is compared with PyTorch in float32; its quality is measured as it is served."""
+    pytest.importorskip("openvino")
+    model = load_model(pruned / "model.onnx")
+    compute_in_bfloat16(model)
+    save_model(model, tmp_path / "bfloat16.onnx")
+    report = attnserve.recover(
+        tmp_path / "bfloat16.onnx", tmp_path / "out", teacher=tiny, data=texts, minutes=0
+    )
+    assert report.training.states == 2 and report.before.mean_cosine < 0.999
+    assert computes_in_bfloat16(load_model(tmp_path / "out" / "model.onnx"))
 
 
 @pytest.mark.timing(seconds=10)
