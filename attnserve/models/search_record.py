@@ -130,8 +130,8 @@ class PrecisionPoint(Recorded, frozen=True):
     """The original in one precision, with fused operators, as a search with any precision saw it.
 
     Attributes:
-        runtime: The fastest runtime.
-        speedup: The speed-up over the fused original in float32.
+        runtime: The fastest runtime of those that a search in this precision times.
+        speedup: The speed-up over the fused original in float32 in the default runtime.
         loss: The loss on the rows to choose; a confidence bound.
         unused: Why the result has another precision; empty if it has this one.
     """
@@ -151,9 +151,9 @@ class SearchRecord(Measured, frozen=True):
         goal: The goal of the search, with its workloads and its device.
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
-        speedup: The geometric mean over the requested lengths.
+        speedup: The geometric mean over the requested lengths; 1 without a gain.
         speeds: The original in the default runtime, and the result in its fastest one at each
-            length.
+            length; none without a gain.
         timed_runtime: The runtime in which blocks and candidates were timed.
         front: The choices on the Pareto front.
         precisions: The compared precisions; none if the request named one.
