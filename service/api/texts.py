@@ -12,7 +12,6 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Response
-from jaxtyping import Float
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
 from attnserve.literals import Side
@@ -315,10 +314,8 @@ def classes(
     ]
 
 
-def cosines_of(
-    left: Float[np.ndarray, "L D"], right: Float[np.ndarray, "R D"]
-) -> Float[np.ndarray, "L R"]:
-    """The cosine similarity of each vector with each of other vectors."""
+def cosines_of(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The cosine similarity of each vector [L, D] with each of others [R, D], as [L, R]."""
 
     def scaled(vectors: np.ndarray) -> np.ndarray:
         vectors = vectors.astype(np.float64)
