@@ -103,11 +103,11 @@ async def test_engine_default_is_the_highest_version(tmp_path: Path) -> None:
         assert repository.index() == [Entry(*key, "READY") for key in ready]
         assert repository.versions("many") == ["2", "10"]
         assert [await ask(repository, "many", v) for v in (None, "2", "10")] == [10, 2, 10]
-        with raises(NotFound, "request.not_found", "version '3' of 'many'", "2, 10"):
+        with raises(UnknownModel, "model.unknown", "version '3' of 'many'", "2, 10"):
             repository.engine("many", "3")
         with raises(UnknownModel, "model.unknown", "'x'", "'many', 'one'"):
             repository.engine("x")
-        with raises(NotFound, "request.not_found", "several models: many, one"):
+        with raises(UnknownModel, "model.unknown", "several models: many, one"):
             repository.engine()
 
 
