@@ -168,7 +168,7 @@ class Batcher:
         return bool(since) and perf_counter() - min(since) > self._stuck_s
 
     def check_room(self, rows: int) -> None:
-        """Check that the queue has room for ``rows``; an empty queue takes a request of any size.
+        """Check that the queue has room for ``rows``; an empty queue accepts every request.
 
         Raises:
             Overloaded: The queue has no room. All rows of a request are accepted, or none.

@@ -49,7 +49,7 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     refusal = judge.refusal(final.candidate, speeds)
     target_speedup = search.goal.target_speedup or 1
     speedup = judge.requested_speedup(speeds)
-    # The search reached it with another noise, and maybe in a runtime that loses too much.
+    # The search reached it in another measurement, perhaps in a runtime that loses too much.
     if refusal is None and speedup < MIN_SPEEDUP * target_speedup:
         refusal = Refusal("slow", f"in {judge.runtime}, the model runs {speedup:.2f}x as fast")
     if refusal is None:
