@@ -127,7 +127,7 @@ def _modules(view: LibraryModel, session: Session, config: str, tokenizer: str) 
             return _network(view, session, args[2])
 
     text = view.files()["sentence_bert_config.json"]
-    # Without these, the constructor would apply a chat template; the loader of the library does not.
+    # Without these, the constructor would apply a chat template, unlike the loader of the library.
     output = {"method": "forward", "method_output_name": "last_hidden_state"}
     text.setdefault("modality_config", {"text": output})
     text.setdefault("module_output_name", "token_embeddings")
