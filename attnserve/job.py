@@ -41,6 +41,10 @@ ONE_RUNTIME_BYTES = 600_000_000
 DEFAULT_LENGTHS = (16, 128, 512)
 """Timed lengths without data and without a requested length."""
 
+LIST_BATCH = 8
+"""Default batch size for lists of documents: concurrent runs share the documents of a query. On two
+cores, a list of 30 is served in four runs (``service.engine.row_queue``)."""
+
 DEFAULT_LENGTH = 128
 """Length at which costs are reported without data and without a requested length."""
 
@@ -179,7 +183,8 @@ class Job:
     def counted_workload(self) -> Workload:
         """The workload at which MACs are counted: the middle one of the requested lengths."""
         middle = middle_length(self.lengths)
-        workload = Workload.of(self.target.batch, middle, self.requested_workloads[0].phase)
+        requested = self.requested_workloads[0]
+        workload = Workload.of(requested.batch, middle, requested.phase)
         return with_fixed_sizes(self.original, workload)
 
     @property
@@ -266,7 +271,7 @@ class Job:
 
 
 def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> tuple[Workload, ...]:
-    """The target workloads, with the phase of the target or its default.
+    """The target workloads, with the batch size and the phase of the target or their defaults.
 
     ``served_lengths`` gives the lengths.
 
@@ -284,8 +289,9 @@ def served_workloads(model: ir.Model, target: Target, data: Dataset | None) -> t
             "leave `phase` out, or export the model with a cache",
             code="search.phase",
         )
+    batch = target.batch or (LIST_BATCH if data is not None and data.has_lists else 1)
     lengths = served_lengths(target.sequence, data)
-    return tuple(Workload.of(target.batch, length, phase) for length in lengths)
+    return tuple(Workload.of(batch, length, phase) for length in lengths)
 
 
 def served_lengths(sequence: Lengths | None, data: Dataset | None) -> tuple[int, ...]:

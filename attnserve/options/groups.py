@@ -364,8 +364,8 @@ class Target(Options):
 
     All rewrites come first. A search leaves blocks in float32 whose int8 or int4 form is slower or
     loses too much."""
-    batch: Annotated[int, Field(ge=1), Cli(metavar="N")] = 1
-    """Batch size to optimize for."""
+    batch: Annotated[int | None, Field(ge=1), Cli(metavar="N")] = None
+    """Batch size to optimize for (default: 1, or 8 for lists of documents)."""
     sequence: Annotated[
         Lengths | None,
         BeforeValidator(read_lengths, json_schema_input_type=Lengths | str | None),

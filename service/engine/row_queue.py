@@ -105,6 +105,8 @@ class Queue:
         self._waiting: OrderedDict[Any, OrderedDict[int, AnyRow]] = OrderedDict()
         """The rows of each request by number; the first request has the next turn."""
         self._sorted: dict[Hashable, list[tuple[int, int, AnyRow]]] = {}
+        self._planned: Sequence[int] = ()
+        """The numbers of rows of the next batches, which ``take`` has divided."""
         self._next = 0
         self._rows = 0
         self.tokens = 0
@@ -130,6 +132,7 @@ class Queue:
         self._rows += 1
         insort(self._sorted.setdefault(row.key, []), (row.tokens, row.number, row))
         self.tokens += row.tokens
+        self._planned = ()
 
     def discard(self, row: AnyRow) -> None:
         """Remove ``row`` if it still waits."""
@@ -137,19 +140,23 @@ class Queue:
             rows = self._sorted[row.key]
             at = bisect_left(rows, (row.tokens, row.number))
             self._remove(rows, at, at + 1)
+            self._planned = ()
 
     def take(self, runs: int = 1) -> list[list[AnyRow]]:
         """Remove and return the next batches, shortest row first; the queue must not be empty.
 
         Args:
             runs: Number of runs that can start now. Rows that fit into them are divided, so that
-                all end at the same time; otherwise there is one batch.
+                all end at the same time; otherwise there is one batch. The batches of a division
+                that do not start now are the next ones, unless other rows wait or come.
         """
         rows = self._sorted[self.next.key]
-        sizes = self._divided([tokens for tokens, _, _ in rows], runs)
-        if sizes:
-            return [self._remove(rows, len(rows) - size, len(rows)) for size in sizes[:runs]]
-        return [self._take_one()]
+        sizes = self._planned or self._divided([tokens for tokens, _, _ in rows], runs)
+        if not sizes:
+            return [self._take_one()]
+        batches = [self._remove(rows, len(rows) - size, len(rows)) for size in sizes[:runs]]
+        self._planned = sizes[runs:] if len(self._sorted) <= 1 else ()
+        return batches
 
     def _divided(self, lengths: Sequence[int], runs: int) -> Sequence[int]:
         """The numbers of rows of concurrent batches, longest rows first; none for one batch.

@@ -39,8 +39,7 @@ def checked_workloads(job: Job) -> list[Workload]:
             "give `provider` cuda, or another `precision`",
             code="search.bfloat16",
         )
-    batch = job.target.batch
-    phase = job.requested_workloads[0].phase
+    batch, phase = job.requested_workloads[0].batch, job.requested_workloads[0].phase
     others = (Workload.of(batch, length, phase) for length in CHECKED_LENGTHS)
     session = open_session(job.original)
 
@@ -82,7 +81,7 @@ def goal_record(goal: Goal, job: Job) -> GoalRecord:
         eval_data_sha256=goal.eval_data and _checksum(goal.eval_data),
         allow=goal.allow,
         precision=job.target.precision,
-        batch=job.target.batch,
+        batch=job.requested_workloads[0].batch,
         sequences=tuple(workload.length for workload in job.requested_workloads),
         phase=job.requested_workloads[0].phase,
         provider=device.provider,

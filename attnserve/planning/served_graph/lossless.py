@@ -27,11 +27,12 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.lineage import search_of
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable, shape_name
+from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
 from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.planning.served_graph.timing import (
     ShapeTimer,
     fastest,
+    lengths_of,
     speed_refusal,
     time_variants,
     timed_workloads,
@@ -44,7 +45,7 @@ from attnserve.planning.served_graph.variants import (
 )
 from attnserve.runtime.by_length import by_length
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, Session, row_length
+from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, Session
 from attnserve.runtime.interleaved_timer import time_shapes
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Times
@@ -65,7 +66,7 @@ def fuse_lossless(
     For rows with at least one token that is not masked, every output must equal the original's
     within ``TOLERANCES``. Inputs and outputs keep names, types and shapes. The mean speed-up over
     ``timing.TIMED``, without shapes at which the original still runs, must be at least
-    ``MIN_LOSSLESS_GAIN``. At each shape the upper end of its interval must be at least
+    ``MIN_LOSSLESS_GAIN``. At each length the upper end of its interval must be at least
     ``MIN_SPEEDUP``. If a variant seems too slow at a shape, all are timed once more, and both runs
     decide. Attention of one kind stays unfused if that is faster by ``MIN_GAIN`` outside the
     interval. The comparison and the timing use the written file.
@@ -133,12 +134,13 @@ def _fuse_and_check(
             _Served(variant, times, None)
             for variant, times in zip(equal, variant_times, strict=True)
         ]
+        lengths = lengths_of(inputs)
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
-            choices += _splits(choices, inputs, source.other_runtimes)
-        served = choices[fastest(original_times, [choice.times for choice in choices])]
+            choices += _splits(choices, lengths, source.other_runtimes)
+        served = choices[fastest(original_times, [choice.times for choice in choices], lengths)]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
-        if may_refuse and (refusal := speed_refusal(original_times, served.times)):
+        if may_refuse and (refusal := speed_refusal(original_times, served.times, lengths)):
             raise refusal.error("", "use the model as it is", area="fusion")
         variant = served.equal.variant
         if variant.file != path:  # not renamed: it names the file of its external data
@@ -203,16 +205,16 @@ class _Served(NamedTuple):
 
 
 def _splits(
-    singles: Sequence[_Served], inputs: Sequence[Batch], verified: Collection[str]
+    singles: Sequence[_Served], lengths: Mapping[str, int], verified: Collection[str]
 ) -> list[_Served]:
     """One file in two runtimes each, one for short and one for long rows.
 
     Args:
         singles: The files in one runtime.
+        lengths: See ``lengths_of``.
         verified: The pairs of runtimes whose outputs may differ.
     """
     pairs: list[_Served] = []
-    lengths = {shape_name(feed): row_length(feed) or 0 for feed in inputs}
     for short, long in itertools.permutations(singles, 2):
         variants = short.equal.variant, long.equal.variant
         is_equal = short.equal.reference is long.equal.reference

@@ -21,8 +21,10 @@ from attnserve.checks.relations import OrderMeter
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.query_lists import Lists
 from attnserve.data.row_batches import RowBatch, RowInfo, row_info
+from attnserve.job import LIST_BATCH, served_workloads
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Target
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
@@ -147,6 +149,9 @@ def test_load_inputs_keeps_the_lists_of_a_query_in_one_part(
     assert np.nansum(relevance) == (20 if labeled else 0)
     assert np.isnan(relevance).all() != labeled
     assert data.length_edge is None
+    network = load_model(reranker)
+    assert {one.batch for one in served_workloads(network, Target(), data)} == {LIST_BATCH}
+    assert {one.batch for one in served_workloads(network, Target(batch=3), data)} == {3}
 
 
 def test_load_inputs_of_few_queries_or_documents_has_no_lists(

@@ -436,8 +436,19 @@ def test_shapes_that_the_original_runs_do_not_count(gain: float, is_slow: bool) 
     """Only long rows run in another runtime; the mean over all shapes is 1.02x with 1.1x."""
     times = {shape: np.full(8, 10.0) for shape in ("16", "64", "128", "256", "512")}
     original, split = Times(times), Times(times | {"512": times["512"] / gain})
-    assert (timing.speed_refusal(original, split) is not None) == is_slow
-    assert timing.speed_refusal(original, original) is not None
+    lengths = {shape: int(shape) for shape in times}
+    assert (timing.speed_refusal(original, split, lengths) is not None) == is_slow
+    assert timing.speed_refusal(original, original, lengths) is not None
+
+
+@pytest.mark.parametrize(("gain", "is_slow"), [(1.5, False), (1.05, True)])
+def test_a_length_is_slow_by_the_mean_over_batch_sizes(gain: float, is_slow: bool) -> None:
+    """One row of 16 tokens runs 0.8x as fast, and eight rows by the gain."""
+    times = {shape: np.full(8, 10.0) for shape in ("1 x 16", "8 x 16", "1 x 128")}
+    gains = {"1 x 16": 0.8, "8 x 16": gain, "1 x 128": 1.5}
+    faster = Times({shape: ms / gains[shape] for shape, ms in times.items()})
+    lengths = {"1 x 16": 16, "8 x 16": 16, "1 x 128": 128}
+    assert (timing.speed_refusal(Times(times), faster, lengths) is not None) == is_slow
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,24 @@ def test_queue_take_divides_rows_among_concurrent_runs(
     assert [[one.tokens for one in batch] for batch in queue.take(runs)] == batches
 
 
+def test_queue_take_keeps_a_division_when_one_run_ends_before_the_other() -> None:
+    queue = filled(*[28] * 14, *[32] * 4, *[40] * 7, *[48] * 5, overhead=1, budget=512)
+    lengths = [[one.tokens for one in batch] for batch in queue.take(2)]
+    while len(queue):
+        [batch] = queue.take(1)
+        lengths.append([one.tokens for one in batch])
+    costs = [len(batch) * max(batch) for batch in lengths]
+    assert len(costs) % 2 == 0 and max(costs) < 1.2 * sum(costs) / len(costs)
+
+
+@pytest.mark.parametrize("change", ["add", "discard"])
+def test_queue_take_divides_again_after_a_change(change: str) -> None:
+    queue = filled(64, *[16] * 12, overhead=1, budget=500)
+    assert [len(batch) for batch in queue.take(2)] == [1, 4]
+    queue.add(row(16)) if change == "add" else queue.discard(queue.next)
+    assert len(queue.take(1)[0]) == (9 if change == "add" else 7)
+
+
 @given(lengths=st.lists(LENGTHS, min_size=1, max_size=9).map(sorted), batches=st.integers(1, 4))
 def test_even_division_has_the_smallest_largest_batch(lengths: list[int], batches: int) -> None:
     division = Division.even(lengths, batches)

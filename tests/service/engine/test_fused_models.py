@@ -86,7 +86,7 @@ async def test_repository_runtime_auto_names_the_fastest(
     pytest.importorskip("openvino")
     caplog.set_level("INFO", "attnserve")
     index = "0" if chosen == "onnxruntime" else "len(times) - 1"
-    child(f"{ONE_RUNTIME}lossless.fastest = lambda original, times: {index}")
+    child(f"{ONE_RUNTIME}lossless.fastest = lambda original, times, lengths: {index}")
     fast = await served(bert, runtime="auto")
     assert (fast["rewritten"], fast["runtime"], fast["refused"]) == (True, chosen, {})
     assert f" in {chosen}: speed-up " in caplog.text
@@ -103,7 +103,7 @@ async def test_repository_long_rows_run_in_another_runtime(bert: Path, child: Ch
         "from attnserve.runtime.interface import LongRows\n"
         "lossless._splits = lambda singles, inputs, verified: [\n"
         "    singles[0]._replace(long_rows=LongRows(8, 'openvino'))]\n"
-        "lossless.fastest = lambda original, times: len(times) - 1"
+        "lossless.fastest = lambda original, times, lengths: len(times) - 1"
     )
     texts = ["a dog", "a man is playing a guitar on the stage", "cats", "the sun is out " * 4]
     lengths: list[int] = []
@@ -135,7 +135,7 @@ async def test_repository_bfloat16_is_what_the_runtime_computes(
     if not has_bfloat16_product():
         pytest.skip("this CPU has no products in bfloat16")
     child(
-        f"{ONE_RUNTIME}lossless.fastest = lambda original, times: 0\n"  # what the model states
+        f"{ONE_RUNTIME}lossless.fastest = lambda original, times, lengths: 0\n"  # the stated one
         f"timing.MIN_LOSSLESS_GAIN = {0 if runtime == 'openvino' else 1e9}"
     )
     report = attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
