@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from attnserve.checks.measures import CosineMeter, FeaturesMeter, LogitsMeter, Meter
 from attnserve.checks.relations import IndexMeter, OrderMeter, SimilarityMeter
-from attnserve.literals import Measure, Pooling
+from attnserve.literals import Measure
+from attnserve.models.embeddings import BY_COSINE, Embedding
 
 __all__ = ["new_meter"]
 
 
 def new_meter(
-    measure: Measure,
-    pooling: Pooling | None,
-    window: int | None = None,
-    dimensions: int | None = None,
+    measure: Measure, embedding: Embedding = BY_COSINE, window: int | None = None
 ) -> Meter:
     """The meter of one output.
 
     Args:
-        pooling, dimensions: Pooling and size of the embeddings.
         window: Number of last batches to measure; None for all.
     """
     match measure:
@@ -29,8 +26,8 @@ def new_meter(
         case "tau":
             return OrderMeter(window)
         case "similarity":
-            return SimilarityMeter(pooling, window, dimensions)
+            return SimilarityMeter(embedding, window)
         case "index":
-            return IndexMeter(pooling, window, dimensions)
+            return IndexMeter(embedding, window)
         case _:
             return FeaturesMeter(window)

@@ -37,8 +37,9 @@ from attnserve.data.query_lists import MIN_DOCUMENTS
 from attnserve.data.row_batches import RowBatch, RowInfo, row_info
 from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
-from attnserve.literals import Measure, Pooling, SearchMeasure, Split
+from attnserve.literals import Measure, SearchMeasure, Split
 from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import Embedding
 from attnserve.models.masks import token_mask
 from attnserve.models.measured import Losses, Quality, Subject
 from attnserve.models.output_kinds import (
@@ -164,7 +165,7 @@ class QualityMeter:
 
     Args:
         model: The original.
-        artifact: Its artifact, for the pooling of embeddings.
+        artifact: Its artifact, for the pooling and the similarity of embeddings.
         measure: Overrides the measure of each kind of output, where it applies.
         data: The data of the batches; files, and short and long texts, are measured separately.
             Without it, rows have no roles and no lists.
@@ -182,8 +183,8 @@ class QualityMeter:
     ) -> None:
         self.outputs = [value.name or "" for value in model.graph.outputs]
         self.measure: Measure = "auto" if measure == "score" else measure
-        self.pooling: Pooling | None = None if artifact.tokenizer is None else artifact.pooling
-        self.dimensions = artifact.dimensions
+        self.embedding = Embedding.of(artifact)
+        self._has_texts = artifact.tokenizer is not None
         self.vocabulary, self.classes = vocabulary_size(model), len(artifact.labels)
         self.data = data
         self.split: Split = split
@@ -317,7 +318,7 @@ class QualityMeter:
             measure = MEASURES[kind]
         is_vector = array.ndim in (2, 3) and array.shape[-1] > 1
         measure = measure if is_vector or measure in ("cosine", "tau") else "r2"
-        return new_meter(measure, self.pooling, dimensions=self.dimensions)
+        return new_meter(measure, self.embedding)
 
     def _kind(self, index: int, array: np.ndarray, *, has_lists: bool) -> OutputKind:
         """The kind of an output, by its name and its first array."""
@@ -332,7 +333,7 @@ class QualityMeter:
             return "classes" if is_logits or is_known or is_narrow else "embeddings"
         if array.ndim == 3 and (is_logits or width == self.vocabulary):
             return "vocabulary"
-        if array.ndim == 3 and self.pooling not in (None, "none"):
+        if array.ndim == 3 and self._has_texts and self.embedding.pooling != "none":
             return "embeddings"
         return "features"
 

@@ -14,8 +14,7 @@ import numpy as np
 from attnserve.checks.measures import FeaturesMeter, Meter, Scores, TextSums, finite
 from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
 from attnserve.data.row_batches import row_info
-from attnserve.literals import Pooling
-from attnserve.models.embeddings import pool
+from attnserve.models.embeddings import BY_COSINE, Embedding
 from attnserve.models.masks import flat_mask, token_mask
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
@@ -41,12 +40,9 @@ class SimilarityMeter(Meter):
     Correlation and overlap use at most ``MOST_PAIRED`` texts.
     """
 
-    def __init__(
-        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
-    ) -> None:
+    def __init__(self, embedding: Embedding = BY_COSINE, window: int | None = None) -> None:
         super().__init__(window)  # the sums are the pooled vectors of both models
-        self.pooling: Pooling = "mean" if pooling in (None, "none") else pooling
-        self.dimensions = dimensions
+        self.embedding = embedding
         self.features = FeaturesMeter(window)
 
     def add(self, a: np.ndarray, b: np.ndarray, batch: Batch) -> None:
@@ -57,14 +53,13 @@ class SimilarityMeter(Meter):
     def _pooled(
         self, a: np.ndarray, b: np.ndarray, batch: Batch
     ) -> tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B D"]]:
-        """The embeddings of both models, of length one."""
+        """The embeddings of both models."""
         if a.shape == b.shape:  # otherwise one of them is pooled
             self._tokens(a, b, batch)  # sets is_finite
         if a.ndim == 2 and (flat := flat_mask(batch, len(a))) is not None:
             a, b = a[flat.reshape(-1)], b[flat.reshape(-1)]
         mask = token_mask(batch, a.shape[:2]) if a.ndim == 3 else np.ones((len(a), 1), bool)
-        dimensions = min(self.dimensions or a.shape[-1], a.shape[-1])
-        before, after = (pool(finite(x), mask, self.pooling, True, dimensions) for x in (a, b))
+        before, after = (self.embedding.vectors(finite(x), mask) for x in (a, b))
         return before, after
 
     def additive_loss(self) -> float:
@@ -159,10 +154,8 @@ class IndexMeter(SimilarityMeter):
     the documents too.
     """
 
-    def __init__(
-        self, pooling: Pooling | None, window: int | None = None, dimensions: int | None = None
-    ) -> None:
-        super().__init__(pooling, window, dimensions)
+    def __init__(self, embedding: Embedding = BY_COSINE, window: int | None = None) -> None:
+        super().__init__(embedding, window)
         self.documents = TextSums()  # the pooled vectors of both
         self.has_roles = False
 

@@ -230,7 +230,7 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
     judged = read_judgments(data, queries, documents)
     artifact = run.artifact
     ask, answer = artifact.prompt("query"), artifact.prompt("document", "passage", "corpus")
-    normalize = artifact.similarity == "cosine"
+    normalize = artifact.ranks_unit_vectors
     indexer = run if run.index is None else replace(run, session=run.index)
     query_vectors = run.embed([ask + queries[key] for key in judged], normalize)  # N D
     document_vectors = indexer.embed([answer + x for x in documents.values()], normalize)

@@ -128,6 +128,11 @@ class Artifact:
         return self.record.similarity or "cosine"
 
     @property
+    def ranks_unit_vectors(self) -> bool:
+        """Whether the neighbors of a text are those of vectors of length one."""
+        return self.normalize or self.similarity == "cosine"
+
+    @property
     def activation(self) -> Activation | None:
         """The activation of scores; None for softmax, or sigmoid of a single logit."""
         return self.record.activation

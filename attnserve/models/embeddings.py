@@ -6,11 +6,12 @@ Dimensions: B texts in a batch, S tokens of the longest text, D hidden size, N t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from attnserve.literals import Pooling
+from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
 from attnserve.models.tokenizer import Encoding, TextEncoder, model_inputs
 from attnserve.runtime.interface import RunFailed, Session
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 __all__ = [
+    "BY_COSINE",
     "VECTOR_OUTPUTS",
+    "Embedding",
     "output_name",
     "pool",
     "preferred_output",
@@ -30,6 +33,37 @@ __all__ = [
 
 VECTOR_OUTPUTS = ("sentence_embedding", "last_hidden_state", "token_embeddings")
 """Names that exporters give to the embedding of a text and to hidden states, the best first."""
+
+
+class Embedding(NamedTuple):
+    """How outputs of a model become the vectors of texts that are compared.
+
+    Attributes:
+        pooling: The pooling of hidden states; "none" pools them by their mean.
+        dimensions: The number of dimensions that vectors keep; None for all.
+        is_unit: Whether vectors have length one. Otherwise neighbors depend on the lengths.
+    """
+
+    pooling: Pooling = "mean"
+    dimensions: int | None = None
+    is_unit: bool = True
+
+    @classmethod
+    def of(cls, artifact: Artifact) -> Embedding:
+        """The embedding of a model; that of a model without tokenizer has the mean of its rows."""
+        pooling = "mean" if artifact.tokenizer is None else artifact.pooling
+        return cls(pooling, artifact.dimensions, artifact.ranks_unit_vectors)
+
+    def vectors(
+        self, output: Float[np.ndarray, "B S D"] | Float[np.ndarray, "B D"], mask: np.ndarray
+    ) -> Float[np.ndarray, "B D"]:
+        """The vectors of an output; see ``pool``."""
+        pooling = "mean" if self.pooling == "none" else self.pooling
+        dimensions = min(self.dimensions or output.shape[-1], output.shape[-1])
+        return pool(output, mask, pooling, self.is_unit, dimensions)
+
+
+BY_COSINE = Embedding()
 
 
 def preferred_output(names: Sequence[str], *, scores: bool = False) -> str:

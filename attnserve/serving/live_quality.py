@@ -25,9 +25,10 @@ from attnserve.checks.meters import new_meter
 from attnserve.context import Device
 from attnserve.intervals import mean_lower_bound
 from attnserve.limits import ROUNDING
-from attnserve.literals import Measure, Pooling
+from attnserve.literals import Measure
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
+from attnserve.models.embeddings import BY_COSINE, Embedding
 from attnserve.models.lineage import LineageEntry, search_of
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
@@ -149,7 +150,6 @@ class LiveQuality:
 
     Args:
         measure: The name of the measure; not "auto".
-        pooling, dimensions: Pooling and size of embeddings.
         guaranteed: The guaranteed quality; None tests nothing.
         window: The number of last rows.
     """
@@ -157,12 +157,11 @@ class LiveQuality:
     def __init__(
         self,
         measure: Measure,
-        pooling: Pooling | None,
         guaranteed: float | None,
-        dimensions: int | None = None,
+        embedding: Embedding = BY_COSINE,
         window: int = WINDOW,
     ) -> None:
-        self._meter = new_meter(measure, pooling, window, dimensions)
+        self._meter = new_meter(measure, embedding, window)
         self._rows = self._looks = self._measured_at = 0
         self._next_look = FIRST_LOOK
         self.report = LiveReport(measure, None, None, guaranteed, False, 0)
@@ -249,10 +248,7 @@ class LiveComparison:
             )
         guarantee = read_guarantee(artifact, original)
         measure = measure if guarantee.measure == "auto" else guarantee.measure
-        pooling = None if artifact.tokenizer is None else artifact.pooling
-        quality = LiveQuality(
-            measure, pooling, guarantee.value, artifact.dimensions, guarantee.window
-        )
+        quality = LiveQuality(measure, guarantee.value, Embedding.of(artifact), guarantee.window)
         # All requests are measured on one output, if possible on the output for texts.
         model = self._model
         output = guarantee.output or model.signature.outputs[0].name

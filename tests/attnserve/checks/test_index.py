@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnserve.checks.measures import Scores
+from attnserve.checks.meters import new_meter
 from attnserve.checks.quality import QualityMeter, limited_losses
 from attnserve.checks.relations import NEIGHBORS, IndexMeter
 from attnserve.data.datasets import Dataset
 from attnserve.data.row_batches import RowBatch, RowInfo
 from attnserve.limits import TAIL
+from attnserve.literals import Measure, Similarity
 from attnserve.models.artifact import Artifact
+from attnserve.models.embeddings import Embedding
 from attnserve.models.lineage import Calibration
+from attnserve.models.record import Record
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
 
@@ -37,7 +41,7 @@ def rotation(seed: int) -> np.ndarray:
 
 
 def scores(queries: Pair, documents: Pair | None = None) -> Scores:
-    meter = IndexMeter("mean")
+    meter = IndexMeter()
     if documents is None:
         meter.add(*queries, {})
     else:
@@ -175,7 +179,7 @@ def test_short_queries_search_long_documents():
     ("queries", "documents"), [(20, 0), (20, 1), (0, 20), (1, None), (2, None)]
 )
 def test_too_few_documents_are_refused(queries: int, documents: int | None):
-    meter = IndexMeter("mean")
+    meter = IndexMeter()
     if documents is None:
         meter.add(*vectors(0, queries), {})
     for role, rows in (("query", queries), ("document", documents)):
@@ -208,3 +212,30 @@ def test_other_outputs_beside_embeddings_keep_their_measures():
         "sentence_embedding": "index",
         "logits": "kl",
     }
+
+
+@pytest.mark.parametrize("similarity", ["cosine", "dot"])
+@pytest.mark.parametrize("measure", ["index", "similarity"])
+def test_lengths_of_vectors_count_for_models_of_dot_products(
+    measure: Measure, similarity: Similarity
+) -> None:
+    """The new model changes the lengths of vectors alone."""
+    random = np.random.default_rng(0)
+    before = random.standard_normal((60, WIDTH)) * random.uniform(0.5, 2, (60, 1))
+    after = before * random.uniform(0.2, 5, (60, 1))
+    artifact = Artifact(Path("model.onnx"), Record(similarity=similarity))
+    meter = new_meter(measure, Embedding.of(artifact))
+    meter.add(before, after, {})
+    found = meter.scores()
+    products = [rows @ rows.T for rows in (before, after)]
+    for product in products:
+        np.fill_diagonal(product, -np.inf)
+    if measure == "index":  # queries of the new model, documents of the original
+        products[1] = after @ before.T
+        np.fill_diagonal(products[1], -np.inf)
+    old, new = (np.argsort(-product, axis=1)[:, :NEIGHBORS] for product in products)
+    kept = np.mean([len({*a} & {*b}) / NEIGHBORS for a, b in zip(old, new, strict=True)])
+    share = found.value if measure == "index" else found.also["overlap"]
+    assert share == pytest.approx(1.0 if similarity == "cosine" else kept)
+    assert (found.also["r2"] > 0.99) == (similarity == "cosine")
+    assert Embedding.of(Artifact(Path("m.onnx"), Record(similarity="dot", normalize=True))).is_unit

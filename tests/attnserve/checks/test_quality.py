@@ -367,7 +367,7 @@ def test_second_condition_has_a_bound(text_folder: Path):
     """A choice must keep R^2 with a margin, a verification its value."""
     a = RANDOM.standard_normal((100, 6, 32))
     b = a + 0.1 * RANDOM.standard_normal(a.shape) * RANDOM.exponential(size=(100, 1, 1))
-    similarity = new_meter("similarity", "mean")
+    similarity = new_meter("similarity")
     similarity.add(a, b, {})
     scores = similarity.scores()
     assert scores.second is not None and scores.second.value == scores.also["r2"]

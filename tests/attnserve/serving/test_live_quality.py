@@ -47,7 +47,7 @@ class Losses:
 
 def alarms(losses: np.ndarray) -> list[int]:
     """The numbers of rows at which the state changes."""
-    live = LiveQuality("r2", None, GUARANTEED)
+    live = LiveQuality("r2", GUARANTEED)
     live._meter = Losses()  # type: ignore[assignment]
     return [at for at, loss in enumerate(losses, 1) if live.add(np.zeros(1), np.array([loss]), {})]
 
@@ -85,7 +85,7 @@ def vectors(random: np.random.Generator, rows: int, noise: float) -> tuple[np.nd
 
 
 def similarity(a: np.ndarray, b: np.ndarray, guarantee: float | None) -> LiveQuality:
-    live = LiveQuality("similarity", "mean", guarantee)
+    live = LiveQuality("similarity", guarantee)
     for row in range(len(a)):
         live.add(a[row : row + 1], b[row : row + 1], {})
     return live
@@ -110,7 +110,7 @@ def test_similarity_alarms_follow_the_guarantee():
 @pytest.mark.parametrize("measure", ["r2", "kl", "top1", "cosine"])
 def test_every_measure_is_one_for_equal_outputs_and_holds_a_window(measure: Any):
     random = np.random.default_rng(5)
-    live = LiveQuality(measure, None, GUARANTEED)
+    live = LiveQuality(measure, GUARANTEED)
     for _ in range(WINDOW + 70):
         a = random.standard_normal((1, 5, 8))
         live.add(a, a, {"attention_mask": np.array([[1, 1, 1, 1, 0]])})
@@ -125,7 +125,7 @@ def test_index_alarms_follow_the_guarantee():
 
     def broken(rows: int, noise: float, guarantee: float) -> bool:
         a, b = vectors(random, rows, noise)
-        live = LiveQuality("index", "mean", guarantee, window=60)
+        live = LiveQuality("index", guarantee, window=60)
         for row in range(rows):
             live.add(a[row : row + 1], b[row : row + 1], {})
         assert live.report.rows == min(rows, 60) and 0 < live.report.also["overlap"] < 1
@@ -137,7 +137,7 @@ def test_index_alarms_follow_the_guarantee():
 
 
 def index_scores(a: np.ndarray, b: np.ndarray) -> Scores:
-    meter = IndexMeter("mean")
+    meter = IndexMeter()
     meter.add(a, b, {})
     return meter.scores()
 
