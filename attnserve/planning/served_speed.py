@@ -181,106 +181,64 @@ class ServedTimer:
         device = job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        names = served_choices(converted, job.timed_runtimes(plan.precision))
-        if rounds_activations(converted):
-            kept = {runtime_of(converted, device), *verified}
-            may_serve = served_choices(converted, job.runtimes_for(plan.precision))
-            names = [name for name in may_serve if name in kept] or [runtime_of(converted, device)]
-        finals = list(
-            dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
-        )
+        names = self._served_names(converted, plan.precision, verified)
+        finals = dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
         references = job.timed_runtimes("float32")
+        is_lossy = bool(plan.lossy_blocks)
         try:
-            stages = self._stages(rewritten, converted, plan, references, names)
-            first = dict.fromkeys([*stages.exported, *stages.fused])
-            last = dict.fromkeys([*stages.final, *stages.precise])
-            pairs = list(dict.fromkeys([*product(first, references), *product(last, finals)]))
-            times = self._time(pairs, job.workloads)
+            exported, fused = [job.original], [job.original, self.served(job.original)]
+            final: list[ir.Model] = []
+            precise: list[ir.Model] = []  # the fused original in the precision of the plan
+            if plan.precision != "float32":
+                final = [converted]
+                if is_lossy:
+                    precise = [self.served(job.original, plan.precision, plan.float_blocks)]
+            elif is_lossy:
+                final = [rewritten, self.served(rewritten)]
+            results = dict.fromkeys([*final, *precise])
+            pairs = dict.fromkeys([*product(fused, references), *product(results, finals)])
+            times = self._time(list(pairs), job.workloads)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
         if not times:
             return None
         timed = dict(zip(pairs, times, strict=True))
+        # Of each stage, serving selects the fastest model and runtime.
+        at_start = _fastest(timed, exported, references)
+        at_fusion = _fastest(timed, fused, references)
+        at_end = _fastest(timed, final, names) if final else at_fusion
+        at_precision = _fastest(timed, precise, names) if precise else at_end
+        is_converted = plan.precision != "float32"
+        before_removal = at_precision if is_converted else at_fusion
         runtimes = [name for (_, name), of_model in timed.items() if math.isfinite(of_model.ms)]
-        return _speed(stages, timed, list(dict.fromkeys(runtimes)), device)
+        return ServedSpeed(
+            shapes=tuple((workload.batch, workload.length) for workload in at_fusion.by_shape),
+            phase=job.requested_workloads[0].phase,
+            fusion=at_fusion.speedup_over(at_start),
+            precision=at_precision.speedup_over(at_fusion) if is_converted else None,
+            removal=at_end.speedup_over(before_removal) if is_lossy else None,
+            served=at_end.speedup_over(at_fusion),
+            served_by_shape=tuple(each.value for each in at_end.speedups_over(at_fusion).values()),
+            runtimes=tuple(dict.fromkeys(runtimes)),
+            cpu_flags=product_flags(),
+            device=device,
+        )
 
-    def _stages(
-        self,
-        rewritten: ir.Model,
-        converted: ir.Model,
-        plan: Plan,
-        references: Sequence[str],
-        names: Sequence[str],
-    ) -> _Stages:
-        original, is_lossy = self.job.original, bool(plan.lossy_blocks)
-        fused = self.served(original)
-        final: list[ir.Model] = []
-        precise: list[ir.Model] = []
-        if plan.precision != "float32":
-            final = [converted]
-            if is_lossy:
-                precise = [self.served(original, plan.precision, plan.float_blocks)]
-        elif is_lossy:
-            final = [rewritten, self.served(rewritten)]
-        exported, fused = [original], [original, fused]
-        return _Stages(exported, fused, final, precise, plan.precision, references, names)
-
-
-@dataclass(frozen=True)
-class _Stages:
-    """The models that are timed, by stage; of each stage, serving selects the fastest.
-
-    Attributes:
-        exported: The original.
-        fused: The original as it is served.
-        final: The rewritten model, converted and fused; none if it is the original.
-        precise: The fused original in the precision of the rewritten model; none if nothing else
-            is changed.
-        precision: The precision of the rewritten model.
-        references: The runtimes in which the original is timed.
-        names: The runtimes, and pairs of them, that may run the models in this precision.
-    """
-
-    exported: Sequence[ir.Model]
-    fused: Sequence[ir.Model]
-    final: Sequence[ir.Model]
-    precise: Sequence[ir.Model]
-    precision: Precision
-    references: Sequence[str]
-    names: Sequence[str]
+    def _served_names(
+        self, converted: ir.Model, precision: Precision, verified: Collection[str]
+    ) -> Sequence[str]:
+        """The runtimes, and pairs of them, that may serve a model; see ``speed_of``."""
+        job = self.job
+        if not rounds_activations(converted):
+            return served_choices(converted, job.timed_runtimes(precision))
+        stated = runtime_of(converted, job.context.device)
+        may_serve = served_choices(converted, job.runtimes_for(precision))
+        return [name for name in may_serve if name in {stated, *verified}] or [stated]
 
 
 Timed = Mapping[tuple[ir.Model, str], Times[Workload]]
 """The times of models in runtimes."""
-
-
-def _speed(stages: _Stages, timed: Timed, runtimes: Sequence[str], device: Device) -> ServedSpeed:
-    """The speed-up of each stage over the one before it.
-
-    Args:
-        runtimes: The timed runtimes.
-    """
-    exported = _fastest(timed, stages.exported, stages.references)
-    fused = _fastest(timed, stages.fused, stages.references)
-    final = _fastest(timed, stages.final, stages.names) if stages.final else fused
-    changed = None
-    if stages.precision != "float32":
-        changed = _fastest(timed, stages.precise, stages.names) if stages.precise else final
-    is_lossy = bool(stages.precise) or (bool(stages.final) and changed is None)
-    workloads = list(fused.by_shape)
-    return ServedSpeed(
-        shapes=tuple((workload.batch, workload.length) for workload in workloads),
-        phase=workloads[0].phase,
-        fusion=fused.speedup_over(exported),
-        precision=None if changed is None else changed.speedup_over(fused),
-        removal=final.speedup_over(changed or fused) if is_lossy else None,
-        served=final.speedup_over(fused),
-        served_by_shape=tuple(each.value for each in final.speedups_over(fused).values()),
-        runtimes=tuple(runtimes),
-        cpu_flags=product_flags(),
-        device=device,
-    )
 
 
 def _fastest(timed: Timed, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> Times[Workload]:
