@@ -412,11 +412,9 @@ def runtimes(name: str) -> str:
     return "\n\n".join((table(header, rows), source(name)))
 
 
-def rerank() -> str:
+def rerank(name: str) -> str:
     """Latency and order of a reranker beside its peers, and where they were measured."""
-    if not (RESULTS / "rerank.json").is_file():
-        return "No result of it is committed yet."
-    result = load("rerank")
+    result = load(name)
     goals, fastest = result["goals"], result["goals"]["fastest_peer"]
     rows = [
         [
@@ -439,7 +437,7 @@ def rerank() -> str:
     )
     header = ["system", "p50", "p90", "over the fastest peer", "tau", "top-1", "nDCG@10",
               "tau, near", "top-1, near"]  # fmt: skip
-    return "\n\n".join((table(header, rows), best, source("rerank")))
+    return "\n\n".join((table(header, rows), best, source(name)))
 
 
 def _mixture_rows() -> list[dict[str, Any]]:
