@@ -286,6 +286,12 @@ class Model:
         for session in sessions:
             session.allow_padding(rows=rows, tokens=tokens)
 
+    @property
+    def size_multiple(self) -> int:
+        """The tokens of runs are padded to multiples of this number, by the runtime of any row."""
+        parts = parts_by_least_length(self._session).values()
+        return max((part.multiple for part in parts if isinstance(part, PaddingRunner)), default=1)
+
     def prepare_batches(self) -> None:
         """Compile kernels before the first request, and measure the cost of starting a run."""
         example = self._example

@@ -22,7 +22,7 @@ from attnserve.runtime.interface import Feed, Session, SessionWrapper
 from attnserve.serving.buckets import Bucket
 from attnserve.serving.signature import Axes
 
-__all__ = ["Layout", "PaddingRunner", "PaddingSession", "run_overhead"]
+__all__ = ["Layout", "PaddingRunner", "PaddingSession", "padded_length", "run_overhead"]
 
 LARGEST = 512
 """Maximum tokens of a run that is compiled before the first request."""
@@ -110,6 +110,12 @@ class Layout:
         )
 
 
+def padded_length(rows: int, length: int, multiple: int) -> int:
+    """The least length that makes the number of tokens of a run a multiple."""
+    step = multiple // math.gcd(rows, multiple)
+    return -(-length // step) * step
+
+
 @runtime_checkable
 class PaddingSession(Session, Protocol):
     """A session that pads its runs, if padding does not change their results."""
@@ -162,6 +168,11 @@ class PaddingRunner(SessionWrapper[Session]):
         self._multiple, self._longest = multiple, longest
         self._layout: Layout | None = None
 
+    @property
+    def multiple(self) -> int:
+        """The number of tokens of a run is padded to a multiple of this number."""
+        return 1 if self._layout is None else self._multiple
+
     def allow_padding(self, *, rows: bool, tokens: bool) -> None:
         """Pad runs from now on if ``tokens`` may be padded; rows are never added."""
         layout = Layout.of(self.session)
@@ -191,8 +202,9 @@ class PaddingRunner(SessionWrapper[Session]):
         shape = layout.shape(feed) if layout is not None else None
         if layout is None or shape is None:
             return self.session.run(names, feed)
-        padded = shape[0], self._length(*shape)
-        if padded == shape:
+        length = padded_length(*shape, self._multiple)
+        padded = shape[0], length
+        if length == shape[1] or length > self._longest:
             return self.session.run(names, feed)
         outputs = self.session.run(names, _padded(layout, feed, padded))
         names = names or list(layout.outputs)
@@ -200,12 +212,6 @@ class PaddingRunner(SessionWrapper[Session]):
             np.ascontiguousarray(output[layout.cut(name, shape)])
             for name, output in zip(names, outputs, strict=True)
         ]
-
-    def _length(self, rows: int, length: int) -> int:
-        """The least length that makes the number of tokens a multiple."""
-        step = self._multiple // math.gcd(rows, self._multiple)
-        padded = -(-length // step) * step
-        return padded if padded <= self._longest else length
 
 
 def _padded(layout: Layout, feed: Feed, shape: Bucket) -> dict[str, np.ndarray]:

@@ -122,7 +122,7 @@ class Engine:
         overhead = settings.overhead_tokens(model.run_overhead)
         self.batcher = Batcher(
             self._run,
-            Queue(settings.batch_tokens(overhead), overhead, model.max_rows),
+            Queue(settings.batch_tokens(overhead), overhead, model.max_rows, model.size_multiple),
             max_wait_ms=settings.max_wait_ms,
             max_queue=settings.max_queue,
             concurrency=model.concurrency,

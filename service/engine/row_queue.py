@@ -15,6 +15,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from attnserve.serving.padding import padded_length
+
 P = TypeVar("P")
 R = TypeVar("R")
 
@@ -64,25 +66,31 @@ class Division(NamedTuple):
     padded_tokens: int = 0
 
     @classmethod
-    def even(cls, lengths: Sequence[int], batches: int) -> Division:
+    def even(cls, lengths: Sequence[int], batches: int, multiple: int = 1) -> Division:
         """Divide rows into at most ``batches`` batches; the largest is as small as possible.
 
         Args:
             lengths: Tokens of the rows, in rising order; not empty.
+            multiple: See ``Queue``. If it is not 1, the largest batch may be larger than possible.
         """
-        tokens = range(lengths[-1], len(lengths) * lengths[-1] + 1)
+        rows, longest = len(lengths), lengths[-1]
+        first, last = (count * padded_length(count, longest, multiple) for count in (1, rows))
+        tokens = range(first, last + 1)
         least = bisect_left(
-            tokens, True, key=lambda most: len(cls._within(lengths, most)) <= batches
+            tokens, True, key=lambda most: len(cls._within(lengths, most, multiple)) <= batches
         )
-        return cls(cls._within(lengths, tokens[least]), tokens[least])
+        return cls(cls._within(lengths, tokens[least], multiple), tokens[least])
 
     @staticmethod
-    def _within(lengths: Sequence[int], most: int) -> Sequence[int]:
-        """The numbers of rows of the fewest batches with at most ``most`` padded tokens each."""
+    def _within(lengths: Sequence[int], most: int, multiple: int) -> Sequence[int]:
+        """The numbers of rows of few batches with at most ``most`` padded tokens each."""
         sizes: list[int] = []
         left = len(lengths)
         while left:
-            sizes.append(min(left, most // lengths[left - 1]))
+            longest = lengths[left - 1]
+            counts = range(min(left, most // longest), 0, -1)
+            fits = (n for n in counts if n * padded_length(n, longest, multiple) <= most)
+            sizes.append(next(fits))
             left -= sizes[-1]
         return sizes
 
@@ -98,10 +106,14 @@ class Queue:
         budget: Maximum number of padded tokens of a batch: rows x longest row.
         overhead: Maximum padding that a row may add, in tokens: a part of the cost of a run.
         max_rows: Maximum rows of a batch; None for no limit.
+        multiple: The runtime pads rows further, until the tokens of a run are a multiple of this.
     """
 
-    def __init__(self, budget: int, overhead: int = 0, max_rows: int | None = None) -> None:
+    def __init__(
+        self, budget: int, overhead: int = 0, max_rows: int | None = None, multiple: int = 1
+    ) -> None:
         self.budget, self.overhead, self.max_rows = budget, overhead, max_rows
+        self.multiple = multiple
         self._waiting: OrderedDict[Any, OrderedDict[int, AnyRow]] = OrderedDict()
         """The rows of each request by number; the first request has the next turn."""
         self._sorted: dict[Hashable, list[tuple[int, int, AnyRow]]] = {}
@@ -170,7 +182,7 @@ class Queue:
         best: Sequence[int] = ()
         least = math.inf
         for turns in range(1, MOST_TURNS + 1):
-            sizes, padded_tokens = Division.even(lengths, runs * turns)
+            sizes, padded_tokens = Division.even(lengths, runs * turns, self.multiple)
             cost = turns * (padded_tokens + run_cost)
             fits = self.max_rows is None or max(sizes) <= self.max_rows
             if fits and padded_tokens <= self.budget and cost < least:

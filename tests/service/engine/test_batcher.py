@@ -11,6 +11,7 @@ from itertools import combinations, pairwise
 from time import perf_counter, sleep
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from attnserve.runtime.by_load import IS_ALONE
 from attnserve.runtime.stop import STOP
 from attnserve.serving.loaded_model import ModelFailed, OutOfMemory
+from attnserve.serving.padding import padded_length
 from service.engine import batcher as batcher_module
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
 from service.engine.row_queue import AnyRow, Division, Queue, Row
@@ -118,6 +120,18 @@ def test_even_division_has_the_smallest_largest_batch(lengths: list[int], batche
         for cuts in combinations(ends, min(batches, len(lengths)) - 1)
     )
     assert division.padded_tokens == min(candidates)
+
+
+@given(lengths=st.lists(LENGTHS, min_size=1, max_size=40).map(sorted), batches=st.integers(1, 8))
+def test_even_division_counts_the_padding_of_the_runtime(lengths: list[int], batches: int) -> None:
+    division = Division.even(lengths, batches, multiple=8)
+    assert sum(division.sizes) == len(lengths) and len(division.sizes) <= batches
+    ends = np.cumsum(division.sizes[::-1])  # shortest rows first
+    costs = [
+        rows * padded_length(rows, lengths[end - 1], 8)
+        for rows, end in zip(division.sizes[::-1], ends, strict=True)
+    ]
+    assert max(costs) <= division.padded_tokens and all(cost % 8 == 0 for cost in costs)
 
 
 def test_queue_take_separates_keys() -> None:
