@@ -403,7 +403,7 @@ def _open(
     short_rows: int | None,
 ) -> Session:
     name = source.name if isinstance(source, Path) else source.graph.name or "the model in memory"
-    core = _core(openvino, options.copied)
+    core = _core(openvino, bool(options.copied))
     try:
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
             if isinstance(source, Path):
