@@ -37,16 +37,16 @@ class MalformedRequest(ServiceError):
     default_code = "request.malformed"
 
 
-class NotFound(ServiceError):
-    """The model or version does not exist, or the model does not support the task."""
-
-    default_code = "request.not_found"
-
-
-class UnknownModel(NotFound):
+class UnknownModel(ServiceError):
     """No model has this name or version, or the request must name one of several."""
 
     default_code = "model.unknown"
+
+
+class UnsupportedTask(ServiceError):
+    """The model does not support the task, for example because it has no tokenizer."""
+
+    default_code = "model.unsupported_task"
 
 
 class InvalidField(InvalidData):
@@ -108,7 +108,8 @@ class Error(BaseModel):
 HTTP_STATUS: Mapping[type[AttnserveError], int] = {
     MalformedRequest: 400,
     EmptyBatch: 400,
-    NotFound: 404,
+    UnknownModel: 404,
+    UnsupportedTask: 404,
     TooLarge: 413,
     InvalidData: 422,
     InvalidArgument: 422,

@@ -64,7 +64,7 @@ class Exchange:
 
         Raises:
             NotReady: The model is not loaded.
-            NotFound: Unknown model or version.
+            UnknownModel: Unknown model or version.
         """
         name, version = self.path.get("name", name), self.path.get("version", version)
         return self.repository.engine(name, version)

@@ -62,11 +62,11 @@ from service.engine.engine import Engine
 from service.errors import (
     DeadlineExceeded,
     EmptyBatch,
-    NotFound,
     NotReady,
     Overloaded,
     TooLarge,
     UnknownModel,
+    UnsupportedTask,
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -94,7 +94,7 @@ ERRORS: dict[type[AttnserveError], tuple[int, ErrorType]] = {
     EmptyBatch: (400, "Empty"),
     UnknownModel: (404, "Validation"),
     TooLarge: (413, "Validation"),
-    NotFound: (424, "Backend"),  # the model does not support the route
+    UnsupportedTask: (424, "Backend"),
     ModelFailed: (424, "Backend"),
     CheckFailed: (424, "Backend"),
     Overloaded: (429, "Overloaded"),

@@ -34,10 +34,11 @@ from service.engine.row_queue import Queue, Row
 from service.engine.shadow import Shadow
 from service.errors import (
     DeadlineExceeded,
-    NotFound,
     NotReady,
     Overloaded,
     TooLarge,
+    UnknownModel,
+    UnsupportedTask,
     hide_folders,
 )
 from service.metrics import ModelMetrics, StageNanoseconds, VersionState
@@ -58,7 +59,8 @@ REASONS: Mapping[type[BaseException], str] = {
     TooLarge: "too_large",
     InvalidData: "invalid",
     InvalidArgument: "invalid",
-    NotFound: "invalid",
+    UnknownModel: "invalid",
+    UnsupportedTask: "invalid",
     NotReady: "not_ready",
     ModelFailed: "not_ready",
     CheckFailed: "not_finite",
@@ -256,7 +258,7 @@ class Engine:
             deadline: On the clock of ``perf_counter``; None for none.
 
         Raises:
-            NotFound: The model has no tokenizer, or has no embeddings, classes or reranker.
+            UnsupportedTask: The model has no tokenizer, or has no embeddings, classes or reranker.
             InvalidData: A text is too long, or the model takes no texts.
             InvalidArgument: The outputs of the model are not embeddings.
             TooLarge: Too many texts, characters or tokens in one request.
@@ -264,7 +266,7 @@ class Engine:
         """
         model = self.model
         if (refusal := model.tasks[task]) is not None:
-            raise refusal.error("", kind=NotFound, area="model")
+            raise refusal.error("", kind=UnsupportedTask, area="model")
         with self._counted() as started_ns:
             is_short = check_texts(model, self.settings, texts)
             names = (model.text_output(task),)
@@ -308,7 +310,7 @@ class Engine:
         """Return the result of ``work`` for each text. Only the tokenizer runs, not the model.
 
         Raises:
-            NotFound: The model has no tokenizer.
+            UnsupportedTask: The model has no tokenizer.
             InvalidData: The tokenizer fails on a text.
             TooLarge: Too many texts or characters in one request.
             Overloaded, DeadlineExceeded, NotReady: In the cases of ``infer``.

@@ -88,7 +88,7 @@ class Repository:
             version: None for the highest version.
 
         Raises:
-            NotFound: Unknown model or version.
+            UnknownModel: Unknown model or version.
             NotReady: The model is not loaded.
         """
         if name is None:
@@ -111,7 +111,7 @@ class Repository:
         """The loaded versions of ``name``, lowest first.
 
         Raises:
-            NotFound: Unknown model.
+            UnknownModel: Unknown model.
             NotReady: The model is not loaded.
         """
         self.engine(name)
@@ -232,7 +232,7 @@ class Repository:
         loaded one stays in place, and the other versions are loaded nevertheless.
 
         Raises:
-            NotFound: The model is not on disk.
+            UnknownModel: The model is not on disk.
             InvalidModel: A version cannot be loaded.
             Overloaded: Too many loads wait.
             NotReady: The models are being loaded.
@@ -261,7 +261,7 @@ class Repository:
         """Refuse new requests for ``name``, answer the accepted ones, then free the model.
 
         Raises:
-            NotFound: Unknown model.
+            UnknownModel: Unknown model.
             NotReady: The models are being loaded.
         """
         self._require_started()

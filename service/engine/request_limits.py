@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from attnserve.models.tokenizer import Encoding, Text
 from attnserve.serving.loaded_model import Model
-from service.errors import NotFound, TooLarge
+from service.errors import TooLarge, UnsupportedTask
 from service.settings import Settings
 
 SHORT_CHARACTERS = 2000
@@ -56,11 +56,11 @@ def check_texts(model: Model, settings: Settings, texts: Sequence[Text | Encodin
         Whether the texts are short in total (``SHORT_CHARACTERS``).
 
     Raises:
-        NotFound: The model has no tokenizer.
+        UnsupportedTask: The model has no tokenizer.
         TooLarge: There are too many texts, or a text has too many characters.
     """
     if model.encoder is None:
-        raise NotFound(
+        raise UnsupportedTask(
             f"{model.name} has no tokenizer.json, which texts need",
             f"send token ids to /v2/models/{model.name}/infer",
         )

@@ -21,7 +21,7 @@ from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import NotFound, NotReady
+from service.errors import NotReady, UnknownModel
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
@@ -141,7 +141,7 @@ class SharedRepository(Repository):
             await self._follow_target()
             try:
                 await change(name)
-            except NotFound:
+            except UnknownModel:
                 raise
             except AttnserveError as error:  # other versions may have been loaded
                 failure = error

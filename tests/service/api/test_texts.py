@@ -17,7 +17,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.api.texts import TextSimilarityRequest
-from service.errors import NotFound
+from service.errors import UnsupportedTask
 from tests.errors import raises
 from tests.service.tiny import (
     CLASSIFIER,
@@ -360,7 +360,7 @@ def test_embed_scores_are_refused_with_the_right_route(
         assert answer.status_code == 404 and route in answer.text, answer.text
     app: Any = client.app
     engine = app.state.repository.engine("scores")
-    with raises(NotFound, "model.no_embeddings", "scores"):
+    with raises(UnsupportedTask, "model.no_embeddings", "scores"):
         asyncio.run(engine.run_task("embed", ["a"]))
 
 

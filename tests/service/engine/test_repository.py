@@ -26,7 +26,7 @@ from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidArgument, InvalidModel
 from service.engine.model_loader import ModelLoader
 from service.engine.repository import MAX_LOADS, Entry, Repository
-from service.errors import NotFound, NotReady, UnknownModel, hide_folders
+from service.errors import NotReady, UnknownModel, hide_folders
 from tests.errors import raises
 from tests.service.conftest import serving, until
 from tests.service.tiny import FOREVER, ids_request, write_encoder, write_model
@@ -183,7 +183,7 @@ async def test_load_unload_and_load_again_serves(tmp_path: Path) -> None:
     write_scale(tmp_path / "a", 1)
     async with serving(tmp_path) as repository:
         write_scale(tmp_path / "b", 2)
-        with pytest.raises(NotFound):
+        with pytest.raises(UnknownModel):
             repository.engine("b")
         assert repository.index()[1] == Entry("b", "1", "UNAVAILABLE", "not loaded")
         await repository.load("b")
