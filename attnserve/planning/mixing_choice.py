@@ -98,7 +98,7 @@ class MixingComparison:
         precision = self.job.target.precision
         try:
             served = [
-                self.timer.served(model, precision)
+                (self.timer.served(model, precision), self.job.context.device.runtime)
                 for model in (self.job.original, *models.values())
             ]
             times = self.timer.time(served, workloads, min_speedup=1.0)

@@ -99,23 +99,16 @@ class ServedTimer:
 
     def time(
         self,
-        models: Sequence[ir.Model],
-        workloads: Sequence[Workload],
-        min_speedup: float = 0.0,
-    ) -> list[Times[Workload]]:
-        """``time_models`` in the runtime of the context, on example inputs."""
-        runtime = self.job.context.device.runtime
-        return self._time([(model, runtime) for model in models], workloads, min_speedup)
-
-    def _time(
-        self,
         timed: Sequence[tuple[ir.Model, str]],
         workloads: Sequence[Workload],
+        *,
+        seconds: float | None = None,
         min_speedup: float = 0.0,
     ) -> list[Times[Workload]]:
-        job = self.job
-        feeds = example_feeds(job.original, workloads, job.context.seed)
-        return time_models(timed, feeds, context=job.context, min_speedup=min_speedup)
+        """Time models in runtimes on example inputs; see ``time_models``."""
+        context = self.job.context
+        feeds = example_feeds(self.job.original, workloads, context.seed)
+        return time_models(timed, feeds, context=context, seconds=seconds, min_speedup=min_speedup)
 
     def compare(
         self, models: Mapping[Name, ir.Model], runtimes: Mapping[Name, Sequence[str]]
@@ -127,7 +120,7 @@ class ServedTimer:
         """
         names = [(name, runtime) for name in models for runtime in runtimes[name]]
         timed = [(models[name], runtime) for name, runtime in names]
-        times = self._time(timed, self.job.workloads)
+        times = self.time(timed, self.job.workloads)
         compared: dict[Name, dict[str, Times[Workload]]] = {}
         for (name, runtime), of_model in zip(names, times, strict=False):
             compared.setdefault(name, {})[runtime] = of_model
@@ -197,7 +190,7 @@ class ServedTimer:
                 final = [rewritten, self.served(rewritten)]
             results = dict.fromkeys([*final, *precise])
             pairs = dict.fromkeys([*product(fused, references), *product(results, finals)])
-            times = self._time(list(pairs), job.workloads)
+            times = self.time(list(pairs), job.workloads)
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None

@@ -26,7 +26,7 @@ from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
 from attnserve.planning.runtime_verification import OpenNew, verify_in_other_runtimes
 from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.served_speed import ServedTimer, example_feeds, time_models
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.cache import digest
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Speedup, Times
@@ -308,16 +308,12 @@ class Judge:
         seconds: float | None = None,
         min_speedup: float = 0.0,
     ) -> list[Times[Workload]]:
-        """Time models in interleaved runs; see ``time_models``.
+        """Time models in interleaved runs.
 
         Raises:
             CannotRewrite: The models cannot run side by side, for example for lack of memory.
         """
-        job = self.job
-        feeds = example_feeds(job.original, workloads, job.context.seed)
-        times = time_models(
-            timed, feeds, context=job.context, seconds=seconds, min_speedup=min_speedup
-        )
+        times = self.served.time(timed, workloads, seconds=seconds, min_speedup=min_speedup)
         if not times:
             raise CannotRewrite(
                 "two models of the search cannot be timed together",
