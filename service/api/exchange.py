@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -166,26 +166,17 @@ class Exchange:
             )
         return self.started + min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
 
-    async def run(
-        self,
-        work: Callable[..., Coroutine[Any, Any, T]],
-        *inputs: Any,
-        timeout_us: int | None = None,
-        **options: Any,
-    ) -> T:
-        """Run a method of an engine within the time limit, until the client disconnects.
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the answer of an engine until the client disconnects.
 
         Args:
-            work: Receives ``inputs``, ``options`` and the ``deadline``.
-            timeout_us: See ``deadline``.
+            work: A call with ``deadline``.
 
         Raises:
-            InvalidData: x-timeout-ms is invalid.
             ClientGone: The client disconnected.
-            AttnserveError: An error of the method.
+            AttnserveError: An error of the call.
         """
-        deadline = self.deadline(timeout_us)
-        return await cancel_on_disconnect(self.request, work(*inputs, deadline=deadline, **options))
+        return await cancel_on_disconnect(self.request, work)
 
 
 async def _current(request: Request) -> Exchange:

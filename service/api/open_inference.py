@@ -242,8 +242,9 @@ async def infer(exchange: Here, body: InferRequest) -> Response:
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = exchange.acquire()
     names = [output.name for output in body.outputs]
+    deadline = exchange.deadline(body.parameters.timeout)
     answer = await exchange.run(
-        engine.infer, inputs, names, timeout_us=body.parameters.timeout, hold=exchange.hold_answer
+        engine.infer(inputs, names, deadline=deadline, hold=exchange.hold_answer)
     )
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {

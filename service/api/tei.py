@@ -24,7 +24,7 @@ from attnserve.models.tokenizer import TextEncoder
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
-from service.api.exchange import Here
+from service.api.exchange import Exchange, Here
 from service.api.ranking import query_pairs, ranked_by_score
 from service.api.requests import Body, JsonRoute, parse_json, serve_at
 from service.api.responses import json_response, respond
@@ -48,6 +48,7 @@ from service.api.tei_bodies import (
     SparseValue,
     TeiBody,
     TokenizeRequest,
+    TruncationOptions,
 )
 from service.api.texts import (
     Prediction,
@@ -58,7 +59,8 @@ from service.api.texts import (
     with_prompt,
     with_token_ids,
 )
-from service.engine.engine import Engine
+from service.engine.answer import TextAnswer
+from service.engine.engine import Engine, Text
 from service.errors import (
     DeadlineExceeded,
     EmptyBatch,
@@ -147,20 +149,36 @@ async def embed(exchange: Here, body: EmbedRequest) -> Response:
         engine,
         with_token_ids(engine, body.inputs, "inputs"),
         VectorOptions(prompt_name=body.prompt_name, dimensions=body.dimensions),
-        **body.truncation,
+        truncate=body.truncate,
+        side=body.side,
         normalize=body.normalize,
         default_prompt=False,
     )
     return await respond(exchange, engine, answer, vectors)
 
 
+async def _run(
+    exchange: Exchange,
+    engine: Engine,
+    task: TextTask,
+    texts: Sequence[Text],
+    options: TruncationOptions,
+) -> TextAnswer:
+    work = engine.run_task(
+        task,
+        texts,
+        truncate=options.truncate,
+        side=options.side,
+        deadline=exchange.deadline(),
+    )
+    return await exchange.run(work)
+
+
 @_route("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, including special tokens, without pooling."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await exchange.run(
-        engine.run_task, "tokens", _prompted(engine, body), **body.truncation
-    )
+    answer = await _run(exchange, engine, "tokens", _prompted(engine, body), body)
     vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
     return await respond(exchange, engine, answer, vectors)
 
@@ -169,9 +187,7 @@ async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
 async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await exchange.run(
-        engine.run_task, "sparse", _prompted(engine, body), **body.truncation
-    )
+    answer = await _run(exchange, engine, "sparse", _prompted(engine, body), body)
     content = [await _sparse_values(row) for row in answer.vectors]
     return await respond(exchange, engine, answer, content)
 
@@ -189,7 +205,7 @@ async def rerank(exchange: Here, body: RerankRequest) -> Response:
     """The relevance of each text to the query, most relevant first."""
     engine = exchange.acquire(body.model, body.version)
     pairs = query_pairs(engine, body.query, body.texts)
-    answer = await exchange.run(engine.run_task, "rerank", pairs, **body.truncation)
+    answer = await _run(exchange, engine, "rerank", pairs, body)
     activation = "identity" if body.raw_scores else engine.model.artifact.activation
     ranks = [
         {"index": at, "score": score} | ({"text": body.texts[at]} if body.return_text else {})
@@ -203,7 +219,7 @@ async def predict(exchange: Here, body: PredictRequest) -> Response:
     """The classes of a text or pair, most likely first; for a batch, a list of these."""
     engine = exchange.acquire(body.model, body.version)
     is_batch, texts = body.inputs
-    answer = await exchange.run(engine.run_task, "classify", texts, **body.truncation)
+    answer = await _run(exchange, engine, "classify", texts, body)
     predictions = classes(engine, answer, raw_scores=body.raw_scores)
     return await respond(exchange, engine, answer, predictions if is_batch else predictions[0])
 
@@ -218,7 +234,8 @@ async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
         engine,
         [inputs.source_sentence, *inputs.sentences],
         VectorOptions(prompt_name=options.prompt_name),
-        **options.truncation,
+        truncate=options.truncate,
+        side=options.side,
         default_prompt=False,
     )
     return await respond(exchange, engine, answer, cosines_of(vectors[:1], vectors[1:])[0])
@@ -236,7 +253,7 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
         special=body.add_special_tokens,
         most=engine.settings.max_tokens,
     )
-    rows = await exchange.run(engine.tokenize, texts, work)
+    rows = await exchange.run(engine.tokenize(texts, work, deadline=exchange.deadline()))
     content: list[list[dict[str, Any]]] = []
     for text, row in zip(whole, rows, strict=True):
         place = _byte_places(text)
@@ -268,7 +285,9 @@ async def decode(exchange: Here, body: DecodeRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(await exchange.run(engine.tokenize, rows, work))
+    return json_response(
+        await exchange.run(engine.tokenize(rows, work, deadline=exchange.deadline()))
+    )
 
 
 @_route("/info", method="GET")

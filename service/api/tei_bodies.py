@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
 from pydantic_core import PydanticCustomError
 
+from attnserve.literals import Side
 from service.api.requests import Body, Name
 from service.errors import EmptyBatch
 
@@ -112,9 +113,9 @@ class TruncationOptions(Body):
     """The side at which texts lose tokens."""
 
     @property
-    def truncation(self) -> dict[str, Any]:
-        """The arguments ``truncate`` and ``side`` of ``Engine.run_task``."""
-        return {"truncate": self.truncate, "side": self.truncation_direction.lower()}
+    def side(self) -> Side:
+        """The side at which texts lose tokens, as ``Engine.run_task`` takes it."""
+        return "left" if self.truncation_direction.lower() == "left" else "right"
 
 
 class EmbedAllRequest(TeiBody, Prompted, TruncationOptions):

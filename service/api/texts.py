@@ -175,7 +175,10 @@ async def embed_texts(
     """
     artifact, dimensions = engine.model.artifact, options.dimensions
     prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
-    answer = await exchange.run(engine.run_task, "embed", prompted, truncate=truncate, side=side)
+    deadline = exchange.deadline()
+    answer = await exchange.run(
+        engine.run_task("embed", prompted, truncate=truncate, side=side, deadline=deadline)
+    )
     vectors = answer.vectors
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise InvalidField(
@@ -265,7 +268,10 @@ async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     prompt = engine.model.artifact.prompt()
     texts = [prompt + text for text in body.inputs]
-    answer = await exchange.run(engine.run_task, "classify", texts, truncate=body.truncate)
+    deadline = exchange.deadline()
+    answer = await exchange.run(
+        engine.run_task("classify", texts, truncate=body.truncate, deadline=deadline)
+    )
     predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
@@ -291,7 +297,8 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = exchange.acquire(body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings: Sequence[Encoding] = await exchange.run(engine.tokenize, body.inputs, work)
+    deadline = exchange.deadline()
+    encodings = await exchange.run(engine.tokenize(body.inputs, work, deadline=deadline))
     tokens = [encoding.ids for encoding in encodings]
     count = sum(map(len, tokens))
     check_limit(count, engine.settings.max_tokens, "tokens")
