@@ -70,7 +70,7 @@ class ServedModel(Protocol):
     """A served version of a rewritten model."""
 
     version: str
-    content: str
+    identity: str
     model: Model
 
     @property
@@ -88,14 +88,14 @@ class ServedRow:
 
     Attributes:
         key: Name and version of the model that answered.
-        content: The checksum of the model's files, because another model may get the name later.
+        identity: The checksum of the model's files, because another model may get the name later.
         task: The task of the text; None for a row of tensors.
         payload: A text, or the inputs.
         outputs: The served outputs; for a text, the vector or the scores.
     """
 
     key: tuple[str, str]
-    content: str
+    identity: str
     task: TextTask | None
     payload: Encoding | Feed
     outputs: Mapping[str, np.ndarray]
@@ -175,12 +175,12 @@ class ComparisonProcess:
         Raises:
             AttnserveError: The comparison or the start of the child failed.
         """
-        identity = (*row.key, row.content)
+        wanted = (*row.key, row.identity)
         served = next(
             (
                 served_model
                 for served_model in self._served()
-                if (served_model.name, served_model.version, served_model.content) == identity
+                if (served_model.name, served_model.version, served_model.identity) == wanted
             ),
             None,
         )

@@ -99,7 +99,7 @@ class Engine:
         reload: Loads the same model again after a failure of its session; called in a thread.
         shadow: Receives the rows of answered requests.
         version: A number, as text.
-        content: A checksum of the files of the model.
+        identity: A checksum of the files of the model, with external data.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class Engine:
         shadow: Shadow,
         *,
         version: str = "1",
-        content: str = "",
+        identity: str = "",
     ) -> None:
         self.model = model
-        self.version, self.content = version, content
+        self.version, self.identity = version, identity
         self._range = CalibrationRange.read(model.artifact.lineage)
         self._shadow = shadow
         self.settings = settings

@@ -96,9 +96,9 @@ class ModelLoader:
             for version in sorted(versions, key=int)
         ]
 
-    def contents_of(self, name: str) -> dict[str, str]:
+    def identities_of(self, name: str) -> dict[str, str]:
         """The checksum of each loaded version of a model."""
-        return {version: engine.content for version, engine in self.by_name.get(name, {}).items()}
+        return {version: engine.identity for version, engine in self.by_name.get(name, {}).items()}
 
     async def replace(self, name: str, versions: Collection[str] | None = None) -> None:
         """Load ``versions`` of ``name``, None for all, and replace the loaded versions.
@@ -198,7 +198,7 @@ class ModelLoader:
             if (
                 served_engine is None
                 or not served_engine.ready
-                or checked.identity != served_engine.content
+                or checked.identity != served_engine.identity
             ):
                 return False
             done = served_engine.model.operators
@@ -239,7 +239,7 @@ class ModelLoader:
             reload,
             self._shadow,
             version=version,
-            content=checked_model.identity,
+            identity=checked_model.identity,
         )
         if self.started:
             log_operators(engine)
@@ -270,7 +270,7 @@ class ModelLoader:
                 engine.model.operators = self._shown(OperatorReport(why=str(error)))
                 return
             assert checked_model is not None
-            if checked_model.identity != engine.content:  # the files were replaced
+            if checked_model.identity != engine.identity:  # the files were replaced
                 await asyncio.to_thread(checked_model.model.close)
                 return
             if checked_model.fusion is not None:  # the result was not stored: do not retry forever

@@ -251,7 +251,9 @@ class Repository:
             raise
         finally:
             self._loads -= 1
-        audit.info("loaded %s", name, extra={"fields": {"versions": self.loader.contents_of(name)}})
+        audit.info(
+            "loaded %s", name, extra={"fields": {"versions": self.loader.identities_of(name)}}
+        )
 
     async def change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
         """Apply ``change`` to the versions of ``name`` in every process."""

@@ -125,8 +125,8 @@ class Shadow:
         reports: dict[Version, dict[str, Any]] = {}
         for engine in self._engines():
             key = (engine.name, engine.version)
-            content, quality = written.get("\0".join(key), ("", {}))
-            if quality and content == engine.content:
+            identity, quality = written.get("\0".join(key), ("", {}))
+            if quality and identity == engine.identity:
                 reports[key] = quality
         return reports
 
@@ -153,7 +153,7 @@ class Shadow:
             row = random.choice(rows)
             key = (engine.name, engine.version)
             served = dict(zip(names, row.result, strict=True))
-            sample = ServedRow(key, engine.content, task, row.payload, served)
+            sample = ServedRow(key, engine.identity, task, row.payload, served)
         if not sampled_texts and sample is None:
             return None
 
@@ -255,7 +255,7 @@ class Shadow:
     def _publish(self, sample: ServedRow, quality: dict[str, Any]) -> None:
         if quality.pop("changed"):
             _log_change(sample.key, quality)
-        self._reports = {**self._reports, "\0".join(sample.key): (sample.content, quality)}
+        self._reports = {**self._reports, "\0".join(sample.key): (sample.identity, quality)}
         if self._folder is not None:
             with suppress(OSError):
                 write_atomically(self._folder / "reports.json", orjson.dumps(self._reports))

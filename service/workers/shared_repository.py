@@ -268,19 +268,19 @@ class SharedRepository(Repository):
 
     async def _apply_model(self, name: str, target: TargetModel) -> None:
         failure: AttnserveError | None = None
-        contents = self.loader.contents_of(name)
-        if contents != target.contents:
+        identities = self.loader.identities_of(name)
+        if identities != target.identities:
             try:
-                if target.contents:
-                    await self.loader.replace(name, target.contents)
+                if target.identities:
+                    await self.loader.replace(name, target.identities)
                 else:
                     await self.loader.remove(name)
             except AttnserveError as error:  # may be a version that failed in every worker
                 failure = error
         for version, engine in list(self.loader.by_name.get(name, {}).items()):
-            if engine.content not in (target.contents.get(version), contents.get(version)):
+            if engine.identity not in (target.identities.get(version), identities.get(version)):
                 self.loader.retire(engine)  # two workers must not serve different files
-        if self.loader.contents_of(name) != target.contents:
+        if self.loader.identities_of(name) != target.identities:
             raise failure or InvalidModel(
                 f"{name}: its files have changed since another worker loaded them",
                 "load it again",
@@ -298,13 +298,15 @@ class SharedRepository(Repository):
         """
         before = self._state.target() or TargetState(0, {})
         models = before.models | {
-            name: TargetModel(self.loader.contents_of(name), self.loader.failures.get(name, {}))
+            name: TargetModel(self.loader.identities_of(name), self.loader.failures.get(name, {}))
             for name in names
         }
         generation = before.generation + 1
         self._state.set_target(TargetState(generation, models))
         self._generation = generation
-        if all(self.loader.contents_of(name) == model.contents for name, model in models.items()):
+        if all(
+            self.loader.identities_of(name) == model.identities for name, model in models.items()
+        ):
             self._error = None
         return generation
 

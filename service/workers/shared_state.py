@@ -43,7 +43,7 @@ T = TypeVar("T")
 class TargetModel:
     """The checksum of each version of a model to serve, and the reasons of failed versions."""
 
-    contents: dict[str, str]
+    identities: dict[str, str]
     failures: dict[str, str]
 
 

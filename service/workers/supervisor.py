@@ -276,7 +276,7 @@ class _Supervisor:
         elif self._serving == workers:
             target = self._state.target()
             models = target.models.items() if target else ()
-            names = (name for name, model in models if model.contents)
+            names = (name for name, model in models if model.identities)
             log_ready(settings, self._address.getsockname(), names)
             self._state.set_complete()
             log.info(

@@ -319,7 +319,7 @@ def test_scores_of_an_equal_classifier_meet_the_guarantee(activation: str, tmp_p
 
 
 def test_row_of_a_model_that_was_replaced_is_not_compared(tmp_path: Path):
-    now: Any = SimpleNamespace(name="m", version="1", content="new")
+    now: Any = SimpleNamespace(name="m", version="1", identity="new")
     process = ComparisonProcess(tmp_path, CPU, lambda: [now], print, timeout_s=1)
     row = ServedRow(("m", "1"), "old", None, {}, {})
     assert process.compare(row) is None
