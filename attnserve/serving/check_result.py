@@ -32,7 +32,7 @@ class CheckResult:
         content: A checksum of the model's files except the external data (``content_of``).
         identity: A checksum of all files of the model.
         external: The external data files of the model with their checksums.
-        rewritten: The model with fused operators; None if the original is run.
+        fused_file: The model with fused operators; None if the original is run.
         operators: The operators of the model that is run.
         facts: Facts of the original.
         fused_facts: Facts of the fused model; None if the original is run.
@@ -42,7 +42,7 @@ class CheckResult:
     content: str
     identity: str
     external: tuple[tuple[Path, str], ...]
-    rewritten: Path | None
+    fused_file: Path | None
     operators: OperatorReport
     facts: GraphFacts = field(compare=False)
     fused_facts: GraphFacts | None = field(default=None, compare=False)
@@ -86,7 +86,7 @@ class CheckResult:
 
     def unfused(self, why: str) -> CheckResult:
         """The result for the model without operator fusion, for the reason ``why``."""
-        return replace(self, rewritten=None, operators=OperatorReport(why=why), fused_facts=None)
+        return replace(self, fused_file=None, operators=OperatorReport(why=why), fused_facts=None)
 
 
 def identify(artifact: Artifact) -> CheckResult:

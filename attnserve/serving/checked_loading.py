@@ -71,14 +71,14 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
     try:
         model = open_model(
             artifact,
-            graph=checked.rewritten,
+            graph=checked.fused_file,
             operators=checked.operators,
             facts=checked.fused_facts or checked.facts,
         )
         model.warm_up()
         model.prepare_batches()
     except AttnserveError as error:
-        if checked.rewritten is None:
+        if checked.fused_file is None:
             raise
         # For example a deleted file, or no memory.
         return _open(artifact, checked.unfused(error.what), open_model)

@@ -195,7 +195,7 @@ class LoadChecker:
         if result.identity != entry["identity"]:
             return None
         fused = self._cache.file(content) if is_fused else None
-        return replace(result, rewritten=fused, fused_facts=fused_facts)
+        return replace(result, fused_file=fused, fused_facts=fused_facts)
 
     def _try(self, artifact: Artifact, content: str) -> CheckResult:
         """Run a new check, with the errors of ``check``."""
@@ -247,7 +247,7 @@ class LoadChecker:
             "operators": result.operators.to_json(),
             "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
         }
-        is_fused = result.rewritten is not None
+        is_fused = result.fused_file is not None
         self._cache.write(result.content, stored, fused=is_fused, is_final=is_final)
 
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
@@ -326,7 +326,7 @@ class LoadChecker:
             if not result.is_current(artifact):
                 return result.unfused("the files changed during the fusion")
             if fused_result.fused_facts is not None:
-                fused_result = replace(fused_result, rewritten=self._cache.keep(file))
+                fused_result = replace(fused_result, fused_file=self._cache.keep(file))
         self._write(fused_result, is_final=is_final)
         return fused_result
 

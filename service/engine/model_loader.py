@@ -202,7 +202,7 @@ class ModelLoader:
             ):
                 return False
             done = served_engine.model.operators
-            is_news = checked.rewritten is not None or checked.fusion is not None
+            is_news = checked.fused_file is not None or checked.fusion is not None
             return done.fused is not None or done.is_pending or not is_news
 
         try:
@@ -259,7 +259,7 @@ class ModelLoader:
         async with self._alone(), self._changing:
             if self.by_name.get(name, {}).get(version) is not engine or self._checker.is_closed:
                 return
-            if checked.rewritten is None:
+            if checked.fused_file is None:
                 engine.model.operators = self._shown(checked.operators)
                 log_operators(engine)
                 return

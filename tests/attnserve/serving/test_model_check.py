@@ -79,7 +79,7 @@ def test_check_result_is_cached_and_file_is_private(
     folder = tmp_path / "rewritten"
     one = checker(folder)
     found = one.check(open_artifact(bert))
-    assert found.rewritten is not None and list(folder.glob("*.onnx")) == [found.rewritten]
+    assert found.fused_file is not None and list(folder.glob("*.onnx")) == [found.fused_file]
     assert folder.stat().st_mode & 0o077 == 0
     assert found.identity == identify(open_artifact(bert)).identity
     child("raise SystemExit(5)")
@@ -90,7 +90,7 @@ def test_check_result_is_cached_and_file_is_private(
 @pytest.mark.usefixtures("child")
 def test_checker_temporary_folder_is_deleted_with_it(bert: Path) -> None:
     one = checker()
-    path = one.check(open_artifact(bert)).rewritten
+    path = one.check(open_artifact(bert)).fused_file
     assert path is not None and path.is_file()
     del one
     until(lambda: not path.parent.exists())  # the thread of the fusion may still end
@@ -120,7 +120,7 @@ def test_check_fusion_fails_original_is_served(
         monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child(more)
     found = checker(tmp_path / "rewritten").check(open_artifact(bert))
-    assert found.rewritten is None and found.operators.fused is None
+    assert found.fused_file is None and found.operators.fused is None
     assert why in found.operators.why
     assert [path.suffix for path in (tmp_path / "rewritten").iterdir()] == [".json"]
 
@@ -149,7 +149,7 @@ def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_pa
     folder = tmp_path / "rewritten"
     one, worker = checker(folder), checker(folder)
     first = one.check(open_artifact(bert))
-    assert first.rewritten is None and first.operators == model_check.PENDING
+    assert first.fused_file is None and first.operators == model_check.PENDING
     second = worker.check(open_artifact(bert))  # another process: the load is not checked again
     assert first.fusion is not None and second.fusion is not None
     assert one.check(open_artifact(bert)).fusion is first.fusion
@@ -157,7 +157,7 @@ def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_pa
     fused = first.fusion.result(300)
     assert fused.operators.fused is not None and fused.identity == first.identity
     assert second.fusion.result(300) == fused and (tmp_path / "count").read_text() == "x"
-    assert fused.rewritten is not None and fused.rewritten.is_file()
+    assert fused.fused_file is not None and fused.fused_file.is_file()
     assert one.check(open_artifact(bert)) == fused == checker(folder).check(open_artifact(bert))
 
 
@@ -174,10 +174,10 @@ def test_check_files_replaced_during_the_fusion_are_not_mixed(
     gate.touch()
     assert first.fusion is not None
     found = first.fusion.result(300)
-    assert found.rewritten is None and "changed" in found.operators.why
+    assert found.fused_file is None and "changed" in found.operators.why
     again = checker(tmp_path / "rewritten").check(open_artifact(bert))
     assert again.fusion is not None  # nothing was known of its fusion
-    assert again.fusion.result(300).rewritten is not None
+    assert again.fusion.result(300).fused_file is not None
 
 
 @pytest.mark.parametrize("way", ["close", "SIGTERM", "SIGINT"])
@@ -193,7 +193,7 @@ def test_check_stopped_fusion_is_not_cached(
     else:
         until(lambda: is_ended_by_sigint(process.pid))
         process.send_signal(signal.Signals[way])
-    assert first.fusion is not None and first.fusion.result(300).rewritten is None
+    assert first.fusion is not None and first.fusion.result(300).fused_file is None
     other = checker(tmp_path / "rewritten")
     assert other.check(open_artifact(bert)).operators == model_check.PENDING
     other.close()
@@ -212,12 +212,12 @@ def test_check_little_memory_or_disk_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(model_check, "available_bytes", lambda: 1 << 20)
         found = checker(folder).check(open_artifact(bert))
-        assert found.rewritten is None and "of memory" in found.operators.why
+        assert found.fused_file is None and "of memory" in found.operators.why
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         found = checker(folder).check(open_artifact(bert))
-        assert found.rewritten is None and "cache folder" in found.operators.why
-    assert checker(folder).check(open_artifact(bert)).rewritten is not None
+        assert found.fused_file is None and "cache folder" in found.operators.why
+    assert checker(folder).check(open_artifact(bert)).fused_file is not None
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_check_time_limit_and_waiting_follow_macs(
 def test_check_unsuitable_model_is_not_fused(tmp_path: Path) -> None:
     model = write_encoder(tmp_path / "m")
     found = checker(tmp_path / "rewritten").check(open_artifact(model))
-    assert found.rewritten is None
+    assert found.fused_file is None
     assert "no block can be written in a faster operator" in found.operators.why
 
 
@@ -395,7 +395,7 @@ def checked(
 
     def make(folder: Path) -> None:
         found = checker(cached=True).check(open_artifact(bert))
-        assert found.rewritten is not None and found.rewritten.parent == cache
+        assert found.fused_file is not None and found.fused_file.parent == cache
         assert cache.stat().st_mode & 0o077 == 0
         assert {path.suffix for path in cache.iterdir()} == {".json", ".onnx"}
         shutil.copytree(cache, folder)
@@ -408,7 +408,7 @@ def checked(
 
 def test_check_cached_result_needs_no_child_in_the_next_process(bert: Path, checked: Path) -> None:
     found = checker(cached=True).check(open_artifact(bert))
-    assert found.rewritten is not None and found.rewritten.parent == checked
+    assert found.fused_file is not None and found.fused_file.parent == checked
     for other in (checker(), checker(cached=True, device=Device(threads=2))):
         with raises(InvalidModel, "model.crash", "exit status 5"):
             other.check(open_artifact(bert))
@@ -443,7 +443,7 @@ def test_check_damaged_or_foreign_cache_entry_is_ignored(
     if way in ("cut json", "no fused model"):  # a new check mends each of them
         child("")
         found = checker(cached=True).check(open_artifact(bert))
-        assert found.rewritten == fused and fused.stat().st_size > 100
+        assert found.fused_file == fused and fused.stat().st_size > 100
         child("raise SystemExit(5)")
         assert checker(cached=True).check(open_artifact(bert)) == found
 
@@ -474,14 +474,14 @@ def test_check_timeout_of_fusion_is_tried_again_later(
     monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 1)
     child("import time; lossless.fuse_lossless = lambda *a, **k: time.sleep(60)")
     first = checker(cached=True).check(open_artifact(bert))
-    assert first.rewritten is None
+    assert first.fused_file is None
     child("raise SystemExit(5)")
     assert checker(cached=True).check(open_artifact(bert)) == first
     child("")
     now = time.time()
     monkeypatch.setattr(check_cache, "time", lambda: now + check_cache.RETRY_S)
     monkeypatch.setattr(model_check, "FUSION_TIMEOUT_S", 300)
-    assert checker(cached=True).check(open_artifact(bert)).rewritten is not None
+    assert checker(cached=True).check(open_artifact(bert)).fused_file is not None
 
 
 @pytest.mark.usefixtures("cache")

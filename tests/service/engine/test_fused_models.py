@@ -161,8 +161,8 @@ async def test_repository_fused_file_does_not_load_original_is_served(
 
     def truncated(self: LoadChecker, artifact: Any) -> CheckResult:
         found = check(self, artifact)
-        assert found.rewritten is not None
-        found.rewritten.write_bytes(found.rewritten.read_bytes()[:1000])
+        assert found.fused_file is not None
+        found.fused_file.write_bytes(found.fused_file.read_bytes()[:1000])
         return found
 
     monkeypatch.setattr(LoadChecker, "check", truncated)
@@ -214,7 +214,7 @@ async def test_repository_serves_original_until_it_is_fused_in_the_background(
         while repository.engine() is plain:  # no request is lost meanwhile
             await ask(repository)
         fused = repository.engine()
-        assert fused.content == plain.content and fused.model.operators.fused is not None
+        assert fused.identity == plain.identity and fused.model.operators.fused is not None
         assert np.abs(await ask(repository) - before).max() < 1e-6
         await repository.loader.settled()
         with pytest.raises(ModelFailed):  # the first session is freed
@@ -260,7 +260,7 @@ async def test_repository_model_loaded_meanwhile_is_not_replaced_by_fused_one(
         gate.touch()
         while repository.engine() is other:
             await asyncio.sleep(0.1)
-        assert repository.engine().content == other.content != plain.content
+        assert repository.engine().identity == other.identity != plain.identity
         assert np.abs(await ask(repository) - expected).max() < 1e-6
 
 
@@ -317,7 +317,7 @@ async def test_workers_share_one_fusion_and_all_serve_its_result(
             while worker.engine() is before:
                 await asyncio.sleep(0.1)
             assert worker.engine().model.operators.fused is not None
-            assert worker.engine().content == before.content and worker.ready
+            assert worker.engine().identity == before.identity and worker.ready
         for worker in workers:
             await worker.leave()
             await worker.close()
