@@ -121,8 +121,8 @@ def _metadata(artifact: Artifact, view: LibraryModel | None, *, has_openvino: bo
         task = "sentence-similarity" if view.is_embedding else "text-classification"
         task = "text-ranking" if not view.is_embedding and view.width == 1 else task
         lines += ["library_name: sentence-transformers", f"pipeline_tag: {task}"]
-    source = artifact.source
-    if source and HUB_ID.fullmatch(source) and not Path(artifact.record.source or "").exists():
+    source = artifact.record.source or ""  # uncut: the end of a local path may look like an id
+    if HUB_ID.fullmatch(source) and not Path(source).exists():
         lines.append(f'base_model: "{source}"')
     return "\n".join(["---", *lines, "---"])
 

@@ -210,6 +210,17 @@ def test_card_escapes_names(tmp_path: Path):
     assert "base_model" not in card
 
 
+@pytest.mark.parametrize("source", ["/home/me/models/minilm", "models/minilm"])
+def test_card_of_a_local_source_has_no_base_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "minilm").mkdir(parents=True)
+    of = {name: Artifact(tmp_path / "model.onnx", Record(source=name)) for name in (source, "a/b")}
+    assert "base_model" not in model_card(of[source], None, has_openvino=False)
+    assert 'base_model: "a/b"' in model_card(of["a/b"], None, has_openvino=False)
+
+
 # --- OpenVINO -----------------------------------------------------------------------------------
 
 
