@@ -166,17 +166,18 @@ def _quality(artifact: Artifact) -> list[str]:
         ]
     entry = artifact.lineage[-1]
     lines = [f"Compared with {_escaped(entry.source.file)}, the model that was rewritten."]
-    found: list[Quality] = list(entry.qualities)
+    file = entry.calibration.file if entry.calibration else ""
+    found = [(quality, file) for quality in entry.qualities]
     if isinstance(entry, OptimizeEntry):
-        found += [quality for other in entry.also_verified for quality in other.qualities]
+        found += [(each, other.data) for other in entry.also_verified for each in other.qualities]
     if found:
         lines.append(
             _table(
                 ("measure", "output", "value", "95 % interval", "rows", "data", "other measures"),
-                [_quality_row(entry, quality) for quality in found],
+                [_quality_row(*row) for row in found],
             )
         )
-        if any(quality.measure == "index" for quality in found):
+        if any(quality.measure == "index" for quality, _ in found):
             lines.append(INDEX)
     if (fidelity := entry.fidelity) is not None:
         lines.append(
@@ -187,10 +188,11 @@ def _quality(artifact: Artifact) -> list[str]:
     return [heading + "\n\n".join(lines)]
 
 
-def _quality_row(entry: LineageEntry, quality: Quality) -> tuple[str, ...]:
+def _quality_row(quality: Quality, file: str) -> tuple[str, ...]:
+    """The cells of a quality; ``file`` is its data, if it does not name one of several files."""
     interval = "none" if quality.ci95 is None else "{:.4f} to {:.4f}".format(*quality.ci95)
-    file = quality.file or (entry.calibration.file if entry.calibration else "")
-    data = ", ".join(part for part in (file, quality.split, quality.lengths) if part)
+    parts = (quality.file or file, quality.split, quality.lengths)
+    data = ", ".join(part for part in parts if part)
     others = ", ".join(f"{name} {x:.4f}" for name, x in quality.also.items())
     return (
         _escaped(quality.measure),

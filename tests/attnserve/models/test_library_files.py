@@ -12,7 +12,7 @@ import pytest
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.folder_settings import read_settings
 from attnserve.models.library_files import LibraryModel, library_model, write_library_files
-from attnserve.models.lineage import LineageEntry
+from attnserve.models.lineage import LineageEntry, OptimizeEntry
 from attnserve.models.model_card import MARK, is_own_card, model_card
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.models.outputs import check_openvino, output_file, write_rewritten
@@ -219,6 +219,34 @@ def test_card_of_a_local_source_has_no_base_model(
     of = {name: Artifact(tmp_path / "model.onnx", Record(source=name)) for name in (source, "a/b")}
     assert "base_model" not in model_card(of[source], None, has_openvino=False)
     assert 'base_model: "a/b"' in model_card(of["a/b"], None, has_openvino=False)
+
+
+def quality(split: str, **values: Any) -> dict[str, Any]:
+    return {"measure": "similarity", "value": 0.5, "rows": 9, "split": split, **values}
+
+
+def card_of(**entry: Any) -> str:
+    """The card of a model whose last rewrite has these fields, with an OpenVINO file."""
+    rewrite = OptimizeEntry.model_validate({"rewrite": "int8-full", **entry})
+    model = Artifact(Path("model.onnx"), Record(lineage=(rewrite,)))
+    found = LibraryModel("SentenceTransformer", "last_hidden_state", False, 4, model.record)
+    return model_card(model, found, has_openvino=True)
+
+
+def test_card_names_the_data_of_other_verifications():
+    card = card_of(
+        calibration={"file": "texts.txt"},
+        quality=quality("verify"),
+        also_proved=[
+            {"data": "other.txt", "quality": quality("data")},
+            {"data": "two files", "quality": quality("data", file="a.txt")},
+        ],
+    )
+    rows = [line for line in card.split("\n") if line.startswith("| similarity |")]
+    for row, data in zip(
+        rows, ["texts.txt, verify", "other.txt, data", "a.txt, data"], strict=True
+    ):
+        assert f"| {data} |" in row
 
 
 # --- OpenVINO -----------------------------------------------------------------------------------
