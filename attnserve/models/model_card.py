@@ -154,7 +154,7 @@ def _pair(entry: LineageEntry, field: str, unit: float, name: str) -> str:
 
 
 def _quality(artifact: Artifact) -> list[str]:
-    """The last verified quality, with intervals and data, or the error of the export."""
+    """The last verified quality, with intervals, data and warnings, or the error of the export."""
     heading = "## Quality\n\n"
     if not artifact.lineage:
         error = artifact.record.max_abs_error
@@ -185,6 +185,9 @@ def _quality(artifact: Artifact) -> list[str]:
             f" {fidelity.min_cosine:.4f} ({_escaped(fidelity.data)})."
         )
     lines.append("The quality holds for inputs like these.")
+    if entry.warnings:
+        lines.append("Warnings:")
+        lines.append("\n".join(f"- {_escaped(text, 1000)}" for text in entry.warnings))
     return [heading + "\n\n".join(lines)]
 
 
@@ -265,8 +268,8 @@ def _code(language: str, *lines: str) -> str:
     return "\n".join([f"```{language}", *lines, "```"])
 
 
-def _escaped(text: str) -> str:
-    """A name on one line, whose characters have no meaning in Markdown and HTML."""
+def _escaped(text: str, longest: int = 200) -> str:
+    """A text on one line, whose characters have no meaning in Markdown and HTML."""
     # isprintable is false for control characters, and for lone surrogates, which have no UTF-8.
-    plain = "".join(letter if letter.isprintable() else " " for letter in text[:200])
+    plain = "".join(letter if letter.isprintable() else " " for letter in text[:longest])
     return SPECIAL.sub(r"\\\1", plain)

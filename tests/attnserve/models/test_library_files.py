@@ -249,6 +249,11 @@ def test_card_names_the_data_of_other_verifications():
         assert f"| {data} |" in row
 
 
+def test_card_has_the_warnings_of_the_last_rewrite():
+    card = card_of(warnings=["larger than the original", "a_b not refitted\n# x"])
+    assert "\n- larger than the original\n- a\\_b not refitted \\# x\n" in card
+
+
 # --- OpenVINO -----------------------------------------------------------------------------------
 
 
