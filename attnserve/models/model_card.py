@@ -13,9 +13,11 @@ from pathlib import Path
 from attnserve.literals import Precision
 from attnserve.models.artifact import Artifact
 from attnserve.models.library_files import LibraryModel
-from attnserve.models.lineage import LineageEntry, OptimizeEntry
+from attnserve.models.lineage import LineageEntry, OptimizeEntry, RecoverEntry, search_of
 from attnserve.models.measured import Quality
 from attnserve.runtime.machine import cpu_name, gpu_name
+from attnserve.runtime.onnx_runtime import OnnxRuntime
+from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.versions import package_versions
 
 __all__ = ["CARD", "TaskScore", "is_own_card", "model_card", "with_scores"]
@@ -36,6 +38,9 @@ INDEX = (
     "this model embeds the documents too."
 )
 """The guarantee of the measure "index"."""
+
+IN_OPENVINO = ("bfloat16-cpu", "int8-full-bfloat16")
+"""The precisions that only OpenVINO computes; see ``precision.schemes``."""
 
 SCORES = "## MTEB\n"
 """The heading of the scores."""
@@ -77,16 +82,17 @@ def model_card(artifact: Artifact, view: LibraryModel | None, *, has_openvino: b
         view: The model as sentence-transformers loads it; None if it cannot.
         has_openvino: Whether the folder has an OpenVINO file.
     """
+    verified = _verified_in(artifact)
     parts = [
         _metadata(artifact, view, has_openvino=has_openvino),
         f"# {_escaped((artifact.source or 'ONNX model').rpartition('/')[2])}",
         MARK,
         _origin(artifact),
         *_changes(artifact.lineage),
-        *_quality(artifact),
+        *_quality(artifact, verified),
         *_speed(artifact.lineage),
-        *_loading(view, has_openvino=has_openvino),
-        "## Serve\n\n" + _code("sh", "pip install 'attnserve[cpu]'", "attnserve serve FOLDER"),
+        *_loading(view, verified, has_openvino=has_openvino),
+        _serving(verified),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -153,7 +159,58 @@ def _pair(entry: LineageEntry, field: str, unit: float, name: str) -> str:
     return " to ".join(f"{value / unit:.2f} {name}" if value else "unknown" for value in values)
 
 
-def _quality(artifact: Artifact) -> list[str]:
+@dataclass(frozen=True)
+class _Verified:
+    """The runtimes in which the quality of the last rewrite was measured.
+
+    Attributes:
+        first: The runtime of the comparison; empty if it is not known.
+        others: Other runtimes in which the quality is kept.
+        differs: Whether the outputs depend on the runtime: activations are rounded to integers.
+    """
+
+    first: str
+    others: Sequence[str]
+    differs: bool
+
+    def includes(self, runtime: str) -> bool:
+        return not self.differs or runtime in (self.first, *self.others)
+
+    @property
+    def required(self) -> str:
+        """The runtime that commands must name; empty if they may run the default one."""
+        return "" if self.includes(OnnxRuntime.name) else self.first
+
+    def describe(self) -> str:
+        """A sentence; empty if the runtime has no effect or is not known."""
+        if not (self.differs and self.first):
+            return ""
+        others = f", and is kept in {' and '.join(self.others)}" if self.others else ""
+        return (
+            _escaped(f"The quality was measured in {self.first}{others}.")
+            + " Activations are rounded to integers, which differ between runtimes."
+        )
+
+
+def _verified_in(artifact: Artifact) -> _Verified:
+    entry = artifact.lineage[-1] if artifact.lineage else None
+    if not isinstance(entry, OptimizeEntry | RecoverEntry):
+        return _Verified("", (), differs=False)
+    precision = (entry.plan or {}).get("precision")
+    search, speeds = search_of(entry), entry.speedups if isinstance(entry, OptimizeEntry) else None
+    first = ""
+    if precision in IN_OPENVINO:
+        first = OpenVino.name
+    elif search is not None:
+        first = search.goal.runtime
+    elif speeds is not None:
+        first = speeds.device.runtime_name
+    # A pair of runtimes (``by_length``) contains a "+".
+    others = [name for name in artifact.other_runtimes if "+" not in name]
+    return _Verified(first, others, entry.int8_activations is not None or precision == "int4")
+
+
+def _quality(artifact: Artifact, verified: _Verified) -> list[str]:
     """The last verified quality, with intervals, data and warnings, or the error of the export."""
     heading = "## Quality\n\n"
     if not artifact.lineage:
@@ -184,7 +241,7 @@ def _quality(artifact: Artifact) -> list[str]:
             f"Cosine of the outputs: mean {fidelity.mean_cosine:.4f}, minimum"
             f" {fidelity.min_cosine:.4f} ({_escaped(fidelity.data)})."
         )
-    lines.append("The quality holds for inputs like these.")
+    lines.append(f"{verified.describe()} The quality holds for inputs like these.".lstrip())
     if entry.warnings:
         lines.append("Warnings:")
         lines.append("\n".join(f"- {_escaped(text, 1000)}" for text in entry.warnings))
@@ -225,7 +282,7 @@ def _speed(lineage: Sequence[LineageEntry]) -> list[str]:
     ]
 
 
-def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
+def _loading(view: LibraryModel | None, verified: _Verified, *, has_openvino: bool) -> list[str]:
     if view is None:
         return []
     call = (
@@ -235,15 +292,21 @@ def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
     )
     if not view.is_embedding and view.width > 1:
         call = 'scores = model.predict("a text")'
+    runtime = f', runtime="{verified.required}"' if verified.required else ""
     integration = _code(
         "python",
         "from attnserve.integrations.sentence_transformers import load",
         "",
-        'model = load("FOLDER")',
+        f'model = load("FOLDER"{runtime})',
         call,
     )
     parts = ["## Load", f"In sentence-transformers 6, with attnserve:\n\n{integration}"]
-    if has_openvino:
+    if has_openvino and not verified.includes(OpenVino.name):
+        parts.append(
+            "The file for OpenVINO (`openvino/openvino_model.xml`) is the same model, but its"
+            " quality in OpenVINO is not verified."
+        )
+    elif has_openvino:
         stock = _code(
             "python",
             f"from sentence_transformers import {view.kind}",
@@ -257,6 +320,13 @@ def _loading(view: LibraryModel | None, *, has_openvino: bool) -> list[str]:
             '`model_kwargs={"ov_config": {"INFERENCE_PRECISION_HINT": "f32"}}`.'
         )
     return parts
+
+
+def _serving(verified: _Verified) -> str:
+    extras = "cpu,openvino" if verified.first == OpenVino.name else "cpu"
+    runtime = f" --runtime {verified.required}" if verified.required else ""
+    install, serve = f"pip install 'attnserve[{extras}]'", f"attnserve serve FOLDER{runtime}"
+    return "## Serve\n\n" + _code("sh", install, serve)
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

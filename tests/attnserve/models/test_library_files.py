@@ -254,6 +254,47 @@ def test_card_has_the_warnings_of_the_last_rewrite():
     assert "\n- larger than the original\n- a\\_b not refitted \\# x\n" in card
 
 
+INT8 = {"int8_activations": "static"}
+
+
+@pytest.mark.parametrize(
+    ("entry", "loads", "stock", "served"),
+    [
+        # Without rounded activations, all runtimes compute the same.
+        ({"search": {}}, 'load("FOLDER")', True, "[cpu]' FOLDER"),
+        ({**INT8, "search": {}}, 'load("FOLDER")', False, "[cpu]' FOLDER"),
+        (
+            {**INT8, "search": {}, "other_runtimes": {"openvino": {}}},
+            'load("FOLDER")', True, "[cpu]' FOLDER",
+        ),
+        (
+            {**INT8, "search": {"asked": {"runtime": "openvino"}}},
+            'load("FOLDER", runtime="openvino")', True, "[cpu,openvino]' FOLDER --runtime openvino",
+        ),
+        ({"plan": {"precision": "bfloat16-cpu"}}, 'load("FOLDER")', True, "[cpu,openvino]' FOLDER"),
+        (
+            {**INT8, "plan": {"precision": "int8-full-bfloat16"},
+             "other_runtimes": {"openvino+onnxruntime": {}}},
+            'load("FOLDER", runtime="openvino")', True, "[cpu,openvino]' FOLDER --runtime openvino",
+        ),
+        (INT8, 'load("FOLDER")', False, "[cpu]' FOLDER"),  # not known
+    ],
+)  # fmt: skip
+def test_card_recommends_only_runtimes_that_keep_the_quality(
+    entry: dict[str, Any], loads: str, stock: bool, served: str
+):
+    card = card_of(**entry)
+    assert loads in card and ('backend="openvino"' in card) == stock
+    assert ("quality in OpenVINO is not verified" in card) != stock
+    assert served.replace(" FOLDER", "\nattnserve serve FOLDER") + "\n```" in card
+
+
+def test_card_names_the_runtimes_of_an_int8_model():
+    card = card_of(**INT8, search={}, other_runtimes={"openvino": {}})
+    assert "measured in onnxruntime, and is kept in openvino." in card
+    assert "measured in" not in card_of(search={})
+
+
 # --- OpenVINO -----------------------------------------------------------------------------------
 
 
