@@ -67,7 +67,8 @@ def evaluate_mteb(
 ) -> MtebReport:
     """Score a model on tasks of MTEB, and write the results of each task as JSON.
 
-    ``integrations.sentence_transformers.load`` loads the model.
+    ``integrations.sentence_transformers.load`` loads the model. The results of a task are written
+    when it ends: they stay if a later task fails.
 
     Args:
         model: An artifact folder or .onnx file that sentence-transformers can load.
@@ -108,17 +109,17 @@ def evaluate_mteb(
         artifact.model, runtime=device.runtime, provider=device.provider, threads=device.threads
     )
     stage = run.context(progress or ignore_progress).stage("mteb")
-    with staged(root) as temporary:
-        for index, (task, file) in enumerate(zip(loaded, files, strict=True)):
-            result = _evaluate(library, encoder, task, batch_size)
+    for index, (task, file) in enumerate(zip(loaded, files, strict=True)):
+        result = _evaluate(library, encoder, task, batch_size)
+        scores[task.metadata.name] = _score(task, result)
+        with staged(root) as temporary:
             path = temporary / file.relative_to(root)
             path.parent.mkdir(parents=True, exist_ok=True)
             result.to_disk(path)
-            scores[task.metadata.name] = _score(task, result)
-            stage(index + 1, len(loaded))
-        if has_card:
-            text = with_scores(card.read_text(encoding="utf-8"), [*scores.values()])
-            (temporary / CARD).write_text(text, encoding="utf-8")
+            if has_card:
+                text = with_scores(card.read_text(encoding="utf-8"), [*scores.values()])
+                (temporary / CARD).write_text(text, encoding="utf-8")
+        stage(index + 1, len(loaded))
     found = [scores[task.metadata.name] for task in loaded]
     return MtebReport(found, files, card if has_card else None)
 

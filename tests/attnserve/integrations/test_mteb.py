@@ -8,13 +8,16 @@ import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 
 import attnserve
-from attnserve.models.model_card import CARD, TaskScore, with_scores
+from attnserve.models.model_card import CARD, MARK, TaskScore, with_scores
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidOutput, MissingExtra
 from tests.attnserve.cli.commands import Cli, refused
 from tests.attnserve.cli.conftest import cli
@@ -75,6 +78,48 @@ def test_options_belong_to_a_task_or_to_mteb(cli: Cli, tiny: Path, tmp_path: Pat
     refused(cli("evaluate", tiny, "--task", "sts", "--mteb", STS, *data), "--mteb")
     refused(cli("evaluate", tiny, "--mteb", STS, "--pooling", "cls"), "--pooling has no effect")
     refused(cli("evaluate", tiny, "--task", "sts", *data, "-o", tmp_path), "--output")
+
+
+class OwnLibrary:
+    """A package with the interface of mteb, of which the task B is interrupted."""
+
+    __version__ = "1"
+
+    def get_task(self, name: str) -> Any:
+        metadata = SimpleNamespace(name=name, dataset={"path": name}, main_score="s")
+        return SimpleNamespace(metadata=metadata, load_data=lambda: None)
+
+    def evaluate(self, encoder: object, task: Any, **_: Any) -> Any:
+        if task.metadata.name == "B":
+            raise KeyboardInterrupt
+        result = SimpleNamespace(
+            task_name=task.metadata.name, scores={"test": []}, get_score=lambda: 0.5,
+            dataset_revision="0", mteb_version="1", to_disk=lambda path: path.write_text("{}"),
+        )  # fmt: skip
+        return SimpleNamespace(task_results=[result])
+
+
+@pytest.fixture
+def own_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mteb", OwnLibrary())  # type: ignore[arg-type]
+    monkeypatch.setattr("attnserve.integrations.mteb.load", lambda *_, **__: None)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a graph and a card."""
+    text = '<ir_version: 10, opset_import: ["" : 18]> g (float[b] x) => (float[b] y) { y = Exp(x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    (tmp_path / CARD).write_text(f"{MARK}\n\n## Load\n")
+    return tmp_path
+
+
+@pytest.mark.usefixtures("own_library")
+def test_results_stay_if_a_later_task_is_interrupted(small: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        attnserve.evaluate_mteb(small, ["A", "B", "C"])
+    assert [path.name for path in small.glob("mteb/*/*")] == ["A.json"]
+    assert "| A | s | 0.5000 | test |" in (small / CARD).read_text()
 
 
 # ---- with mteb ----------------------------------------------------------------------------------
