@@ -16,12 +16,13 @@ from typing import Any
 
 from attnserve.context import Progress, ignore_progress
 from attnserve.integrations.sentence_transformers import load
-from attnserve.models.artifact import open_artifact
-from attnserve.models.checksums import fingerprint, path_sha256
+from attnserve.models.artifact import COMPANIONS, Artifact, open_artifact
+from attnserve.models.checksums import fingerprint, path_sha256, sha256
 from attnserve.models.model_card import CARD, TaskScore, is_own_card, with_scores
 from attnserve.models.outputs import check_folder, check_output, staged
 from attnserve.options import Run
 from attnserve.paths import StrPath, as_path
+from attnserve.runtime.cache import digest
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, MissingExtra
 
 __all__ = ["MtebReport", "evaluate_mteb"]
@@ -77,7 +78,8 @@ def evaluate_mteb(
             on the Hugging Face hub, with or without the owner. By default, MTEB takes them from the
             cache or downloads them.
         output: The folder of the results. The default is ``mteb/REVISION`` in the model's folder
-            (the revision is a checksum of the model); the model card then gets a table.
+            (the revision is a checksum of the model, its tokenizer and its settings); the model
+            card then gets a table.
         run: Provider, threads and runtime.
         batch_size: Texts per batch.
         force: Replace existing results.
@@ -95,7 +97,7 @@ def evaluate_mteb(
     names = list(dict.fromkeys([tasks] if isinstance(tasks, str) else tasks))
     loaded = [_task(library, name, as_path(data)) for name in names]
     root = artifact.folder if output is None else Path(output)
-    folder = root / FOLDER / fingerprint(artifact)[:12] if output is None else root
+    folder = root / FOLDER / _revision(artifact)[:12] if output is None else root
     check_folder(folder)
     files = [folder / f"{task.metadata.name}.json" for task in loaded]
     for file in files:
@@ -122,6 +124,15 @@ def evaluate_mteb(
         stage(index + 1, len(loaded))
     found = [scores[task.metadata.name] for task in loaded]
     return MtebReport(found, files, card if has_card else None)
+
+
+def _revision(artifact: Artifact) -> str:
+    """A checksum of what the scores depend on: the model, its companion files and its settings."""
+    paths = {name: artifact.companion(name) for name in COMPANIONS}
+    files = {name: sha256(path) for name, path in paths.items() if path is not None}
+    # The origin of the model has no effect.
+    settings = artifact.record.to_json("lineage", "versions", "max_abs_error", "source", "others")
+    return digest([fingerprint(artifact), files, settings])
 
 
 def _import_library() -> Any:

@@ -22,6 +22,7 @@ from graph_passes.errors import InvalidArgument, InvalidData, InvalidOutput, Mis
 from tests.attnserve.cli.commands import Cli, refused
 from tests.attnserve.cli.conftest import cli
 from tests.errors import raises
+from tests.files import write_json
 
 __all__ = ["cli"]
 
@@ -120,6 +121,29 @@ def test_results_stay_if_a_later_task_is_interrupted(small: Path) -> None:
         attnserve.evaluate_mteb(small, ["A", "B", "C"])
     assert [path.name for path in small.glob("mteb/*/*")] == ["A.json"]
     assert "| A | s | 0.5000 | test |" in (small / CARD).read_text()
+
+
+@pytest.mark.usefixtures("own_library")
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("attnserve.json", {"prompts": {"query": "q: "}}), ("tokenizer_config.json", {"a": 1})],
+)
+def test_results_of_other_settings_are_not_in_the_card(
+    small: Path, file: str, content: dict[str, Any]
+) -> None:
+    attnserve.evaluate_mteb(small, "A")
+    write_json(small / file, content)
+    attnserve.evaluate_mteb(small, "C")
+    text = (small / CARD).read_text()
+    assert "| C |" in text and "| A |" not in text
+
+
+@pytest.mark.usefixtures("own_library")
+def test_results_do_not_depend_on_the_origin_of_the_model(small: Path) -> None:
+    attnserve.evaluate_mteb(small, "A")
+    write_json(small / "attnserve.json", {"source": "a/b", "lineage": [{"rewrite": "fuse"}]})
+    with raises(InvalidOutput, "output.exists", "A.json"):
+        attnserve.evaluate_mteb(small, "A")
 
 
 # ---- with mteb ----------------------------------------------------------------------------------
