@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -288,6 +288,8 @@ class TextEncoder:
     def encode_words(self, words: Sequence[str]) -> tuple[Encoding, list[int | None]]:
         """Tokenize a text that is split into words, and find the first token of each word.
 
+        Words have the tokens that they have in a text with spaces between them.
+
         Returns:
             The tokens, and a place in them for each word: None if it was truncated, or has none.
 
@@ -295,7 +297,9 @@ class TextEncoder:
             InvalidData: The tokenizer fails on it.
         """
         with tokenizer_errors(*FAILS_ON_TEXT):
-            raw = self._tokenizer.encode(list(words), is_pretokenized=True)
+            space = " " if self._reads_spaces else ""
+            spaced = [*words[:1], *(space + word for word in words[1:])]
+            raw = self._tokenizer.encode(spaced, is_pretokenized=True)
         kept = _kept(raw, self.max_length or len(raw), self.truncation_side)
         places: list[int | None] = [None] * len(words)
         word_ids = raw.word_ids
@@ -303,6 +307,17 @@ class TextEncoder:
             if (word := word_ids[index]) is not None:
                 places[word] = place
         return _select(raw, kept), places
+
+    @cached_property
+    def _reads_spaces(self) -> bool:
+        """Whether words have the tokens of a text only with the spaces before them.
+
+        This holds for byte-level tokenizers that do not add these spaces.
+        """
+        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        text = encode("a a").ids
+        plain, spaced = (encode(["a", word], is_pretokenized=True).ids for word in ("a", " a"))
+        return text == spaced != plain
 
     def batch_inputs(
         self, encodings: Sequence[Encoding], inputs: Mapping[str, TextInput]

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from attnserve.literals import Padding, Side
 from attnserve.models.artifact import open_artifact
@@ -412,6 +413,30 @@ def test_encode_words_finds_first_tokens(tokenizer: Tokenizer) -> None:
     encoding, places = encoder.encode_words(["a b", "", "c", "a"])
     assert encoding.ids == [CLS, 5, 6, 7, SEP]
     assert places == [1, None, 3, None]  # the second word has no token, the last is truncated
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "splitter"),
+    [
+        ([], pre_tokenizers.ByteLevel(add_prefix_space=False)),
+        ([], pre_tokenizers.ByteLevel(add_prefix_space=True)),
+        ([], pre_tokenizers.Metaspace(prepend_scheme="never")),
+        ([], pre_tokenizers.Metaspace()),
+        ([], pre_tokenizers.WhitespaceSplit()),
+        ([normalizers.Replace(" ", "▁")], None),
+        ([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")], None),
+    ],
+)
+def test_encode_words_gives_the_tokens_of_the_text(normalizer: list[Any], splitter: Any) -> None:
+    words = ["a", "b", "Ġ", "▁", "Ġa", "Ġb", "▁a", "▁b"]
+    ids = {word: index for index, word in enumerate(words)}
+    merges = [(first, second) for first in "Ġ▁" for second in "ab"]
+    tokenizer = Tokenizer(models.BPE(ids, merges))
+    tokenizer.normalizer = normalizers.Sequence(normalizer)
+    if splitter is not None:
+        tokenizer.pre_tokenizer = splitter
+    encoding, places = TextEncoder(tokenizer, pad_id=0).encode_words(["b", "a", "b"])
+    assert encoding.ids == tokenizer.encode("b a b").ids and places == [0, 1, 2]
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
