@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -204,10 +204,17 @@ def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
     predictions = np.empty(len(rows), np.int64)
     fixed_rows, _ = fixed_axes(value.shape for value in run.session.get_inputs())
     size = fixed_rows or run.batch_size
-    for start in range(0, len(rows), size):
-        chunk = rows[start : start + size]
-        chunk = filled(chunk, size) if fixed_rows else chunk
-        feed = {name: np.concatenate([row[name] for row in chunk]) for name in dtypes}
+    groups: dict[tuple[Any, ...], list[int]] = {}  # the rows of a batch have equal shapes
+    for index, row in enumerate(rows):
+        groups.setdefault(tuple(row[name].shape for name in dtypes), []).append(index)
+    done = 0
+    for indices in (
+        group[start : start + size]
+        for group in groups.values()
+        for start in range(0, len(group), size)
+    ):
+        batch = filled(indices, size) if fixed_rows else indices
+        feed = {name: np.concatenate([rows[index][name] for index in batch]) for name in dtypes}
         try:
             (logits,) = run.session.run([run.output], feed)
         except RunFailed as error:
@@ -218,9 +225,9 @@ def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
             ) from error
         check_logits(logits, "batch, classes")
         _check_range(data, range(1, len(rows) + 1), labels, logits.shape[1])
-        end = min(start + size, len(rows))
-        predictions[start:end] = logits.argmax(axis=1)[: end - start]
-        run.progress(end, len(rows))
+        predictions[indices] = logits.argmax(axis=1)[: len(indices)]
+        done += len(indices)
+        run.progress(done, len(rows))
     return ClassificationScore.of(predictions, labels, run.context.seed, "image-classification")
 
 

@@ -342,6 +342,18 @@ def test_evaluate_image_classification_by_hand(tmp_path: Path) -> None:
         evaluate(folder, task="image-classification", data=tmp_path / "data.npz")
 
 
+def test_evaluate_image_classification_of_two_sizes(tmp_path: Path) -> None:
+    folder, data = artifact(tmp_path, PIXELS.replace("2, 2]", "2, width]")), tmp_path / "data"
+    data.mkdir()
+    for file, (width, label) in enumerate([(2, 0), (3, 1), (2, 1)]):
+        images = np.zeros((2, 2, width), np.float32)
+        images[:, label] = 1
+        np.savez(data / f"{file}.npz", image=images, label=np.array([label, label]))
+    score = evaluate(folder, task="image-classification", data=data, batch_size=3)
+    assert isinstance(score, ClassificationScore)
+    assert score.predictions.tolist() == [0, 0, 1, 1, 1, 1]
+
+
 # --- models that others trained -----------------------------------------------------------------
 
 
