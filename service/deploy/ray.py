@@ -35,13 +35,21 @@ def deployment_options(settings: Settings, ray: RaySettings) -> dict[str, Any]:
     """The arguments of ``ray.serve.deployment``.
 
     Raises:
-        InvalidArgument: ``max_replicas`` is less than ``replicas``.
+        InvalidArgument: ``max_replicas`` is less than ``replicas``, or ``target_ongoing`` is given
+            without it.
     """
     if ray.max_replicas is not None and ray.max_replicas < ray.replicas:
         raise InvalidArgument(
             f"`max_replicas` is {ray.max_replicas}: expected at least `replicas`, {ray.replicas}",
             "raise `max_replicas`",
             code="ray.replicas",
+        )
+    if ray.max_replicas is None and "target_ongoing" in dict(ray.changed()):
+        raise InvalidArgument(
+            f"`target_ongoing` is {ray.target_ongoing:g}, but without `max_replicas` the number of"
+            " replicas is fixed",
+            "set `max_replicas`",
+            code="ray.target_ongoing",
         )
     options: dict[str, Any] = {
         "name": NAME,
@@ -81,7 +89,7 @@ def application(settings: Settings, ray: RaySettings | None = None) -> Any:
 
     Raises:
         MissingExtra: Ray is not installed.
-        InvalidArgument: ``max_replicas`` is less than ``replicas``.
+        InvalidArgument: See ``deployment_options``.
     """
     serve = _require_serve()
     ray = ray or RaySettings()
@@ -140,8 +148,8 @@ def run(settings: Settings, ray: RaySettings | None = None) -> None:
     Raises:
         MissingExtra: Ray is not installed.
         InvalidModel: The path of the model does not exist.
-        InvalidArgument: No cluster answers at the address, ``max_replicas`` is less than
-            ``replicas``, the port is 0, or the replicas did not start.
+        InvalidArgument: No cluster answers at the address, the port is 0, or the replicas did not
+            start. See also ``deployment_options``.
     """
     configure_log(settings)
     ray_settings = ray or RaySettings()

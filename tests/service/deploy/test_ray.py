@@ -66,6 +66,11 @@ def test_deployment_options_max_replicas_below_replicas_is_refused(encoder: Path
         deployment_options(Settings(model=encoder), RaySettings(replicas=2, max_replicas=1))
 
 
+def test_deployment_options_target_of_fixed_replicas_is_refused(encoder: Path):
+    with raises(InvalidArgument, "ray.target_ongoing", "`target_ongoing` is 4", "`max_replicas`"):
+        deployment_options(Settings(model=encoder), RaySettings(target_ongoing=4))
+
+
 def test_deployment_options_ray_limit_exceeds_own_queue(encoder: Path):
     settings = Settings(model=encoder, max_queue=100)
     assert deployment_options(settings, RaySettings())["max_ongoing_requests"] > 100
