@@ -141,7 +141,8 @@ def write_repository(
 
     Raises:
         InvalidModel: The model cannot be read or run, or has a type that Triton does not support.
-        InvalidArgument: The name is invalid, a number is too small, or the model cannot be batched.
+        InvalidArgument: The name is invalid, a number is too small, or the model cannot be batched
+            as requested.
         InvalidOutput: The model exists already, or cannot be written.
     """
     artifact = open_artifact(model)
@@ -160,6 +161,13 @@ def write_repository(
         )
     default = DEFAULT_MAX_BATCH if examined.not_batched is None else 0
     rows = default if max_batch is None else max_batch
+    if max_delay_us and not rows:
+        why = examined.not_batched or "`max_batch` is 0"
+        raise InvalidArgument(
+            f"`max_delay_us` is {max_delay_us}: {artifact.name} is not batched, because {why}",
+            "set `max_delay_us` to 0",
+            code="triton.delay",
+        )
     entry = TritonModel(
         folder=folder,
         name=called,

@@ -141,6 +141,8 @@ def test_write_repository_max_batch_zero_has_no_batching(
     assert config.max_batch_size == 0 and not config.HasField("dynamic_batching")
     assert list(config.input[0].dims) == [-1, -1]
     assert [request.batch_size for request in config.model_warmup] == [1]
+    with raises(InvalidArgument, "triton.delay", "`max_batch` is 0"):
+        write_repository(encoder, tmp_path, max_batch=0, max_delay_us=500, force=True)
 
 
 def test_write_repository_dependent_rows_have_no_batching(tmp_path: Path, parsed: Any):
@@ -157,6 +159,8 @@ def test_write_repository_dependent_rows_have_no_batching(tmp_path: Path, parsed
     assert config.max_batch_size == 0 and list(config.output[0].dims) == [1, -1]
     with raises(InvalidArgument, "triton.batch", "`max_batch` is 8"):
         write_repository(tmp_path / "sum.onnx", tmp_path / "two", max_batch=8)
+    with raises(InvalidArgument, "triton.delay", "`max_delay_us` is 500", "batch axis"):
+        write_repository(tmp_path / "sum.onnx", tmp_path / "two", max_delay_us=500)
     assert not (tmp_path / "two").exists()
 
 
