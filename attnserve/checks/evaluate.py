@@ -19,6 +19,7 @@ from attnserve.options import Run, Scoring
 from attnserve.paths import StrPath
 from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
+from graph_passes.errors import InvalidArgument
 
 __all__ = ["evaluate", "score_session"]
 
@@ -43,10 +44,11 @@ def evaluate(
     Raises:
         InvalidModel: The model cannot be read.
         InvalidData: The file or a line of it does not fit the task.
-        InvalidArgument: An argument does not fit this model.
+        InvalidArgument: An argument does not fit this model, or has no effect on the task.
         CheckFailed: The model returns NaN, or the same cosine for every pair.
     """
     task, data = scoring.require()
+    _check_settings(scoring, task)
     artifact = open_artifact(model)
     load_model(artifact)  # refuses unsafe files, such as external data outside the folder
     session = open_session(artifact.model, run.device)
@@ -61,6 +63,22 @@ def evaluate(
         batch_size=batch_size,
         context=run.context(progress or ignore_progress),
     )
+
+
+def _check_settings(scoring: Scoring, task: TaskName) -> None:
+    """Check that the task uses the given settings of texts and vectors.
+
+    Raises:
+        InvalidArgument: A setting has no effect.
+    """
+    unused = {"max_length", "tokenizer"} if task == "image-classification" else set[str]()
+    if task not in ("sts", "retrieval"):
+        unused.add("pooling")
+    for name, _ in scoring.changed():
+        if name in unused:
+            raise InvalidArgument(
+                f"`{name}` has no effect with `task` {task}", "leave it out", code="evaluate.usage"
+            )
 
 
 def score_session(

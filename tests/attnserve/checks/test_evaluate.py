@@ -330,6 +330,23 @@ def test_evaluate_puts_the_default_prompt_before_texts_as_the_service_does(class
 # --- what the model and the options may be ------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("task", "setting"),
+    [
+        ("classification", {"pooling": "cls"}),
+        ("perplexity", {"pooling": "mean"}),
+        ("image-classification", {"max_length": 8}),
+        ("image-classification", {"tokenizer": Path("tokenizer.json")}),
+    ],
+)
+def test_evaluate_setting_without_effect_is_refused(
+    tmp_path: Path, task: Any, setting: dict[str, Any]
+) -> None:
+    (name,) = setting
+    with raises(InvalidArgument, "evaluate.usage", f"`{name}`", task):
+        evaluate(tmp_path, task=task, data=tmp_path, **setting)
+
+
 def test_evaluate_unknown_task_missing_model_or_tokenizer_is_refused(
     tokens: Path, tmp_path: Path
 ) -> None:
