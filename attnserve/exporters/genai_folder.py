@@ -41,7 +41,10 @@ TOKENS = ("input_ids", "attention_mask", "position_ids")
 POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 """Keys of config.json with the number of positions."""
 
-SEARCH = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
+SEARCH = (
+    "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams",
+    "length_penalty", "early_stopping",
+)  # fmt: skip
 """Keys of generation_config.json that are kept."""
 
 
@@ -268,6 +271,8 @@ def _token_settings(artifact: Artifact, width: Any) -> tuple[dict[str, Any], dic
         for key in SEARCH
         if isinstance(value := generation.get(key), int | float) and math.isfinite(value)
     }
+    if search.get("do_sample"):
+        search.pop("num_beams", None)  # onnxruntime-genai cannot sample beams
     return {**tokens, "vocab_size": vocabulary, "context_length": length}, search
 
 

@@ -142,6 +142,16 @@ def test_config_has_names_sizes_and_settings(decoder: Path, tmp_path: Path) -> N
     assert (tmp_path / "out" / "genai" / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize(("samples", "beams"), [(False, 4), (True, None)])
+def test_beams_are_kept_without_sampling(
+    decoder: Path, tmp_path: Path, samples: bool, beams: int | None
+) -> None:
+    write_json(decoder / "generation_config.json", {"num_beams": 4, "do_sample": samples})
+    write_genai_folder(decoder, tmp_path / "genai")
+    config = json.loads((tmp_path / "genai" / "genai_config.json").read_text())
+    assert config["search"].get("num_beams") == beams
+
+
 def test_external_data_is_written(decoder: Path, tmp_path: Path) -> None:
     path = decoder / "model.onnx"
     model = onnx.load(path)
