@@ -31,7 +31,8 @@ class FoldBiases(RewritePass):
 
     Exact except for rounding. It saves one addition; a layer of a post-norm encoder (BERT) has two.
     The graph is unchanged if ``r`` is an output, if it has readers other than the sum and such
-    maps, or if weights are not in single precision.
+    maps, if p is a map of r itself (SkipAttention leaves this), or if weights are not in single
+    precision.
     """
 
     name: ClassVar[str] = "fold_biases"
@@ -106,6 +107,8 @@ def _match(total: ir.Node) -> _Match | None:
         bias = adds.inputs[at]
         maps = _maps(residual, total)
         if maps is None or product is None or bias is None or product is residual:
+            continue
+        if any(linear.node is adds for linear in maps):  # b and c_i would be one constant
             continue
         return _Match(
             total=total, place=place, product=product, bias=bias, norm=norm, beta=beta, maps=maps

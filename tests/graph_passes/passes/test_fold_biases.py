@@ -132,6 +132,18 @@ def test_fold_biases_unsupported_graph_is_unchanged(old: str, new: str):
     assert text_of(model) == before
 
 
+def test_fold_biases_branch_of_one_linear_map_is_unchanged():
+    """SkipAttention leaves this in a post-norm encoder: b and c_i are one constant."""
+    model = build("""
+ r = LayerNormalization(x, gain, beta)
+ z = MatMul(r, W)
+ made = Add(z, b)
+ out = Add(made, r)""")
+    before = text_of(model)
+    assert not FoldBiases()(model).modified
+    assert text_of(model) == before
+
+
 def test_fold_biases_norm_as_output_is_unchanged():
     model = build(LAYER)
     norm = next(node for node in model.graph if node.op_type == "LayerNormalization")
