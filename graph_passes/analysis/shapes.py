@@ -29,7 +29,6 @@ __all__ = [
     "SAMPLES",
     "ShapeInfo",
     "TensorInfo",
-    "drop_length_dependent",
     "infer_shapes_at",
     "infer_shapes_small",
     "set_missing_types",
@@ -174,30 +173,6 @@ def set_missing_types(model: ir.Model) -> None:
     for value, tensor in infer_shapes_small(model, batch=2, sequence=5).known.items():
         if value.type is None:
             value.type = ir.TensorType(tensor.dtype)
-
-
-def drop_length_dependent(info: ShapeInfo, other_info: ShapeInfo) -> ShapeInfo:
-    """Remove float constants that depend on axis lengths, which cannot be scales of a model.
-
-    Integer constants stay: they determine layouts.
-
-    Args:
-        info: Shape information at one choice of lengths.
-        other_info: Shape information of the same graph at other lengths.
-    """
-
-    def drop_varying(value: ir.Value, tensor: TensorInfo) -> TensorInfo:
-        constant = tensor.constant
-        other_constant = other_info.constant(value)
-        if constant is None or other_constant is None or not tensor.dtype.is_floating_point():
-            return tensor
-        if constant.shape != other_constant.shape:  # masks and positions
-            return tensor
-        is_equal = np.array_equal(constant, other_constant, equal_nan=True)
-        return tensor if is_equal else TensorInfo(tensor.dtype, tensor.shape)
-
-    tensors = {value: drop_varying(value, tensor) for value, tensor in info.known.items()}
-    return ShapeInfo(info.axes, tensors, info.unknown)
 
 
 def infer_shapes_at(model: ir.Model, axes: Mapping[str, int]) -> ShapeInfo:

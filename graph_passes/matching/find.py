@@ -11,9 +11,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analyses import Analyses
+from graph_passes.analysis.length_dependence import drop_length_dependent
 from graph_passes.analysis.operator_sets import REWRITE_FIRST, SELECTIONS
 from graph_passes.analysis.required import graph_of
-from graph_passes.analysis.shapes import drop_length_dependent, infer_shapes_small
+from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.blocks import (
     AttentionBlock,
     BroadcastLayout,
@@ -74,7 +75,8 @@ def find_attention(model: ir.Model) -> FoundAttention:
     analyses = Analyses.of(model)
     info = analyses.get(infer_shapes_small, batch=BATCH, sequence=SEQUENCE)
     other_info = analyses.get(infer_shapes_small, batch=BATCH + 1, sequence=SEQUENCE + 2)
-    reader = LayoutReader(drop_length_dependent(info, other_info), dict(model.opset_imports))
+    opsets = dict(model.opset_imports)
+    reader = LayoutReader(drop_length_dependent(info, other_info, opsets), opsets)
     blocks: list[AttentionBlock] = []
     softmax_failures: list[Unmatched] = []
     for node in model.graph.all_nodes():

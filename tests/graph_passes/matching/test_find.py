@@ -13,7 +13,7 @@ import pytest
 
 from attnserve.checks import certify
 from attnserve.checks.certify import read_attention
-from graph_passes.blocks import Causal, Mask, PositionBias, Scaled
+from graph_passes.blocks import Causal, Mask, PositionBias, Scaled, Weighted
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, factor
 from tests.graph_passes.graphs import (
@@ -291,6 +291,57 @@ def test_find_attention_scale_after_mask_is_a_step() -> None:
 def test_find_attention_other_scale_is_recorded(scale: float) -> None:
     model = attention(constants={"scale": np.float32(scale)})
     assert only(model).scale == pytest.approx(scale, rel=1e-6)
+
+
+LENGTH = "\n shape = Shape(x)\n length = Gather(shape, i1)"
+"""The number of tokens, a scalar."""
+
+
+def test_find_attention_scale_of_the_length_is_no_constant() -> None:
+    """log-n scaling is equal at all lengths up to its limit, which no inference exceeds."""
+    scores = f"""{LENGTH}
+        real = Cast <to = 1> (length)
+        log = Log(real)
+        ratio = Div(log, limit)
+        factor = Max(ratio, one)
+        whole = Mul(factor, scale)
+        s0 = MatMul(q, kT)
+        s = Mul(s0, whole)"""
+    model = attention(scores=scores, constants={"limit": np.float32(np.log(512))})
+    block = only(model)
+    assert block.scale == 1.0
+    assert any(isinstance(step, Weighted) for step in block.steps)
+
+
+def test_find_attention_scale_of_a_shape_is_a_constant() -> None:
+    """The head size is read from a shape whose other elements are lengths."""
+    scores = """
+        shape = Shape(q)
+        size = Slice(shape, a3, n12)
+        real = Cast <to = 1> (size)
+        root = Sqrt(real)
+        s0 = MatMul(q, kT)
+        s = Div(s0, root)"""
+    assert only(attention(scores=scores)).scale == pytest.approx(K**-0.5)
+
+
+@pytest.mark.parametrize(
+    "condition",
+    ["is_long = Greater(length, limit)", "most = Max(length, limit)  is_long = Equal(most, limit)"],
+)
+def test_find_attention_branch_by_length_returns_reason(condition: str) -> None:
+    """The branch for short sequences is not that for long ones."""
+    scores = f"""{LENGTH}
+        {condition}
+        turned = If (is_long) <
+            then_branch = long () => (float[batch, {H}, sequence, {K}] doubled) {{
+                doubled = Add(q, q) }},
+            else_branch = short () => (float[batch, {H}, sequence, {K}] same) {{
+                same = Identity(q) }}>
+        s0 = MatMul(turned, kT)
+        s = Mul(s0, scale)"""
+    (reason,) = reasons(attention(scores=scores, constants={"limit": np.array(512)}))
+    assert "If is not supported between the query projection" in reason
 
 
 def test_find_attention_empty_or_shapeless_graph_returns_no_blocks() -> None:
