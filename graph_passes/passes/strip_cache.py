@@ -81,7 +81,8 @@ class StripCache(RewritePass):
                 for size in sizes
             ]
             shape = make.op("Concat", parts, "shape", axis=0)
-            replace_uses(cache.past, make.op("ConstantOfShape", [shape], "cache"))
+            zero = make.constant(0.0, "zero", cache.past.dtype)
+            replace_uses(cache.past, make.op("Expand", [zero, shape], "cache"))
             graph.inputs.remove(cache.past)
         for value in graph.inputs:
             if value.shape is not None:

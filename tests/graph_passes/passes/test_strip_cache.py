@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -14,7 +15,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.strip_cache import StripCache
 from tests.architectures import ARCHITECTURES, COMMITTED, Cell, feeds
 from tests.errors import raises
-from tests.graph_passes.graphs import attention
+from tests.graph_passes.graphs import D, H, K, attention, graph
 
 CACHED = [
     cell
@@ -41,6 +42,25 @@ def test_strip_cache_equals_original_with_an_empty_past(cell: Cell, sequence: in
         np.testing.assert_array_equal(array, expected[name])
     blocks, unmatched = find_attention(model)
     assert len(blocks) == len(find_attention(load_model(cell.committed)).blocks) and not unmatched
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_strip_cache_of_half_precision_is_valid(dtype: ir.DataType) -> None:
+    """The empty cache, whose shape other nodes read, has the precision of the cache."""
+    name = dtype.name.lower()
+    body = f"""
+        k0 = Reshape(x, heads)
+        k = Transpose <perm = [0, 2, 1, 3]> (k0)
+        present = Concat <axis = 2> (past, k)
+        shape = Shape(past)
+        length = Gather(shape, i2)
+        number = Cast <to = {dtype.value}> (length)
+        out = Add(x, number)"""
+    tokens, cache = f"{name}[batch, sequence, {D}]", f"{name}[batch, {H}, past, {K}]"
+    model = graph(body, inputs=f"{tokens} x, {cache} past", output=f"{tokens} out, {cache} present")
+    StripCache()(model)
+    assert [value.name for value in model.graph.inputs] == ["x"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
 
 
 def test_strip_cache_without_a_cache_is_refused() -> None:
