@@ -40,12 +40,15 @@ class BroadcastLayout:
             (H, K) array of indices (zeros if the axis has length 1).
         positions: If given, ``value[positions]`` is broadcast, (B or 1, T, ...).
         is_last_position: Positions are those of the last token of each sequence.
+        dtype: The precision of the value; None if unknown. Half-precision models may rotate in
+            single precision.
     """
 
     value: ir.Value
     axes: tuple[Literal["batch", "token"] | Int[np.ndarray, "H K"], ...]
     positions: ir.Value | None = None
     is_last_position: bool = False
+    dtype: ir.DataType | None = None
 
     @property
     def token_axis(self) -> int:

@@ -199,9 +199,14 @@ def emit_heads(
     else:
         value = _emit_product(make, part, terms, scale, is_plain=is_plain)
     if not is_plain:
+        precision = _rotary_precision(terms) or dtype
+        if precision != dtype:
+            value = make.op("Cast", [value], "single", to=precision.value)
         value = _apply_rotary_terms(
-            make, value, terms, scale, indices, dtype, is_scaled=part.norm is None
+            make, value, terms, scale, indices, precision, is_scaled=part.norm is None
         )
+        if precision != dtype:
+            value = make.op("Cast", [value], "half", to=dtype.value)
     if not distinct and not np.array_equal(terms.head_groups, np.arange(count)):  # grouped heads
         groups = make.integers(terms.head_groups, "groups")
         value = make.op("Gather", [value, groups], "spread", axis=1)
@@ -316,6 +321,12 @@ def _mean(make: Inserter, value: ir.Value, size: int, name: str, dtype: ir.DataT
         return make.op("ReduceMean", [value, make.integers([-1], "last")], name)
     mean = make.constant(np.full((size, 1), 1 / size), "mean", dtype)
     return make.op("MatMul", [value, mean], name)
+
+
+def _rotary_precision(terms: _Terms) -> ir.DataType | None:
+    """The precision of the factors; None if there are none, or if it is unknown."""
+    factors = (term.factor for term, _ in terms.rotary_terms)
+    return next((factor.dtype for factor in factors if factor is not None), None)
 
 
 def _apply_rotary_terms(

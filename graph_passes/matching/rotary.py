@@ -209,4 +209,11 @@ def broadcast_layout_of(
             axes.append(element)
         else:
             raise MatchFailure(f"{factor.value.name!r} multiplies the {role} out of order")
-    return BroadcastLayout(factor.value, tuple(axes), factor.positions, factor.is_last_position)
+    tensor = info.known.get(factor.value)
+    return BroadcastLayout(
+        factor.value,
+        tuple(axes),
+        factor.positions,
+        factor.is_last_position,
+        None if tensor is None else tensor.dtype,
+    )

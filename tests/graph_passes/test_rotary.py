@@ -8,7 +8,19 @@ import pytest
 from graph_passes.emit.rotary import rotary_planes
 from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.prune_heads import PruneHeads
-from tests.graph_passes.graphs import FLOAT_MASK, D, H, K, attention, only, reasons
+from tests.graph_passes.graphs import (
+    FLOAT_MASK,
+    D,
+    H,
+    K,
+    attention,
+    feeds,
+    masked,
+    only,
+    reasons,
+    run,
+    weights,
+)
 from tests.graph_passes.layouts import ANGLES, INTERLEAVED, ROTARY, ROTATE_HALF
 
 
@@ -42,6 +54,30 @@ def test_rotation_of_all_elements_joined_with_none_is_pruned():
     assert len(block.q.rotary_terms) == 2
     PruneHeads({block.name: [0] + [1] * (H - 1)})(model)
     assert only(model).num_heads == H - 1
+
+
+def test_rotation_in_single_precision_of_half_precision_heads_is_pruned():
+    """Llama rotates float16 heads in float32, so that new heads need the same casts."""
+    scores = ROTATE_HALF.replace("(q,", "(q_single,").replace("q_turned = Add", "q_sum = Add")
+    scores = scores.replace("s0 =", "q_turned = Cast <to = 10> (q_sum)\n s0 =")
+    singles = {name: array for name, array in weights().items() if array.dtype == np.float32}
+    halves = {name: array.astype(np.float16) for name, array in singles.items() if name != "low"}
+
+    def build():
+        return attention(
+            scores="\n q_single = Cast <to = 1> (q)" + scores,
+            inputs=f"float16[batch, sequence, {D}] x, float16[batch, 1, 1, sequence] mask, "
+            + ANGLES.format(size=K),
+            output_type=f"float16[batch, sequence, {D}] out",
+            constants=halves | ROTARY,
+        )
+
+    model, mask = build(), [0] + [1] * (H - 1)
+    block = only(model)
+    arrays = feeds(model)
+    PruneHeads({block.name: mask})(model)
+    expected = run(masked(build(), {block.name: mask}), arrays)
+    np.testing.assert_allclose(run(model, arrays), expected, rtol=0.01, atol=0.01)
 
 
 PAIRED = """
