@@ -35,12 +35,12 @@ INNER_OPERATORS = ELEMENTWISE | {"Erf", "Gelu", "Relu", "Sigmoid", "Tanh", "Tran
 """Operators that may be between the convolutions of a spectrogram and its positions."""
 
 
-def convolved_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, int]:
+def convolved_lengths(graph: ir.Graph, *, sides: tuple[int, int] | None = None) -> dict[str, int]:
     """The lengths of the dynamic axes of convolved inputs, by name.
 
     The height and the width of images [batch, channels, height, width] follow from a table of
     learned positions, one for each patch of the first convolution and for up to two more tokens.
-    Without such a table they are ``side``, or left out without it. The length of spectrograms
+    Without such a table they are ``sides``, or left out without it. The length of spectrograms
     [batch, channels, length] follows from positions that are added after the last convolution.
     """
     lengths: dict[str, int] = {}
@@ -59,7 +59,7 @@ def convolved_lengths(graph: ir.Graph, *, side: int | None = None) -> dict[str, 
         elif strides == kernel and (grid := _grid(graph, width)):
             sizes += [grid * stride for stride in strides]
         else:
-            sizes += [side, side]
+            sizes += sides or (None, None)
         for position, size in enumerate(sizes, start=1):
             dim = dims[position]
             if size is not None and not isinstance(dim, int):

@@ -120,13 +120,18 @@ class ShapeInfo:
 
 
 def infer_shapes_small(
-    model: ir.Model, *, batch: int, sequence: int, distinct_lengths: bool = False
+    model: ir.Model,
+    *,
+    batch: int,
+    sequence: int,
+    distinct_lengths: bool = False,
+    sides: tuple[int, int] = (SIDE, SIDE),
 ) -> ShapeInfo:
     """Infer shapes at small axis lengths, or longer ones if strided convolutions need them.
 
-    Audio models need hundreds of samples per token. Images have their usual size.
+    Audio models need hundreds of samples per token. Images have the height and width ``sides``.
     """
-    image = convolved_lengths(model.graph, side=SIDE)
+    image = convolved_lengths(model.graph, sides=sides)
     small = Workload.of(batch, sequence)
     axes = bind_axes(model.graph, small, distinct_lengths=distinct_lengths)
     info = infer_shapes_at(model, axes | image)

@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as common
 
 from graph_passes.analysis.constants import is_constant
+from graph_passes.analysis.convolved_axes import SIDE
 from graph_passes.analysis.required import graph_of, tensor_of
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 
@@ -191,7 +192,7 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     """Redirect reads of shapes from nodes of rewritten blocks to the tokens, and remove the nodes.
 
     Exporters read batch and length from the shape of a layer's queries or keys. The tokens have the
-    same batch and length.
+    same batch and length. A shape of other lengths keeps its nodes, which is exact.
     """
     readers = {
         user: tokens
@@ -203,16 +204,19 @@ def redirect_shapes(model: ir.Model, blocks: Iterable[AttentionBlock]) -> None:
     }
     if not readers:
         return
-    runs = [infer_shapes_small(model, batch=b, sequence=s) for b, s in ((2, 5), (3, 7))]
+    runs = [_infer_at(model, *point) for point in POINTS]
+    if any(runs[-1].shape(node.inputs[0]) is None for node in readers):
+        runs[-1] = _infer_at(model, *SHORTER_POINT)  # the model has fewer positions
     place = {node: index for index, node in enumerate(model.graph.all_nodes())}
     for node, tokens in readers.items():
         maker = tokens.producer()
         if maker is not None and place.get(maker, -1) > place[node]:
             continue  # the tokens are computed after their length is read (cached decoders)
         shapes = [info.shape(node.inputs[0]) for info in runs]
-        if shapes[0] is None or shapes[1] is None:
+        known = [shape for shape in shapes if shape is not None]
+        if len(known) < len(runs):
             continue
-        sources = [_length_of(tokens, pair, runs) for pair in zip(*shapes, strict=True)]
+        sources = [_length_of(tokens, lengths, runs) for lengths in zip(*known, strict=True)]
         if all(source is not None for source in sources):
             _replace_shape(node, [source for source in sources if source is not None])
     remove_unused(model)
@@ -239,6 +243,20 @@ def _tokens_of(block: AttentionBlock) -> Iterator[tuple[ir.Node, ir.Value]]:
     nodes = list(() if block.output is None else block.output.nodes)
     nodes += block.nodes if block.x is block.y and not block.k.is_cached else ()
     yield from ((node, block.x) for node in nodes)
+
+
+POINTS = ((2, 5, 1, 2), (3, 7, 2, 1), (2, 521, 3, 3))
+"""Batch, sequence, and height and width of images in units of ``SIDE``, for shape inference.
+Batch, length and functions of them, such as half of the length, differ in at least one point. The
+last point is longer than windows to which models pad."""
+
+SHORTER_POINT = (2, 13, 3, 3)
+
+
+def _infer_at(model: ir.Model, batch: int, sequence: int, height: int, width: int) -> ShapeInfo:
+    """Infer shapes at one of ``POINTS``."""
+    sides = (height * SIDE, width * SIDE)
+    return infer_shapes_small(model, batch=batch, sequence=sequence, sides=sides)
 
 
 _Length = int | tuple[ir.Value, int, int]

@@ -96,7 +96,8 @@ def test_without_learned_positions_only_channels_are_known(
 ) -> None:
     model = graph(body, positions=table(*shape))
     assert convolved_lengths(model.graph) == {"channels": 3}
-    assert convolved_lengths(model.graph, side=9) == {"channels": 3, "height": 9, "width": 9}
+    lengths = convolved_lengths(model.graph, sides=(9, 8))
+    assert lengths == {"channels": 3, "height": 9, "width": 8}
 
 
 @pytest.mark.parametrize("body", ["y = Identity(pixel_values)", "y = ReduceMean(pixel_values)"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import onnx_ir as ir
+import pytest
 
 from graph_passes.emit.editing import Inserter, remove_unused, replace_uses
-from tests.graph_passes.graphs import feeds, graph, run
+from graph_passes.passes.prune_heads import PruneHeads
+from tests.graph_passes.graphs import PARTS, D, H, attention, feeds, graph, masked, run
 
 BODY = """
     a = MatMul(x, Wq)
@@ -82,3 +84,53 @@ def test_replace_uses_of_graph_output_keeps_name_and_shape() -> None:
     assert [node.op_type for node in model.graph] == ["MatMul", "Abs"]
     arrays = feeds(model)
     assert (run(model, arrays) >= 0).all()
+
+
+POOLED = """
+        columns = Transpose <perm = [0, 2, 1]> (raw)
+        pooled = AveragePool <kernel_shape = [2], strides = [2]> (columns)
+        x = Transpose <perm = [0, 2, 1]> (pooled)"""
+IMAGE = """
+        patches = Conv <kernel_shape = [32, 32], strides = [32, 32]> (raw, filters)
+        columns = Reshape(patches, columns_shape)
+        x = Transpose <perm = [0, 2, 1]> (columns)"""
+PADDED = """
+        raw_shape = Shape(raw)
+        length = Slice(raw_shape, a1, a2)
+        whole = Max(length, window)
+        missing = Sub(whole, length)
+        pads = Concat <axis = 0> (no_pads, missing, a0)
+        x = Pad (raw, pads)"""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "size"),
+    [
+        (POOLED, f"float[batch, sequence, {D}] raw", 22),
+        (IMAGE, "float[batch, 3, height, width] raw", 96),
+        (PADDED, f"float[batch, sequence, {D}] raw", 600),
+    ],
+    ids=["half of the length", "image", "padded to a window"],
+)
+def test_redirect_shapes_of_tokens_of_another_length(tokens: str, inputs: str, size: int) -> None:
+    """The mask has the length of the keys, which is equal to no axis of the inputs."""
+    mask = """
+        keys_shape = Shape(kT)
+        keys = Gather(keys_shape, a3)
+        nothing = Expand(zero, keys)
+        m = Add(s, nothing)"""
+    constants = {
+        "filters": np.random.default_rng(0).standard_normal((D, 3, 32, 32)).astype(np.float32),
+        "columns_shape": np.array([0, D, -1]), "window": np.array([512]),
+        "no_pads": np.zeros(4, np.int64),
+    }  # fmt: skip
+
+    def build() -> ir.Model:
+        q = tokens + PARTS["q"]
+        return attention(q=q, mask=mask, inputs=inputs, constants=constants)
+
+    model, heads = build(), {"attention_0": [0] + [1] * (H - 1)}
+    arrays = feeds(model, sequence=size)
+    PruneHeads(heads)(model)
+    assert "k0" not in {value.name for node in model.graph for value in node.outputs}
+    np.testing.assert_allclose(run(model, arrays), run(masked(build(), heads), arrays), atol=1e-4)
