@@ -141,6 +141,6 @@ def install(site: Site, weight: np.ndarray, bias: np.ndarray, info: ShapeInfo) -
     make = Inserter(site.owner.graph, output.nodes[-1], f"{site.name}/refit")
     tokens = output.input
     if len(info.shape(tokens) or ()) == 4:
-        merged = make.constant(np.array([0, 0, -1], np.int64), "merged")
+        merged = make.integers([0, 0, len(weight)], "merged")
         tokens = make.op("Reshape", [tokens, merged], "merged_heads")
     return emit_affine(make, tokens, weight, bias, output.output, info)

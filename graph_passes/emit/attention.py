@@ -123,7 +123,8 @@ def emit_output(
     """Replace the block's output by the projection of the context (B, H, S, V) of some heads."""
     order = MERGE_ORDER[block.required_output.sequence_first]
     merged = make.op("Transpose", [context], "by_token", perm=order)
-    shape = make.integers([0, 0, -1], "merged")
+    # Without -1, which no size follows from if the batch or the sequence is empty.
+    shape = make.integers([0, 0, len(heads) * block.v_head_size], "merged")
     merged = make.op("Reshape", [merged, shape], "merged_heads", dtype=context.dtype)
     emit_output_projection(make, block, merged, heads, info)
 

@@ -196,7 +196,12 @@ def _gathered(make: Inserter, tokens: ir.Value, columns: np.ndarray, name: str) 
 
 
 def _one_head(make: Inserter, value: ir.Value, columns: int, name: str) -> ir.Value:
-    """Reshape tokens (B, T, columns) to (B, 1, T, columns)."""
+    """Reshape tokens (B, T, columns) to (B, 1, T, columns).
+
+    Bodies state no opset; in them, a Reshape infers T, which fails for an empty batch.
+    """
+    if make.graph.opset_imports.get("", 0) >= 13:
+        return make.op("Unsqueeze", [value, make.integers([1], f"{name}_axis")], name)
     shape = make.integers([0, 1, -1, columns], f"{name}_shape")
     return make.op("Reshape", [value, shape], name)
 

@@ -270,7 +270,9 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, operator: FusedOperat
     op_type = "MultiHeadAttention"
     inputs: list[ir.Value | None]
     if not is_plain(block):
-        inputs = [_merge_heads(make, value) for value in _heads(make, block)]
+        widths = [block.num_heads * part.head_size for _, part, _ in _parts(block)]
+        heads = zip(_heads(make, block), widths, strict=True)
+        inputs = [_merge_heads(make, value, width) for value, width in heads]
         return _Call(op_type, MICROSOFT, inputs, 5, attributes)
     parts = _parts(block)
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
@@ -318,10 +320,10 @@ def _heads(make: Inserter, block: AttentionBlock, *, distinct: bool = False) -> 
     return [query, key, emit_heads(make.part("value"), block.v, block.v.scale, distinct=distinct)]
 
 
-def _merge_heads(make: Inserter, heads: ir.Value) -> ir.Value:
-    """Emit heads (B, H, T, K) as (B, T, H*K)."""
+def _merge_heads(make: Inserter, heads: ir.Value, width: int) -> ir.Value:
+    """Emit heads (B, H, T, K) as (B, T, H*K) of this width."""
     by_token = make.op("Transpose", [heads], "by_token", perm=[0, 2, 1, 3])
-    return make.op("Reshape", [by_token, make.integers([0, 0, -1], "merged")], "merged_heads")
+    return make.op("Reshape", [by_token, make.integers([0, 0, width], "merged")], "merged_heads")
 
 
 def _parts(block: AttentionBlock) -> list[tuple[str, Projection, float]]:

@@ -100,7 +100,7 @@ def _decompose(block: AttentionBlock, info: ShapeInfo) -> None:
     context = make.op("MatMul", [probabilities, v], "context")
     if block.q.layout != "B H T K":  # the operator returns (B, S, H*V)
         context = make.op("Transpose", [context], "context_by_token", perm=[0, 2, 1, 3])
-        merged = make.integers([0, 0, -1], "merged")
+        merged = make.integers([0, 0, block.num_heads * block.v_head_size], "merged")
         context = make.op("Reshape", [context, merged], "merged_context")
     replace_uses(block.context, context)
 

@@ -245,8 +245,8 @@ def test_collaborate_writes_these_nodes() -> None:
     added = [node for node in model.graph if (node.name or "").startswith(NAME)]
     names = [(node.name or "").removeprefix(f"{NAME}/collaborative/") for node in added]
     assert [f"{node.op_type} {name}" for node, name in zip(added, names, strict=True)] == [
-        "MatMul query", "Mul scaled_query", "Reshape query_tokens", "Mul mixed_query",
-        "MatMul key", "Reshape key_tokens", "Transpose shared_key", "MatMul scores",
+        "MatMul query", "Mul scaled_query", "Unsqueeze query_tokens", "Mul mixed_query",
+        "MatMul key", "Unsqueeze key_tokens", "Transpose shared_key", "MatMul scores",
     ]  # fmt: skip
     others = [node.outputs[0].name for node in model.graph if node not in added]
     assert others == ["v0", "v1", "v2", "v", "m", "p", "c0", "c1", "c", "o", "out"]
