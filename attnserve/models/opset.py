@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 
 import onnx_ir as ir
@@ -15,7 +15,7 @@ __all__ = ["raise_opset"]
 
 
 def raise_opset(model: ir.Model, opset: int) -> None:
-    """Convert ``model`` in place to at least this opset of ai.onnx; names are kept.
+    """Convert ``model`` in place to at least this opset of ai.onnx; names and metadata are kept.
 
     Raises:
         CannotRewrite: A converter does not support an operator; ``model`` is unchanged.
@@ -40,9 +40,30 @@ def raise_opset(model: ir.Model, opset: int) -> None:
             "export it again with a newer opset, or keep its attention operators",
             code="opset.not_converted",
         ) from failure
+    _copy_metadata(model, raised)
     model.graph = raised.graph
     model.functions.clear()  # they were inlined
     model.functions.update(raised.functions)
+
+
+def _copy_metadata(old: ir.Model, new: ir.Model) -> None:
+    """Copy the metadata of graphs and nodes, such as block names, which converters may drop.
+
+    Nodes correspond if they are in graphs with one name and have an output with one name.
+    """
+    new.graph.metadata_props.update(old.graph.metadata_props)
+    metadata = {key: node.metadata_props for key, node in _nodes_by_output(old)}
+    for key, node in _nodes_by_output(new):
+        node.metadata_props.update(metadata.get(key, {}))
+
+
+def _nodes_by_output(model: ir.Model) -> Iterator[tuple[tuple[str | None, str], ir.Node]]:
+    """Yield each node, with the names of its graph and of each output."""
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for node in graph:
+            for value in node.outputs:
+                if value.name:
+                    yield (graph.name, value.name), node
 
 
 @contextmanager

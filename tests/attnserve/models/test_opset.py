@@ -11,6 +11,7 @@ import pytest
 from attnserve.models.opset import raise_opset
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite
+from graph_passes.matching.naming import pin_name, pinned_name
 from tests.errors import raises
 from tests.graph_passes.graphs import attention, feeds, run, text_of
 
@@ -31,6 +32,19 @@ def test_raise_opset_keeps_results_and_names(opset: int) -> None:
     assert [v.name for v in model.graph.outputs] == [v.name for v in before.graph.outputs]
     assert {n.outputs[0].name for n in before.graph} <= {n.outputs[0].name for n in model.graph}
     np.testing.assert_array_equal(run(model, feeds(before)), run(before, feeds(before)))
+
+
+@pytest.mark.parametrize("opset", [17, 18])
+def test_raise_opset_keeps_metadata(opset: int) -> None:
+    """Recorded block names are metadata of nodes; the converter for old opsets drops them."""
+    model = attention(opset=opset)
+    model.graph.metadata_props["graph"] = "1"
+    product = next(node for node in model.graph if node.outputs[0].name == "s0")
+    pin_name(product, "encoder.layer.3")
+    raise_opset(model, 23)
+    assert model.graph.metadata_props["graph"] == "1"
+    names = {node.outputs[0].name: pinned_name(node) for node in model.graph}
+    assert {output: name for output, name in names.items() if name} == {"s0": "encoder.layer.3"}
 
 
 def test_raise_opset_converts_attribute_to_input() -> None:
