@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -33,9 +33,10 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
     """
     axes: dict[str, int] = {}
     fixed = convolved_lengths(graph)
+    names = _dimension_names(graph)
     for value in real_inputs(graph):
         for position, dim in enumerate(value.shape or ()):
-            for name in _symbols(value, position, dim):
+            for name in _symbols(value, position, dim, names):
                 if name not in fixed:
                     axes.setdefault(name, position)
     return axes
@@ -113,11 +114,13 @@ def cached_axes(graph: ir.Graph, axes: Mapping[str, int]) -> CachedAxes:
     past: dict[str, None] = {}
     new: dict[str, None] = {}
     masks: dict[str, None] = {}
+    names = _dimension_names(graph)
     for value in real_inputs(graph):
         name = value.name or ""
         if name.startswith(("encoder", "cross")) or ".encoder." in name:
             continue
-        symbols = [_symbols(value, position, dim) for position, dim in enumerate(value.shape or ())]
+        dims = enumerate(value.shape or ())
+        symbols = [_symbols(value, position, dim, names) for position, dim in dims]
         value_axes = {axis: None for dim_axes in symbols for axis in dim_axes if axes.get(axis)}
         if "mask" in name:
             last = symbols[-1] if symbols else ()
@@ -174,8 +177,23 @@ Others are plain names: untrusted names such as 9**9**9 or thousands of parenthe
 unbounded time."""
 
 
-def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Sequence[str]:
-    """The names of the axes that a dimension of an input depends on."""
+NUMBER = re.compile(r"\b\d")
+
+
+def _dimension_names(graph: ir.Graph) -> set[str]:
+    """The names of all dynamic dimensions of the graph's inputs, including expressions."""
+    dims = (dim for value in real_inputs(graph) for dim in value.shape or ())
+    return {dim.value for dim in dims if not isinstance(dim, int) and dim.value}
+
+
+def _symbols(
+    value: ir.Value, position: int, dim: int | ir.SymbolicDim, names: Container[str]
+) -> Sequence[str]:
+    """The names of the axes that a dimension of an input depends on.
+
+    A name with a hyphen is a difference only if it has a number, or if both terms are ``names`` of
+    axes: "seq-len" is a plain name, "total-past" may be an expression.
+    """
     if isinstance(dim, int):
         return ()
     if dim.value is None:
@@ -184,9 +202,11 @@ def _symbols(value: ir.Value, position: int, dim: int | ir.SymbolicDim) -> Seque
     if not EXPRESSION.fullmatch(name) or max(name.count("("), name.count("*")) > 8:
         return (dim.value,)
     try:
-        return sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
+        symbols = sorted(dim.free_symbols()) or (dim.value,)  # past_sequence + sequence
     except Exception:  # onnx_ir and sympy raise various types for a name that is not an expression
         return (dim.value,)
+    is_name = "-" in name and not NUMBER.search(name)
+    return (name,) if is_name and not all(symbol in names for symbol in symbols) else symbols
 
 
 def _length(
@@ -195,7 +215,7 @@ def _length(
     """The length of a dimension of an input; -1 if its expression gives no length."""
     if isinstance(dim, int):
         return dim
-    names = _symbols(value, position, dim)
+    names = _symbols(value, position, dim, axes)
     if len(names) == 1 and names[0] == (dim.value or f"{value.name}[{position}]"):
         return axes[names[0]]
     try:

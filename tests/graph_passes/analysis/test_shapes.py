@@ -120,6 +120,31 @@ def test_infer_shapes_axis_expression_is_evaluated(
     assert named is None or named_axes(model.graph) == named
 
 
+@pytest.mark.parametrize(
+    ("axes", "bound"),
+    [
+        (("batch-size", "seq-len"), {"batch-size": 2, "seq-len": 5}),
+        (("n", "left-right"), {"n": 2, "left-right": 5}),
+        (("n", "total-n"), {"n": 2, "total-n": 5}),
+        (("n", "s-1"), {"n": 2, "s": 5}),
+    ],
+)
+def test_bind_axes_hyphen_is_a_difference_only_of_axes_or_numbers(
+    axes: tuple[str, str], bound: dict[str, int]
+) -> None:
+    model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x")
+    model.graph.inputs[0].shape = ir.Shape([*axes, 12])
+    assert bind_axes(model.graph, Workload.of(2, 5)) == bound
+    assert shape_of(model) == (2, 4 if "s" in bound else 5, 12)
+
+
+def test_bind_axes_difference_of_axes_is_evaluated() -> None:
+    model = graph("\n out = Abs(x)", inputs="float[n, s, 12] x, float[n, total, past] y")
+    model.graph.inputs[0].shape = ir.Shape(["n", "total-past", 12])
+    assert input_shape(model.graph.inputs[0], {"n": 2, "total": 9, "past": 4}) == (2, 5, 12)
+    assert named_axes(model.graph) == {"n": 0, "past": 1, "total": 1}
+
+
 def test_named_axes_excludes_initializers_in_inputs() -> None:
     model = graph("\n out = MatMul(x, Wq)", inputs="float[n, s, 12] x")
     model.graph.inputs.append(model.graph.initializers["Wq"])
