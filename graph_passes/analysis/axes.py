@@ -28,6 +28,8 @@ __all__ = [
 def named_axes(graph: ir.Graph) -> dict[str, int]:
     """The dynamic axes of the graph's inputs by name, each with its first position in a shape.
 
+    Positions are those of (batch, sequence, ...): both are swapped in an input whose axes have
+    names such as (sequence, batch, ...).
     A dynamic axis without a name is named ``input[position]``. Axes that can have only one length,
     such as those of images, are left out (``convolved_lengths``).
     """
@@ -35,17 +37,30 @@ def named_axes(graph: ir.Graph) -> dict[str, int]:
     fixed = convolved_lengths(graph)
     names = _dimension_names(graph)
     for value in real_inputs(graph):
+        order = {0: 1, 1: 0} if _is_sequence_first(value) else {}
         for position, dim in enumerate(value.shape or ()):
             for name in _symbols(value, position, dim, names):
                 if name not in fixed:
-                    axes.setdefault(name, position)
+                    axes.setdefault(name, order.get(position, position))
     return axes
+
+
+TOKENS = re.compile("seq|len|token")
+
+
+def _is_sequence_first(value: ir.Value) -> bool:
+    """Whether the names of the first two axes of an input say (sequence, batch)."""
+    names = [str(dim).lower() for dim in list(value.shape or ())[:2]]
+    batch = ["batch" in name for name in names]
+    return batch == [False, True] and bool(TOKENS.search(names[0]))
 
 
 def bind_axes(
     graph: ir.Graph, workload: Workload, *, distinct_lengths: bool = False
 ) -> dict[str, int]:
     """Choose a length for each axis: first axes of inputs are batches, other axes new tokens.
+
+    The first two axes of an input are swapped if their names say so (``named_axes``).
 
     Axes of one kind have equal lengths, because graphs may require it. The mask of a model with a
     cache covers past and new tokens: the length of the mask is the sum of both lengths.

@@ -40,8 +40,11 @@ def test_bind_axes_first_axes_are_batches() -> None:
         ("float[n, s, 12] x, int64[s] positions", {"n": 2, "s": 5}),
         ("float[n, s, 12] x, float[n, 3, p, 4] past_key, int64[n, e] encoder_attention_mask",
          {"n": 2, "s": 5, "p": 5, "e": 5}),
+        ("float[seq_len, batch, 12] x, bool[batch, seq_len] mask", {"batch": 2, "seq_len": 5}),
+        ("float[batch_tokens, batch, 12] x", {"batch": 5, "batch_tokens": 2}),
     ],
-    ids=["kind of the first occurrence", "mask of an encoder is no total"],
+    ids=["kind of the first occurrence", "mask of an encoder is no total", "sequence first",
+         "both names say batch"],
 )  # fmt: skip
 def test_bind_axes_of_several_inputs(inputs: str, bound: dict[str, int]) -> None:
     model = graph("\n out = Abs(x)", inputs=inputs)
