@@ -37,12 +37,18 @@ class ValueSignature(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Interface:
-    """Inputs, outputs and opsets of a model, and the names of its initializers at any depth."""
+    """Inputs, outputs and opsets of a model, and the names of its initializers at any depth.
+
+    Attributes:
+        repeated: Names of several values. ONNX forbids them, but ONNX Runtime runs such models: the
+            bodies of its generation models have inputs with the names of the outer inputs.
+    """
 
     inputs: tuple[ValueSignature, ...]
     outputs: tuple[ValueSignature, ...]
     opsets: tuple[tuple[str, int], ...]
     initializers: frozenset[str]
+    repeated: frozenset[str] = frozenset()
 
     def with_caches(self, caches: Mapping[str, CacheShape | None]) -> Interface:
         """The same interface with other caches.
@@ -83,6 +89,7 @@ def interface(model: ir.Model) -> Interface:
         outputs=tuple(describe(value) for value in model.graph.outputs),
         opsets=tuple(sorted(model.opset_imports.items())),
         initializers=frozenset(name for graph in _graphs(model) for name in graph.initializers),
+        repeated=frozenset(_repeated(model.graph, frozenset())),
     )
 
 
@@ -135,12 +142,13 @@ def _unmade(graph: ir.Graph, outer: Set[ir.Value]) -> list[str]:
 
 
 def names_are_unique(expected: Interface, model: ir.Model) -> list[str]:
-    """No two values share a name, except in bodies that do not see each other (ONNX, SSA)."""
-    return _repeated(model.graph, frozenset())
+    """No two values newly share a name, except in bodies that do not see each other (SSA)."""
+    repeated = dict.fromkeys(_repeated(model.graph, frozenset()))
+    return [f"{name!r} names two values" for name in repeated if name not in expected.repeated]
 
 
 def _repeated(graph: ir.Graph, outer: Set[str]) -> list[str]:
-    """The violations in a graph and its bodies.
+    """The names of several values in a graph and its bodies.
 
     Args:
         outer: The names that outer graphs define before it.
@@ -148,16 +156,18 @@ def _repeated(graph: ir.Graph, outer: Set[str]) -> list[str]:
     names = [v.name for v in graph.inputs if v.name not in graph.initializers]
     names += list(graph.initializers)
     visible = {*outer, *filter(None, names)}
-    violations: list[str] = []
+    in_bodies: list[str] = []
     for node in graph:
         for body in _bodies(node):
-            violations += _repeated(body, visible)
+            in_bodies += _repeated(body, visible)
         outputs = [value.name for value in node.outputs if value.name]
         names += outputs
         visible.update(outputs)
     counts = Counter(name for name in names if name)
-    repeated = [name for name, count in counts.items() if count > 1 or name in outer]
-    return [*(f"{name!r} names two values" for name in repeated), *violations]
+    return [
+        *(name for name, count in counts.items() if count > 1 or name in outer),
+        *in_bodies,
+    ]
 
 
 def new_weights_are_finite(expected: Interface, model: ir.Model) -> list[str]:
