@@ -162,7 +162,8 @@ def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
     """The model with its local functions inlined.
 
     Raises:
-        InvalidModel: The functions call each other in a cycle, or are too large inlined.
+        InvalidModel: The functions call each other in a cycle, are too large inlined, or have
+            an opset that cannot be converted to that of the model.
     """
     functions = {(f.domain, f.name, f.overload): f for f in proto.functions}
     sizes: dict[tuple[str, str, str], tuple[int, int]] = {}
@@ -202,7 +203,14 @@ def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
             f"hold {count} nodes and {size} bytes when inlined: expected at most"
             f" {MAX_INLINED_NODES} nodes and {MAX_INLINED_BYTES} bytes"
         )
-    return onnx.inliner.inline_local_functions(proto)
+    other_opset = "have another opset than the model and cannot be converted"
+    try:
+        inlined = onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except RuntimeError as error:  # no adapter for an operator, or an argument without a type
+        raise refuse(other_opset) from error
+    if inlined.functions:  # another opset of a custom domain
+        raise refuse(other_opset)
+    return inlined
 
 
 def _check_tensor(path: Path, tensor: onnx.TensorProto) -> None:
