@@ -6,13 +6,14 @@ A rule raises IndexError or ValueError, or returns nothing, for inputs that do n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import onnx_ir as ir
 
 from graph_passes.analysis.operator_sets import GELUS, MATRIX_PRODUCTS, MICROSOFT
 
-__all__ = ["COUNTS", "RULES", "SHAPE_PRESERVING", "Shapes", "gives_bytes"]
+__all__ = ["COUNTS", "RULES", "SHAPE_PRESERVING", "Shapes", "gives_bytes", "matrix_shape"]
 
 Shapes = Sequence[tuple[int, ...] | None]
 """The shapes of the inputs or outputs of a node; None if unknown or left out."""
@@ -29,14 +30,24 @@ def _skip_normalization(shapes: Shapes, node: ir.Node) -> Shapes:
 
 def _matrix_product(shapes: Shapes, node: ir.Node) -> Shapes:
     """The product of the first two inputs, which may be transposed."""
-    a, b = shapes[:2]
-    if a is None or b is None or min(len(a), len(b)) < 2:
+    if shapes[0] is None or shapes[1] is None or min(len(shapes[0]), len(shapes[1])) < 2:
         return []
-    if node.attributes.get_int("transA", 0):
-        a = (*a[:-2], a[-1], a[-2])
-    if node.attributes.get_int("transB", 0):
-        b = (*b[:-2], b[-1], b[-2])
+    a, b = matrix_shape(shapes[0], node, "A"), matrix_shape(shapes[1], node, "B")
     return [(*np.broadcast_shapes(a[:-2], b[:-2]), a[-2], b[-1])]
+
+
+def matrix_shape(
+    shape: tuple[int, ...], node: ir.Node, operand: Literal["A", "B"]
+) -> tuple[int, ...]:
+    """The shape of an operand of a matrix product as it is multiplied, (..., rows, columns).
+
+    FusedMatMul may first move the first axis before the last (``transBatchA``).
+    """
+    if node.attributes.get_int(f"transBatch{operand}", 0):
+        shape = (*shape[1:-1], shape[0], shape[-1])
+    if node.attributes.get_int(f"trans{operand}", 0):
+        shape = (*shape[:-2], shape[-1], shape[-2])
+    return shape
 
 
 def _quantized_gemm(shapes: Shapes, node: ir.Node) -> Shapes:

@@ -21,7 +21,7 @@ import onnx_ir as ir
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.axes import bind_axes, named_axes, read_axes
 from graph_passes.analysis.constants import is_constant
-from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING
+from graph_passes.analysis.contrib_shapes import RULES, SHAPE_PRESERVING, matrix_shape
 from graph_passes.analysis.operator_sets import MATRIX_PRODUCTS, MICROSOFT
 from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
@@ -294,9 +294,8 @@ def _shape(value: ir.Value | None, info: ShapeInfo) -> tuple[int, ...]:
 
 def _matmul(node: ir.Node, info: ShapeInfo) -> int:
     """MACs of a matrix product: the elements of the output times the length of the sum."""
-    a = _shape(node.inputs[0], info)
-    inner = a[-2] if node.attributes.get_int("transA", 0) else a[-1]
-    return math.prod(_shape(node.outputs[0], info)) * inner
+    a = matrix_shape(_shape(node.inputs[0], info), node, "A")
+    return math.prod(_shape(node.outputs[0], info)) * a[-1]
 
 
 def _einsum(node: ir.Node, info: ShapeInfo) -> int:

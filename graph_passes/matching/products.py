@@ -45,7 +45,7 @@ def linear(
     if not (is_fused or MATRIX.get(node.op_type) == node.domain) or len(node.inputs) < 2:
         return None
     tokens, weight = node.inputs[:2]
-    if tokens is None or not is_constant(weight) or is_constant(tokens) or _transposes_left(node):
+    if tokens is None or not is_constant(weight) or is_constant(tokens) or _is_permuted(node):
         return None
     sizes = shape_of(tokens)
     shape = constant_shape(weight)
@@ -256,8 +256,10 @@ def _activations(
     return (operands[0], len(shapes[0])), (operands[1], len(shapes[1]))
 
 
-def _transposes_left(node: ir.Node) -> bool:
-    return any(node.attributes.get_int(name, 0) for name in ("transA", "transBatchA"))
+def _is_permuted(node: ir.Node) -> bool:
+    """Whether a product transposes its first operand, or moves a batch axis of one."""
+    flags = ("transA", "transBatchA", "transBatchB")
+    return any(node.attributes.get_int(name, 0) for name in flags)
 
 
 def _letters(node: ir.Node, left_rank: int, right_rank: int) -> tuple[tuple[str, str], str] | None:

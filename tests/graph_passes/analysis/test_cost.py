@@ -77,6 +77,14 @@ OPERATORS: dict[str, tuple[str, str, str, dict[str, int], int]] = {
         " int32[b] lengths, int32[1] total",
         "a, b, c", {"b": 2, "s": 5, "p": 5}, 2 * 5 * (5 + 5) * 24,
     ),
+    "FusedMatMul that moves the first axes": (
+        "out = com.microsoft.FusedMatMul <transBatchA = 1, transBatchB = 1, transB = 1> (q, k)",
+        "float[s, b, 4] q, float[t, b, 4] k", "a, b, c", {"b": 2, "s": 5, "t": 5}, 2 * 5 * 5 * 4,
+    ),
+    "FusedMatMul that transposes after it": (
+        "out = com.microsoft.FusedMatMul <transBatchA = 1, transA = 1> (q, k)",
+        "float[s, b, 4] q, float[b, s, 3] k", "a, b, c", {"b": 2, "s": 5}, 2 * 4 * 5 * 3,
+    ),
     "MatMulNBits": (
         "out = com.microsoft.MatMulNBits <K = 12, N = 7> (x, x, x)", TOKENS, "a, b, c",
         {"batch": 2, "sequence": 5}, 2 * 5 * 12 * 7,
