@@ -238,7 +238,9 @@ def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
     """
     if most_rows < 1:
         raise InvalidArgument(
-            f"`most_rows` is {most_rows}: expected 1 or more", code="importance.most_rows"
+            f"`most_rows` is {most_rows}: expected 1 or more",
+            "give a larger number, or leave it out",
+            code="importance.most_rows",
         )
     rows = sum(map(row_count, batches))
     if rows <= most_rows:

@@ -141,7 +141,9 @@ def measure_similarity(
     """
     if most_queries < 1:
         raise InvalidArgument(
-            f"`most_queries` is {most_queries}: expected 1 or more", code="similarity.most_queries"
+            f"`most_queries` is {most_queries}: expected 1 or more",
+            "give a larger number, or leave it out",
+            code="similarity.most_queries",
         )
     sums = _PairSums(blocks)
     share = max(1, most_queries // max(1, sum(map(row_count, batches))))

@@ -33,7 +33,7 @@ from attnserve.checks.measures import (
 from attnserve.checks.meters import new_meter
 from attnserve.checks.relations import IndexMeter
 from attnserve.data.datasets import Dataset
-from attnserve.data.query_lists import MIN_DOCUMENTS
+from attnserve.data.query_lists import MIN_LISTED
 from attnserve.data.row_batches import RowBatch, RowInfo, row_info
 from attnserve.data.splits import LEAST_SEARCHED
 from attnserve.limits import ROUNDING, SELECTION_CONFIDENCE, TAIL
@@ -122,7 +122,7 @@ def check_measure(measure: SearchMeasure, data: Dataset | None) -> None:
             raise InvalidData(
                 f"{file.source.file} has no lists of documents: the measure tau compares the order"
                 " of the documents of a query",
-                f"for a reranker, give at least {MIN_DOCUMENTS} documents of each query, and"
+                f"for a reranker, give at least {MIN_LISTED} documents of each query, and"
                 f" {LEAST_SEARCHED} queries for a search, or choose another measure",
                 code="quality.no_lists",
             )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 __all__ = [
-    "MIN_DOCUMENTS",
+    "MIN_LISTED",
     "ListedRow",
     "Lists",
     "encode_listed",
@@ -26,7 +26,7 @@ __all__ = [
     "together",
 ]
 
-MIN_DOCUMENTS = 2
+MIN_LISTED = 2
 """Minimum mean number of documents per query to measure their order."""
 
 
@@ -62,13 +62,13 @@ def encode_listed(
 ) -> Sequence[Encoding]:
     """The tokens of rows, as ``ListedRow`` if the rows are lists.
 
-    Rows are lists if they have ``least`` queries, with ``MIN_DOCUMENTS`` documents in the mean.
+    Rows are lists if they have ``least`` queries, with ``MIN_LISTED`` documents in the mean.
     """
     pairs = [row if isinstance(row, QueryDocument) else None for row in rows]
     texts: list[Text] = [row if isinstance(row, str) else row[:2] for row in rows]
     encodings = encoder.encode(texts)
     queries = dict.fromkeys(pair.query for pair in pairs if pair is not None)
-    if len(queries) < least or len(rows) < MIN_DOCUMENTS * len(queries) or not queries:
+    if len(queries) < least or len(rows) < MIN_LISTED * len(queries) or not queries:
         return encodings
     numbers = {query: number for number, query in enumerate(queries)}
     return [
