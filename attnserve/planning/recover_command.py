@@ -11,6 +11,7 @@ from typing import Any
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.checks.quality import check_measure
 from attnserve.checks.scores import Score
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
@@ -112,6 +113,7 @@ def recover(
             check_output(written, source=Path(path), force=force)
     texts = artifact if artifact.tokenizer is not None else original_artifact
     rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
+    check_measure(training.measure, rows)
     job = Job(
         texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
         target=Target(precision=training.precision),

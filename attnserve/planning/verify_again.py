@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self, cast, get_args
 import onnx_ir as ir
 
 from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
+from attnserve.checks.quality import check_measure
 from attnserve.context import AUTO, Device, Progress, ignore_progress
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.job import Job
@@ -169,12 +170,13 @@ def verify_again(
     texts = artifact if entry.rewritten is not None and artifact.tokenizer is not None else before
     model, source = load_model(artifact), load_model(before, in_place=True)
     rows = _read_rows(entry, comparison.data, source, texts, comparison.tokenizer)
+    measure = _measure(entry, comparison.measure)
+    check_measure(measure, rows.data)
     context = run.context(progress)
     context = replace(context, device=_device(search, context.device))
     job = Job(
-        texts, source, rows.data, tokenizer=comparison.tokenizer,
-        measure=_measure(entry, comparison.measure), context=context,
-    )  # fmt: skip
+        texts, source, rows.data, tokenizer=comparison.tokenizer, measure=measure, context=context
+    )
     device = context.device
     fidelity = job.compare_held_out(model, rows.batches, rows.split)
     first = runtime_of(model, device)

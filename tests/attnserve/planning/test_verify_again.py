@@ -260,6 +260,8 @@ def test_records_that_do_not_fit_are_refused(
 def test_another_measure_than_the_recorded_is_refused(pruned: Path, tiny: Path, sentences: Path):
     with raises(InvalidData, "verify.other_quality", "cosine"):
         attnserve.verify_again(pruned, tiny, data=sentences, measure="cosine")
+    with raises(InvalidData, "quality.no_lists", "sentences.txt"):
+        attnserve.verify_again(pruned, tiny, data=sentences, measure="tau")
 
 
 def test_a_changed_model_is_refused(cli: Cli, tiny: Path, changed: Changed, sentences: Path):

@@ -364,6 +364,7 @@ def write(path: Path, text: str) -> Path:
         ({"minutes": -1}, "recovery.range"),
         ({"minutes": float("nan")}, "recovery.range"),
         ({"measure": "score"}, "recovery.range"),
+        ({"measure": "tau"}, "quality.no_lists"),
         ({"data": "few"}, "recovery.few_rows"),
         ({"data": "empty"}, None),
         ({"data": "missing"}, "data.missing"),
