@@ -103,7 +103,7 @@ def recover(
     artifact = open_artifact(model)
     original_artifact = open_artifact(teacher)
     _require_teacher(artifact, original_artifact)
-    rewritten = _model_to_train(artifact, training, run)
+    rewritten = _model_to_train(artifact, training)
     original = load_model(original_artifact)
     file = output_file(Path(output), artifact, rewritten, force=force)
     if openvino:
@@ -151,14 +151,14 @@ def _require_teacher(artifact: Artifact, teacher: Artifact) -> None:
         )
 
 
-def _model_to_train(artifact: Artifact, training: Training, run: Run) -> ir.Model:
+def _model_to_train(artifact: Artifact, training: Training) -> ir.Model:
     """The rewritten model with its weights as initializers; fused if it is converted."""
     model = load_model(artifact)
     if not trainable_weights(model):  # some converters write weights as nodes
         common.LiftConstantsToInitializersPass()(model)
     if training.precision == "float32":
         return model
-    return fuse_for(model, training.precision, run.provider)[0]
+    return fuse_for(model, training.precision)[0]  # int8 is for CPUs, also if a GPU trains
 
 
 def _read_rows(

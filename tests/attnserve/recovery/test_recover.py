@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
+from attnserve.fusion import fuse_for  # noqa: E402
 from attnserve.literals import TrainedPrecision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model, save_model  # noqa: E402
 from attnserve.models.training_result import TrainingResult  # noqa: E402
+from attnserve.planning import recover_command  # noqa: E402
 from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
@@ -228,6 +231,26 @@ def test_int8_recover_without_gain_returns_the_plain_conversion(
     assert not report.record.gain and report.record.int8_weight_bits == 7
     plain = attnserve.optimize(pruned, tmp_path / "plain", precision="int8", calib=texts)
     assert attnserve.verify(plain.output, tmp_path / "out", data=texts).mean_cosine == 1.0
+
+
+def test_int8_recover_fuses_for_the_cpu_also_if_a_gpu_trains(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fused: list[list[str]] = []
+
+    def fuse(*arguments: Any) -> Any:
+        model, passes = fuse_for(*arguments)
+        fused.append([node.op_type for node in model.graph])
+        return model, passes
+
+    monkeypatch.setattr(recover_command, "fuse_for", fuse)
+    for provider in ("cpu", "cuda"):
+        with suppress(AttnserveError):  # without a GPU
+            attnserve.recover(
+                pruned, tmp_path / provider, teacher=tiny, data=texts, minutes=0, precision="int8",
+                provider=provider,
+            )  # fmt: skip
+    assert fused[0] == fused[1]
 
 
 def test_teacher_that_is_not_the_source_is_refused(
