@@ -29,6 +29,7 @@ from attnserve.models.quantized import int8_activations, int8_weight_bits
 from attnserve.models.training_result import TrainingResult
 from attnserve.options import Run, Target, Training, check_files
 from attnserve.paths import StrPath, as_path, as_paths
+from attnserve.planning.optimize_warnings import unverified_runtimes
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import TRAININGS, Plan, State
 from attnserve.recovery.distillation import check_input
@@ -124,7 +125,7 @@ def recover(
     plan = Plan(trainings=(step,), precision=job.target.precision)
     state = start(plan, job, rewritten, key=key, labels=labels)
     with torch_threads(run.threads):
-        entry, result = _recovered(state, artifact, original_artifact)
+        entry, result = _recovered(state, artifact, original_artifact, openvino=openvino)
     assert state.training is not None
     has_openvino = openvino or runtime_of(result, context.device) == OpenVino.name
     write_rewritten(
@@ -205,7 +206,7 @@ def _checkpoint_key(
 
 
 def _recovered(
-    state: State, artifact: Artifact, teacher: Artifact
+    state: State, artifact: Artifact, teacher: Artifact, *, openvino: bool
 ) -> tuple[RecoverEntry, ir.Model]:
     """Apply a plan of one training, and verify its result and the model without it.
 
@@ -213,6 +214,7 @@ def _recovered(
         state: The state before the training.
         artifact, teacher: The rewritten model and the original on disk; the job's artifact has the
             tokenizer.
+        openvino: Whether a file for OpenVINO is written.
 
     Returns:
         The entry of the lineage, and the model to write.
@@ -244,6 +246,12 @@ def _recovered(
         warnings.append("the loss became infinite: the best weights before that are returned")
     if not training.states:
         warnings.append("no hidden states match in both graphs: only the outputs were learned")
+    verified = runtime_of(result_model, job.context.device)
+    warnings += [
+        f"the quality was not measured in {runtime}: use the model in {verified}"
+        f" (`runtime` {verified})"
+        for runtime in unverified_runtimes(job, result_model, (), openvino=openvino)
+    ]
     scores: dict[str, Any] = {}
     if labels and teacher_score and before.score and after.score:
         scores = {

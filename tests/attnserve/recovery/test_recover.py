@@ -229,8 +229,23 @@ def test_int8_recover_without_gain_returns_the_plain_conversion(
         pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0, precision="int8"
     )
     assert not report.record.gain and report.record.int8_weight_bits == 7
+    assert len(report.record.warnings) == 1  # no gain
     plain = attnserve.optimize(pruned, tmp_path / "plain", precision="int8", calib=texts)
     assert attnserve.verify(plain.output, tmp_path / "out", data=texts).mean_cosine == 1.0
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_recover_warns_of_a_file_for_openvino_that_was_not_measured(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path, precision: TrainedPrecision
+):
+    pytest.importorskip("openvino")
+    report = attnserve.recover(
+        pruned, tmp_path / "out", teacher=tiny, data=texts, minutes=0, precision=precision,
+        openvino=True,
+    )  # fmt: skip
+    found = [warning for warning in report.record.warnings if "openvino" in warning]
+    assert len(found) == (precision == "int8")
+    assert all("not measured in openvino: use the model in onnxruntime" in each for each in found)
 
 
 def test_int8_recover_fuses_for_the_cpu_also_if_a_gpu_trains(
