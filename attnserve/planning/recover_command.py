@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import onnx_ir.passes.common as common
 
+from attnserve.checks.labeled_tables import read_labeled, reader_of
 from attnserve.checks.quality import check_measure
 from attnserve.checks.scores import Score
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.datasets import Dataset, content_digest, load_inputs
-from attnserve.data.text_files import read_sentences
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fuse_for, fused_for_libraries
 from attnserve.job import Job
@@ -33,7 +32,7 @@ from attnserve.planning.optimize_warnings import unverified_runtimes
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import TRAININGS, Plan, State
 from attnserve.recovery.distillation import check_input
-from attnserve.recovery.labels import LabeledRow, Labels, read_labeled
+from attnserve.recovery.labels import Labels
 from attnserve.recovery.module import trainable_weights
 from attnserve.recovery.report import KEPT, RecoverReport
 from attnserve.recovery.training import torch_threads
@@ -179,9 +178,7 @@ def _read_rows(
         InvalidArgument, InvalidData: A file cannot be read, or does not fit the model or the task.
     """
     tables = {} if task is None else read_labeled(files, task, texts)
-    rows = load_inputs(
-        files, original, texts, tokenizer=tokenizer, read=partial(_read_texts, tables)
-    )
+    rows = load_inputs(files, original, texts, tokenizer=tokenizer, read=reader_of(tables))
     if task is None:
         return rows, None
     labeled = [row for table in tables.values() for row in table]
@@ -327,10 +324,3 @@ def _verdict(
         f"{scored}{new.measure} {old.value:.4f} -> {new.value:.4f} after {training.steps} steps "
         f"in {training.seconds / 60:.1f} minutes"
     )
-
-
-def _read_texts(tables: Mapping[Path, Sequence[LabeledRow]], path: Path) -> list[str]:
-    """The texts of a file, or of the labeled rows of a table."""
-    if path not in tables:
-        return read_sentences(path)
-    return [text for row in tables[path] for text in row.texts]

@@ -12,15 +12,22 @@ from typing import Any, NamedTuple, Self, cast, get_args
 import onnx_ir as ir
 
 from attnserve.checks.held_out import VERIFIED_PARTS, HeldOut
+from attnserve.checks.labeled_tables import read_labeled, reader_of
 from attnserve.checks.quality import check_measure
 from attnserve.context import AUTO, Device, Progress, ignore_progress
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.job import Job
 from attnserve.limits import ROUNDING
-from attnserve.literals import Measure, SearchMeasure, Split, TaskName
+from attnserve.literals import LearnedTask, Measure, SearchMeasure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
-from attnserve.models.lineage import Calibration, LineageEntry, Source, search_of
+from attnserve.models.lineage import (
+    Calibration,
+    LineageEntry,
+    RecoverEntry,
+    Source,
+    search_of,
+)
 from attnserve.models.measured import Fidelity, Quality, Share
 from attnserve.models.onnx_files import load_model
 from attnserve.models.record import RECORD
@@ -356,14 +363,29 @@ def _read_rows(
             code="verify.some_files",
         )
     paths = sorted(paths, key=lambda path: recorded.index(given[path]))
+    task = _learned_task(entry)
     data = load_inputs(
         paths, model, artifact, weights=calibration.weights, tokenizer=tokenizer,
         sequence=calibration.joined_to,
+        read=reader_of({} if task is None else read_labeled(paths, task, artifact)),
     )  # fmt: skip
     _require_same_counts(calibration, data.source)
     names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
                                                       strict=True)}  # fmt: skip
     return _Rows(data, True, _part(search_of(entry)), names)
+
+
+def _learned_task(entry: LineageEntry) -> LearnedTask | None:
+    """The task whose labels a training learned; None if it learned none.
+
+    Raises:
+        InvalidData: This version does not know the task.
+    """
+    scores = entry.scores if isinstance(entry, RecoverEntry) else None
+    if not scores:
+        return None
+    task = str(scores.get("before", {}).get("task"))
+    return cast(LearnedTask, _known(task, get_args(LearnedTask), "task"))
 
 
 def _require_same_counts(recorded: Calibration, now: Calibration) -> None:

@@ -20,11 +20,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from attnserve.checks.labeled_tables import LabeledRow
 from attnserve.checks.scores import ClassificationScore, Score, StsScore
-from attnserve.checks.task_data import label_names, read_label
 from attnserve.data.datasets import Dataset
 from attnserve.data.file_rows import wanted_inputs
-from attnserve.data.text_files import read_number, read_table
 from attnserve.literals import LearnedTask, Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import output_name
@@ -35,7 +34,7 @@ from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LabeledBatch", "LabeledRow", "Labels", "read_labeled"]
+__all__ = ["LabeledBatch", "Labels"]
 
 WEIGHT = 3.0
 """Weight of the task loss, equal to the weight of served outputs."""
@@ -47,55 +46,12 @@ MIN_PAIRS = 4
 """Minimum number of pairs in a batch for a correlation; long texts may exceed its tokens."""
 
 
-@dataclass(frozen=True)
-class LabeledRow:
-    """The texts of a row, one or two, and its label or score."""
-
-    texts: tuple[str, ...]
-    label: float
-
-
 @dataclass(frozen=True, eq=False)
 class LabeledBatch:
     """A batch of N labeled rows. For pairs, all first texts come before all second texts."""
 
     batch: Batch
     labels: np.ndarray  # N
-
-
-def read_labeled(
-    files: Sequence[Path], task: LearnedTask, artifact: Artifact
-) -> dict[Path, list[LabeledRow]]:
-    """The labeled rows of the tables (.tsv) among the files, with the prompts of the model.
-
-    Raises:
-        InvalidArgument: No file is a table.
-        InvalidData: A table does not fit the task.
-    """
-    tables = [path for path in files if path.suffix.lower() == ".tsv"]
-    if not tables:
-        raise InvalidArgument(
-            f"`task` is {task}, and no file of `data` is a table (.tsv) with labels",
-            "give one, with the columns that `attnserve evaluate` reads",
-            code="recovery.no_table",
-        )
-    return {path: _read_table(path, task, artifact) for path in tables}
-
-
-def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[LabeledRow]:
-    prompt = artifact.prompt()
-    if task == "sts":
-        return [
-            LabeledRow((prompt + first, prompt + second), read_number(path, line, score))
-            for line, (score, first, second) in read_table(
-                path, ("score",), ("sentence1",), ("sentence2",)
-            )
-        ]
-    names = label_names(artifact)
-    return [
-        LabeledRow((prompt + text,), read_label(path, line, label, names))
-        for line, (label, text) in read_table(path, ("label",), ("text", "sentence"))
-    ]
 
 
 class Labels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
 import attnserve  # noqa: E402
+from attnserve.checks.labeled_tables import LabeledRow  # noqa: E402
 from attnserve.cli.app import main  # noqa: E402
 from attnserve.data.datasets import Dataset, load_inputs  # noqa: E402
 from attnserve.data.file_rows import wanted_inputs  # noqa: E402
@@ -24,7 +26,7 @@ from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.tokenizer_files import load_encoder  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
-from attnserve.recovery.labels import LabeledRow, Labels  # noqa: E402
+from attnserve.recovery.labels import Labels  # noqa: E402
 from attnserve.recovery.loss import served_vectors  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
@@ -99,6 +101,20 @@ def test_labels_without_time_return_an_equal_model(
     assert not report.record.gain and report.record.scores is not None
     assert report.record.scores["after"] == report.record.scores["before"]
     assert attnserve.verify(pruned, tmp_path / "out", data=pairs).mean_cosine == 1.0
+
+
+def test_verification_after_labels_is_repeated_with_the_default_prompt(
+    pruned: Path, tiny: Path, pairs: Path, tmp_path: Path
+):
+    model = Path(shutil.copytree(pruned, tmp_path / "model"))
+    path = model / "attnserve.json"
+    prompts = {"prompts": {"ask": "the dog "}, "default_prompt": "ask"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | prompts))
+    attnserve.recover(model, tmp_path / "out", teacher=tiny, data=pairs, minutes=0, task="sts")
+    again = attnserve.verify_again(tmp_path / "out", tiny, data=pairs)
+    (check,) = again.guarantees
+    assert again.is_recorded and again.holds
+    assert check.value == pytest.approx(check.recorded, abs=1e-6)
 
 
 @pytest.mark.timing(seconds=30)
