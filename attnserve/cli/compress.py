@@ -247,6 +247,8 @@ def _show_plan(record: PlanRecord) -> None:
         )
     print_qualities("verified quality", record.fidelity)
     print_line(record.verdict)
+    if record.recovered is not None and not record.recovered.gain:
+        print_line(record.recovered.verdict)
 
 
 def _show_precisions(search: SearchRecord) -> None:
