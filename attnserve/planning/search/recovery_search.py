@@ -47,7 +47,8 @@ class RecoverySearch:
         training: The training, with the time of all rounds.
         key: The name of the search's checkpoint.
         rounds: The rounds so far.
-        found: The trained candidates that meet the goal, the fastest first.
+        found: The candidates of the rounds that meet the goal, the fastest first; without the
+            training where that is better.
         verifications: The verifications of trained candidates, in order.
     """
 
@@ -141,6 +142,8 @@ class RecoverySearch:
             verification = judge.verify(candidate, part)
             self.verifications.append(verification)
             if verification.loss <= allowed:
+                if not candidate.state.plan.trainings:
+                    return candidate, self._no_gain("a faster choice meets the goal without it")
                 return candidate, self._rounds(True, self._verdict(speedup, speedup_without))
             reason = "a trained model missed the goal on held-out data"
         return None, self._no_gain(reason)
