@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from attnserve.job import Job  # noqa: E402
 from attnserve.literals import Precision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
-from attnserve.models.search_record import HeldOutComparison  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plans.apply import start  # noqa: E402
@@ -160,25 +158,6 @@ def test_training_for_a_target_speedup_loses_less(optimized: Optimize):
     recovered = report.search.recovered
     assert len(recovered.rounds) == 1 and report.search.speedup >= 1.8
     assert recovered.gain and recovered.rounds[0].loss < recovered.rounds[0].built_loss
-
-
-@pytest.mark.parametrize("trainings", [(), (Distill(minutes=1.0),)], ids=len)
-def test_result_of_a_round_without_its_training_is_no_gain_of_training(trainings: Any):
-    judge = SimpleNamespace(
-        time=lambda candidate: candidate.speedup,
-        requested_speedup=lambda speedup: speedup,
-        refusal=lambda *_: None,
-        verify=lambda *_: HeldOutComparison(loss=0.0),
-    )
-    search: Any = SimpleNamespace(
-        judge=judge, trains_faster=True, allowed_trained_loss=lambda *_: 0.1
-    )
-    found: Any = SimpleNamespace(speedup=2.0, state=SimpleNamespace(plan=Plan((), trainings)))
-    recovery = recovery_search.RecoverySearch(search, Distill(), "key", found=[found])
-    untrained: Any = SimpleNamespace(speedup=1.0)
-    result, rounds = recovery._verify_fastest(untrained)
-    assert result is found and rounds.gain == bool(trainings)
-    assert rounds.verdict.startswith("2.00x" if trainings else "no gain by training")
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4"])

@@ -342,11 +342,18 @@ def test_verify_failed_verifications_lead_to_more_careful_choices(
     assert judge.parts == parts[: len(losses)]
 
 
-def test_recovery_search_without_keep_compares_losses_on_the_same_data():
+@pytest.mark.parametrize("trainings", [(Distill(),), ()], ids=len)
+def test_recovery_search_without_keep_compares_losses_on_the_same_data(
+    trainings: tuple[Distill, ...],
+):
+    """A result of the rounds that is better without its training is no gain of the training."""
     judge = FakeJudge(verified=[0.01, 0.02, 0.03, 0.02])
     plain, *trained = (candidate_of(choice) for choice in FRONT[:3])
+    for candidate in trained:
+        candidate.state.plan = Plan(trainings=trainings)
     recovery = RecoverySearch(search_to(1.5, judge), Distill(), "key", found=trained)
     found, rounds = recovery._verify_fastest(plain)
-    assert found is trained[1] and rounds.gain
+    assert found is trained[1] and rounds.gain == bool(trainings)
+    assert rounds.verdict.startswith("no gain by training") == (not trainings)
     first, second = HeldOut.VERIFY, HeldOut.VERIFY_AGAIN
     assert judge.parts == [first, first, second, second]
