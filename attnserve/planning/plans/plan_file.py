@@ -120,21 +120,22 @@ class SavedPlan:
     def require_guarantee(self, fidelity: Fidelity) -> None:
         """Check that the model of the plan keeps what its search guarantees.
 
-        The interval is compared, because these rows differ from the verification rows of the
-        search.
+        The intervals of all qualities are compared, because these rows differ from the
+        verification rows of the search.
 
         Raises:
-            CheckFailed: The upper end of its interval is below the guarantee.
+            CheckFailed: The upper end of an interval is below the guarantee.
         """
-        quality = fidelity.quality
         guaranteed = self.record.guaranteed
-        if guaranteed is None or quality is None or quality.ci95 is None:
+        if guaranteed is None:
             return
-        if quality.ci95[1] < guaranteed:
+        for quality in fidelity.qualities:
+            if quality.ci95 is None or quality.ci95[1] >= guaranteed:
+                continue
+            subject = ", ".join(filter(None, (quality.measure, quality.file, quality.lengths)))
             raise CheckFailed(
-                f"the plan keeps {quality.value:.4f} ({quality.measure}, at most "
-                f"{quality.ci95[1]:.4f}) on {fidelity.data}, and its goal is {guaranteed:g}: "
-                "nothing was written",
+                f"the plan keeps {quality.value:.4f} ({subject}, at most {quality.ci95[1]:.4f}) on"
+                f" {fidelity.data}, and its goal is {guaranteed:g}: nothing was written",
                 "make a new plan on this machine",
                 code="plan.promise",
             )

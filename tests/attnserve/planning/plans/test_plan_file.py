@@ -107,14 +107,19 @@ def test_optimize_plan_of_other_data_is_refused(
 def test_plan_that_certainly_keeps_less_than_it_promises_is_refused():
     file = PlanRecord(format=2, gain=True, goal=GoalRecord(keep=0.985))
 
-    def check(ci95: tuple[float, float] | None) -> None:
-        found = quality_of("similarity", 0.97, ci95=ci95)
-        SavedPlan(Path("plan.json"), file).require_guarantee(fidelity_of(found))
+    def check(*intervals: tuple[float, float] | None) -> None:
+        found = [
+            quality_of("similarity", 0.97, ci95=ci95, file=f"{place}.txt")
+            for place, ci95 in enumerate(intervals)
+        ]
+        SavedPlan(Path("plan.json"), file).require_guarantee(fidelity_of(*found))
 
     check(None)
     check((0.95, 0.99))
     with raises(CheckFailed, "plan.promise", "0.985"):
         check((0.95, 0.98))
+    with raises(CheckFailed, "plan.promise", "1.txt"):
+        check((0.95, 0.99), (0.95, 0.98))
 
 
 def test_promise_is_checked_in_its_own_measure(tmp_path: Path):
