@@ -98,6 +98,25 @@ class Calibration(Recorded, frozen=True):
     documents: int | None = None
     token_ids: TokenIds | None = None
 
+    def changed_count(self, now: Calibration) -> str | None:
+        """The first count that the same files have in another tokenizer or split; None if none.
+
+        Args:
+            now: The data of the files as they are read now. Counts that are not recorded are not
+                compared.
+        """
+        return next(
+            (
+                f"`{name}` is {getattr(now, name)}, and the record has {getattr(self, name)}"
+                for name in COUNTS
+                if name in self.model_fields_set and getattr(self, name) != getattr(now, name)
+            ),
+            None,
+        )
+
+
+COUNTS = ("rows", "distinct_rows", "tokens", "fit_rows", "held_out_rows", "lengths")
+"""Fields of ``Calibration`` that depend on the tokenizer and on the split."""
 
 SIZES = ("rank", "heads", "neurons", "head_size", "cache_width")
 """The fields of a change that are sizes, in the order of tables."""

@@ -216,6 +216,13 @@ class SavedPlan:
                     "or make a new plan",
                     code="plan.other_input",
                 )
+        if (change := self.record.calibration.changed_count(data.source)) is not None:
+            raise InvalidArgument(
+                f"{self.path}: {change}: it was made with another tokenizer, or by another version"
+                " of attnserve",
+                "give the `tokenizer` that it was made with, or make a new plan",
+                code="plan.other_input",
+            )
         check_cpu(self.record.plan.precision)
         return self.record.plan
 

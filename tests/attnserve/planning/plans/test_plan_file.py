@@ -72,18 +72,35 @@ def test_optimize_plan_file_with_invalid_content_is_refused(
     sentences: Path,
     tmp_path: Path,
 ):
-    artifact = open_artifact(model)
-    data = load_inputs(sentences, load_model(artifact), artifact)
-    content = {
-        "format": 2, "plan": {}, "model": {"sha256": fingerprint(artifact)},
-        "calibration": {"sha256": data.source.sha256},
-    }  # fmt: skip
+    content = empty_plan(model, sentences)
     path = tmp_path / "p.json"
     path.write_text(json.dumps(content))
     optimized("same.onnx", plan=path)
     path.write_text(json.dumps(content | changes))
     with raises(AttnserveError, code, path):
         optimized(plan=path)
+
+
+def empty_plan(model: Path, texts: Path) -> dict[str, Any]:
+    """A plan without steps for a model and its texts."""
+    artifact = open_artifact(model)
+    data = load_inputs(texts, load_model(artifact), artifact)
+    return {
+        "format": 2, "plan": {}, "model": {"sha256": fingerprint(artifact)},
+        "calibration": data.source.to_json(),
+    }  # fmt: skip
+
+
+def test_optimize_plan_of_another_tokenizer_is_refused(
+    optimized: Optimizer, model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(empty_plan(model, sentences)))
+    content = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(content | {"post_processor": None}), encoding="utf-8")
+    with raises(InvalidArgument, "plan.other_input", "`tokens`", "`tokenizer`"):
+        optimized(plan=path, tokenizer=other)
 
 
 def test_optimize_plan_that_is_a_folder_is_refused(optimized: Optimizer, tmp_path: Path):
