@@ -45,12 +45,12 @@ class GoalRecord(Recorded, frozen=True):
     eval_data_sha256: Always[str | None] = None
     allow: tuple[str, ...] = ()
     precision: str = "float32"
-    batch: int = 1
-    sequences: tuple[int, ...] = ()
+    batch: Annotated[int, Field(ge=1)] = 1
+    sequences: tuple[Annotated[int, Field(ge=1)], ...] = ()
     phase: str = "sequence"
     provider: str = "cpu"
     runtime: str = "onnxruntime"
-    threads: int = 0
+    threads: Annotated[int, Field(ge=0)] = 0
     seed: Annotated[int, Field(strict=True, ge=0)] = 0
     recover: float | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal, get_args
 import onnx_ir as ir
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
-from attnserve.context import Provider, RunContext
+from attnserve.context import AUTO, CPU, DEFAULT_CONTEXT, Provider, RunContext
 from attnserve.data.datasets import Dataset
+from attnserve.data.lengths import spread_lengths
 from attnserve.job import Job
 from attnserve.literals import SearchMeasure
 from attnserve.models.artifact import Artifact
@@ -22,7 +23,7 @@ from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
-from attnserve.options import Data, Target
+from attnserve.options import Data, Lengths, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -173,26 +174,49 @@ class SavedPlan:
         measure: SearchMeasure,
         context: RunContext,
     ) -> Job:
-        """Read the data of the plan, for the device, seed, lengths and measure of its search.
+        """Read the data of the plan, for the device, the seed and the measure of its search.
 
-        The phase is that of the search too, unless ``target`` has one.
+        The target workloads and the threads are those of the search too, unless they are given:
+        they affect what is timed and counted, and not the model.
 
         Raises:
-            InvalidArgument: Another measure is given.
+            InvalidArgument: Another measure, seed, provider or runtime is given.
             InvalidData: A file cannot be used, or this version does not know a value of the search.
         """
-        goal = self.record.goal
-        phase = target.phase or _known(self.path, goal.phase, Phase)
+        goal, device = self.record.goal, context.device
         provider = _known(self.path, goal.provider, Provider)
-        device = replace(context.device, provider=provider, runtime=goal.runtime)
+        self._require_same("seed", context.seed, DEFAULT_CONTEXT.seed, goal.seed)
+        self._require_same("provider", device.provider, CPU.provider, provider)
+        self._require_same("runtime", device.runtime, AUTO, goal.runtime)
+        target = target.model_copy(
+            update={
+                "batch": target.batch or goal.batch,
+                "sequence": target.sequence or _lengths(goal.sequences),
+                "phase": target.phase or _known(self.path, goal.phase, Phase),
+            }
+        )
+        device = replace(device, provider=provider, threads=device.threads or goal.threads)
+        in_runtime = replace(device, runtime=goal.runtime)
         job = Job.read(
-            artifact, original, data, target.model_copy(update={"phase": phase}),
+            artifact, original, data, target,
             measure=self.required_measure(measure), joined=self.record.calibration.joined_to,
-            context=replace(context, device=device, seed=goal.seed),
+            context=replace(context, device=in_runtime, seed=goal.seed),
         )  # fmt: skip
         # The record has the runtime of its losses; serving selects from those that are given.
-        runtimes = selectable_runtimes(replace(context.device, provider=provider))
-        return replace(job, runtimes=runtimes)
+        return replace(job, runtimes=selectable_runtimes(device))
+
+    def _require_same(self, name: str, given: object, default: object, planned: object) -> None:
+        """Check that an option that affects the model has the value of the search, if it is given.
+
+        Raises:
+            InvalidArgument: It has another value.
+        """
+        if given not in (default, planned):
+            raise InvalidArgument(
+                f"`{name}` is {given}, and {self.path} was made with {planned}",
+                f"leave `{name}` out, or make a new plan with it",
+                code="optimize.conflict",
+            )
 
     def forget_trainings(self) -> None:
         """Delete the checkpoints of the trainings of the plan, after its model was written."""
@@ -225,6 +249,15 @@ class SavedPlan:
             )
         check_cpu(self.record.plan.precision)
         return self.record.plan
+
+
+def _lengths(sequences: Sequence[int]) -> Lengths | None:
+    """The option that gives these target lengths; None for those of the data."""
+    if not sequences:
+        return None
+    low, high = sequences[0], sequences[-1]
+    lengths = low if low == high else (low, high)
+    return lengths if spread_lengths(lengths) == tuple(sequences) else None
 
 
 def _known(path: Path, value: str, kind: Any) -> Any:

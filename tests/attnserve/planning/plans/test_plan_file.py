@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import attnserve
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
@@ -61,6 +62,9 @@ def test_optimize_plan_file_that_is_no_plan_is_refused(
         ({"plan": {"passes": [UNKNOWN_MIXING]}}, "pass.params"),
         ({"asked": {"seed": -1}}, "plan.invalid"),
         ({"asked": {"provider": "tpu"}}, "plan.invalid"),
+        ({"asked": {"batch": 0}}, "plan.invalid"),
+        ({"asked": {"sequences": [-1]}}, "plan.invalid"),
+        ({"asked": {"threads": -1}}, "plan.invalid"),
         ({"plan": {"precision": "int3"}}, "plan.invalid"),
     ],
 )
@@ -101,6 +105,36 @@ def test_optimize_plan_of_another_tokenizer_is_refused(
     other.write_text(json.dumps(content | {"post_processor": None}), encoding="utf-8")
     with raises(InvalidArgument, "plan.other_input", "`tokens`", "`tokenizer`"):
         optimized(plan=path, tokenizer=other)
+
+
+def test_optimize_plan_uses_its_workload_threads_and_seed_unless_others_are_given(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    asked = {"batch": 2, "sequences": [4, 16, 64], "threads": 1, "seed": 3}
+    path.write_text(json.dumps(empty_plan(model, sentences) | {"asked": asked}))
+
+    def replayed(**options: Any) -> tuple[Any, ...]:
+        found = attnserve.optimize(
+            model, tmp_path / "out", calib=sentences, plan=path, force=True, **options
+        ).record
+        speeds = found.speedups
+        assert speeds is not None
+        return found.batch, found.sequence, found.seed, speeds.shapes, speeds.device.threads
+
+    shapes = ((2, 4), (2, 16), (2, 64))
+    assert replayed() == replayed(seed=3, runtime="onnxruntime") == (2, 16, 3, shapes, 1)
+    assert replayed(batch=1, sequence=32, threads=2) == (1, 32, 3, ((1, 32),), 2)
+
+
+@pytest.mark.parametrize("options", [{"seed": 4}, {"provider": "cuda"}, {"runtime": "openvino"}])
+def test_optimize_plan_with_another_seed_provider_or_runtime_is_refused(
+    optimized: Optimizer, options: dict[str, Any], model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(empty_plan(model, sentences)))
+    with raises(InvalidArgument, "optimize.conflict", *map("`{}`".format, options), path):
+        optimized(plan=path, **options)
 
 
 def test_optimize_plan_that_is_a_folder_is_refused(optimized: Optimizer, tmp_path: Path):
