@@ -123,7 +123,8 @@ def optimize(
         target: Precision, and target workloads (``served_lengths``).
         run: Provider and threads of calibration and comparison; certification runs on the CPU.
         write: Output options. An existing output is replaced only with ``force``; the input never.
-        plan: A file of ``attnserve.plan``; the same plan gives the same bytes on the same machine.
+        plan: A file of ``attnserve.plan``. The same plan gives the same bytes on the same machine,
+            with the same versions and the same number of threads of numpy.
 
     Raises:
         InvalidModel, InvalidArgument, InvalidData, InvalidOutput, CannotRewrite: The input cannot
