@@ -243,6 +243,8 @@ class OptimizeEntry(LineageEntry, frozen=True):
 
     Attributes:
         changes: As in ``LineageEntry``, also if there are none.
+        search: The search that made the plan. For a plan from a file, it has only the goal, and in
+            ``gain`` whether the goal is reached.
         quality_to_choose: As in ``SearchRecord``.
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_verification``).
@@ -286,7 +288,7 @@ NOT_REPORTED = ("rewrite", "source", "rewritten", "calibration", "seed", "versio
 
 
 def search_of(entry: LineageEntry) -> SearchRecord | None:
-    """The search that made the plan of an entry, if there was one."""
+    """The search that made the plan of an entry, or its goal alone, if there was one."""
     return entry.search if isinstance(entry, OptimizeEntry) else None
 
 

@@ -11,6 +11,7 @@ import onnx_ir as ir
 
 from attnserve.checks.certify import require_attention
 from attnserve.checks.compare import compare
+from attnserve.checks.quality import allowed_loss, largest_loss
 from attnserve.context import Progress, ignore_progress
 from attnserve.data.token_statistics import calibration_of
 from attnserve.fusion import fused_for_libraries
@@ -30,6 +31,7 @@ from attnserve.models.outputs import (
     write_rewritten,
 )
 from attnserve.models.quantized import int8_activations, int8_weight_bits
+from attnserve.models.search_record import SearchRecord
 from attnserve.options import Data, Goal, Rewrites, Run, Target, Write, check_mode
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.mixing_choice import MixingChoice, MixingComparison, choose_mixing
@@ -145,9 +147,7 @@ def optimize(
         rewritten = _Rewritten(found.state, ServedTimer(job), search=found.record)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
-        rewritten = _Rewritten(
-            _replay(job, saved), ServedTimer(job), planned_keep=saved.record.guaranteed
-        )
+        rewritten = _Rewritten(_replay(job, saved), ServedTimer(job), planned=saved.record)
     else:
         job = Job.read(
             artifact, original, data, target,
@@ -200,7 +200,7 @@ class _Rewritten:
         search: The record of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
         warnings: Warnings about the requested rewrites.
-        planned_keep: The share of the quality that the search of a replayed plan keeps.
+        planned: The record of the search of a replayed plan.
     """
 
     state: State
@@ -208,7 +208,7 @@ class _Rewritten:
     search: PlanRecord | None = None
     mixing: MixingChoice | None = None
     warnings: Sequence[str] = ()
-    planned_keep: float | None = None
+    planned: PlanRecord | None = None
 
 
 def _replay(job: Job, saved: SavedPlan) -> State:
@@ -256,14 +256,14 @@ def _require_empty_caches(job: Job, plan: Plan) -> None:
 
 def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     """Measure a rewritten model, and record it."""
-    state, search = rewritten.state, rewritten.search
+    state, search, planned = rewritten.state, rewritten.search, rewritten.planned
     converted = state.result
     fidelity = _compare(job, converted, search)
     if search is not None and search.gain:
         other_runtimes, speed = search.other_runtimes, search.speedups
     else:
         other_runtimes = (
-            verify_in_other_runtimes(job, converted, fidelity, rewritten.planned_keep)
+            verify_in_other_runtimes(job, converted, fidelity, planned and planned.guaranteed)
             if job.data is not None
             else {}
         )
@@ -299,7 +299,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         served_speedup=speed and speed.served.value,
         speedups=speed,
         versions=versions(),
-        search=search,
+        search=search or (planned and _goal_of(planned, fidelity)),
         mixing=rewritten.mixing,
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
@@ -307,6 +307,21 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         other_runtimes=other_runtimes,
         quality_to_choose=search and search.quality_to_choose,
     )
+
+
+def _goal_of(planned: PlanRecord, fidelity: Fidelity) -> SearchRecord:
+    """The goal of a replayed plan, for the record of its model.
+
+    The other results of the search are those of another model if the plan was edited. The goal is
+    guaranteed if the replay reaches it; a replay measures no score.
+    """
+    goal = planned.goal
+    is_reached = (
+        goal.keep is not None
+        and goal.task is None
+        and largest_loss(fidelity.qualities, bounded=False) <= allowed_loss(goal.keep)
+    )
+    return SearchRecord(goal=goal, gain=planned.gain and is_reached)
 
 
 def _names(state: State, search: PlanRecord | None) -> str:

@@ -18,7 +18,7 @@ from attnserve.context import AUTO, Device, Progress, ignore_progress
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.job import Job
 from attnserve.limits import ROUNDING
-from attnserve.literals import LearnedTask, Measure, SearchMeasure, Split, TaskName
+from attnserve.literals import LearnedTask, Measure, Split, TaskName
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import check_checksums, last_rewrite_of, path_sha256, sha256
 from attnserve.models.lineage import (
@@ -293,8 +293,10 @@ def _task_goal(search: SearchRecord | None, eval_data: Path | None) -> Goal | No
     return Goal(keep=goal.keep, task=task, eval_data=eval_data)
 
 
-def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
+def _measure(entry: LineageEntry, given: Measure) -> Measure:
     """The given measure, that of the search, or the only one that is recorded.
+
+    A search that keeps a score alone names no measure of its qualities.
 
     Raises:
         InvalidData: This version does not know the measure.
@@ -303,9 +305,9 @@ def _measure(entry: LineageEntry, given: Measure) -> SearchMeasure:
         return given
     measures = {quality.measure for quality in entry.qualities}
     measure = measures.pop() if len(measures) == 1 else "auto"
-    if (search := search_of(entry)) is not None:
+    if (search := search_of(entry)) is not None and search.goal.measure != "score":
         measure = search.goal.measure
-    return cast(SearchMeasure, _known(measure, (*get_args(Measure), "score"), "measure"))
+    return cast(Measure, _known(measure, get_args(Measure), "measure"))
 
 
 def _known(value: str, values: Sequence[str], name: str) -> str:

@@ -12,6 +12,7 @@ import attnserve
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
+from attnserve.models.lineage import search_of
 from attnserve.models.onnx_files import load_model
 from attnserve.models.search_record import GoalRecord
 from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
@@ -135,6 +136,54 @@ def test_optimize_plan_with_another_seed_provider_or_runtime_is_refused(
     path.write_text(json.dumps(empty_plan(model, sentences)))
     with raises(InvalidArgument, "optimize.conflict", *map("`{}`".format, options), path):
         optimized(plan=path, **options)
+
+
+SCORE = {"keep": 0.9, "task": "sts", "eval_data": "sts.tsv", "measure": "score"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "guaranteed"),
+    [
+        ({"keep": 0.9}, 0.9),
+        ({"keep": 0.9, "runtime": "openvino"}, 0.9),
+        (SCORE, 1.0),  # what was measured: a replay measures no score
+        ({"target_speedup": 1.5}, 1.0),
+    ],
+    ids=["quality", "runtime", "score", "speed"],
+)
+def test_replayed_plan_is_verified_by_its_goal_and_in_its_runtime(
+    model: Path, sentences: Path, tmp_path: Path, asked: dict[str, Any], guaranteed: float
+):
+    runtime = asked.get("runtime", "onnxruntime")
+    pytest.importorskip(runtime)
+    path = tmp_path / "p.json"
+    content = empty_plan(model, sentences) | {"asked": asked | {"threads": 1}, "gain": True}
+    path.write_text(json.dumps(content))
+    attnserve.optimize(model, tmp_path / "out", calib=sentences, plan=path)
+    (entry,) = open_artifact(tmp_path / "out").lineage
+    search = search_of(entry)
+    assert search is not None and asked.items() <= search.goal.to_json().items()
+    report = attnserve.verify_again(tmp_path / "out", model, data=sentences)
+    (check,) = report.guarantees
+    assert check.runtime == runtime and check.guarantee == pytest.approx(guaranteed)
+    assert report.holds
+
+
+def test_replayed_plan_that_may_miss_its_goal_guarantees_what_was_measured(
+    model: Path, sentences: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = tmp_path / "p.json"
+    block = attnserve.inspect(model).matches.blocks[0]
+    mask = [1, *[0] * (block.num_heads - 1)]
+    content = empty_plan(model, sentences) | {
+        "plan": {"passes": [{"pass": "prune_heads", "targets": {block.name: mask}}]},
+        "asked": {"keep": 1.0, "threads": 1}, "gain": True,
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    monkeypatch.setattr(SavedPlan, "require_guarantee", lambda *_: None)  # as in its interval
+    attnserve.optimize(model, tmp_path / "out", calib=sentences, plan=path)
+    report = attnserve.verify_again(tmp_path / "out", model, data=sentences)
+    assert report.holds and report.guarantees[0].guarantee < 1
 
 
 def test_optimize_plan_that_is_a_folder_is_refused(optimized: Optimizer, tmp_path: Path):
