@@ -246,6 +246,8 @@ class OptimizeEntry(LineageEntry, frozen=True):
         search: The search that made the plan. For a plan from a file, it has only the goal, and in
             ``gain`` whether the goal is reached.
         quality_to_choose: As in ``SearchRecord``.
+        trained: The training of the plan, if it has one (``RecoverEntry.training``, whose key marks
+            an entry of ``recover``).
         other_runtimes: The comparisons in other runtimes and pairs of runtimes in which the quality
             is kept (``planning.runtime_verification``).
     """
@@ -256,6 +258,7 @@ class OptimizeEntry(LineageEntry, frozen=True):
     mixing: MixingChoice | None = None
     int8_weight_bits: int | None = None
     int8_activations: str | None = None
+    trained: TrainingRecord | None = None
     search: SearchRecord | None = None
     quality_to_choose: Annotated[Quality | None, Field(alias="choose")] = None
     also_verified: Annotated[tuple[Fidelity, ...], Field(alias="also_proved")] = ()

@@ -46,7 +46,7 @@ from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
-from attnserve.versions import versions
+from attnserve.versions import package_versions, versions
 from graph_passes.analysis.cost import break_even, count_macs, model_cost
 from graph_passes.analysis.parameters import parameter_bytes, parameters
 from graph_passes.analysis.workload import Workload
@@ -283,7 +283,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         job, state, search, (before, after), break_even_length, fidelities, unverified
     )
     return OptimizeEntry(
-        rewrite=_names(state, search),
+        rewrite=_names(state),
         source=source_entry(job.artifact, job.original),
         calibration=None if job.data is None else calibration_of(job.data),
         seed=job.context.seed,
@@ -298,7 +298,8 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         plan=state.plan.to_json(),
         served_speedup=speed and speed.served.value,
         speedups=speed,
-        versions=versions(),
+        trained=state.training and state.training.record,
+        versions={**versions(), **(package_versions(["torch"]) if state.training else {})},
         search=search or (planned and _goal_of(planned, fidelity)),
         mixing=rewritten.mixing,
         int8_weight_bits=int8_weight_bits(converted),
@@ -324,10 +325,10 @@ def _goal_of(planned: PlanRecord, fidelity: Fidelity) -> SearchRecord:
     return SearchRecord(goal=goal, gain=planned.gain and is_reached)
 
 
-def _names(state: State, search: PlanRecord | None) -> str:
+def _names(state: State) -> str:
     """The names of the passes, of the training and of the precision, joined by "+"."""
     names = [change.rewrite for change in state.applied.changes]
-    if search is not None and search.recovered and search.recovered.gain:
+    if state.training is not None and state.training.is_better:
         names.append("recover")
     if state.plan.precision != "float32":
         names.append(state.plan.precision)

@@ -19,6 +19,7 @@ from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
 from attnserve.models.quantized import rounds_activations
 from attnserve.models.search_record import SearchRecord
+from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.rewriting import ApplyReport
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -58,7 +59,7 @@ def warnings_of(
     return (
         *((search.verdict,) if search and not search.gain else ()),
         *_runtime_warnings(runtime_of(state.result, job.context.device), unverified),
-        *_training_warnings(search),
+        *_training_warnings(search, state.training),
         *_shared_warnings(applied),
         *_size_warnings(*costs),
         *_cost_warnings(break_even, job.counted_workload.length, job.artifact.max_length),
@@ -96,9 +97,16 @@ def _runtime_warnings(verified: str, unverified: Sequence[str]) -> list[str]:
     ]
 
 
-def _training_warnings(search: SearchRecord | None) -> list[str]:
-    """A warning about a search whose training brought no gain."""
-    recovered = None if search is None else search.recovered
+def _training_warnings(search: SearchRecord | None, training: TrainingResult | None) -> list[str]:
+    """A warning about a search, or a replayed plan, whose training brought no gain."""
+    if search is None:
+        if training is None or training.is_better:
+            return []
+        return [
+            f"no gain by training: no weights were better after {training.steps} steps; the result "
+            "is not trained"
+        ]
+    recovered = search.recovered
     return [] if recovered is None or recovered.gain else [recovered.verdict]
 
 

@@ -166,7 +166,7 @@ class Train(PlanStep):
             TypeError, ValueError: The content is not such a step.
         """
         values = {name: value for name, value in content.items() if name != "step"}
-        minutes: Any = values.get("minutes", 0.0)
+        minutes: Any = values.get("minutes")
         if not (isinstance(minutes, int | float) and 0 <= minutes < math.inf):
             raise ValueError(f"minutes is {minutes!r}: expected a number of at least 0")
         if values.get("measure", "auto") not in get_args(Measure):

@@ -21,6 +21,7 @@ from attnserve.data.datasets import load_inputs  # noqa: E402
 from attnserve.job import Job  # noqa: E402
 from attnserve.literals import Precision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
+from attnserve.models.checksums import fingerprint  # noqa: E402
 from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
@@ -32,6 +33,7 @@ from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
+from graph_passes.passes.prune_heads import PruneHeads  # noqa: E402
 from tests.attnserve.cli.commands import python  # noqa: E402
 from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.texts import write_sentences  # noqa: E402
@@ -109,7 +111,7 @@ def test_search_with_training_finds_a_faster_model(
     assert not checkpoints()
     entry = lineage(tmp_path / "out")
     assert entry["rewrite"].endswith("+recover")
-    assert entry["search"]["asked"]["recover"] == MINUTES
+    assert entry["trained"]["steps"] and entry["search"]["asked"]["recover"] == MINUTES
     assert len(entry["search"]["recovered"]["rounds"]) == len(recovered.rounds)
     assert "recovered" not in lineage(plain.output.parent)["search"]
 
@@ -128,6 +130,7 @@ def test_training_that_fails_returns_the_model_of_the_plain_search(
     same = attnserve.verify(plain.output, tmp_path / "out")
     assert same.outputs[0].max_abs_error == 0
     assert "recover" not in lineage(tmp_path / "out")["rewrite"]
+    assert "trained" not in lineage(tmp_path / "out")
 
 
 @pytest.mark.timing(seconds=20)
@@ -158,6 +161,27 @@ def test_training_for_a_target_speedup_loses_less(optimized: Optimize):
     recovered = report.search.recovered
     assert len(recovered.rounds) == 1 and report.search.speedup >= 1.8
     assert recovered.gain and recovered.rounds[0].loss < recovered.rounds[0].built_loss
+
+
+@pytest.mark.parametrize("minutes", [0.0, MINUTES / 4])
+def test_replayed_training_is_recorded(minutes: float, tiny: Path, texts: Path, tmp_path: Path):
+    artifact = open_artifact(tiny)
+    model = load_model(artifact)
+    masks = {block.name: [1, 1, 0, 0] for block in find_attention(model).blocks}
+    plan = Plan((PruneHeads(masks),), (Distill(minutes=minutes),))
+    content = {
+        "format": 2, "plan": plan.to_json(), "model": {"sha256": fingerprint(artifact)},
+        "calibration": load_inputs([texts], model, artifact).source.to_json(),
+    }  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps(content))
+    attnserve.optimize(tiny, tmp_path / "out", calib=texts, plan=tmp_path / "p.json", threads=1)
+    entry = lineage(tmp_path / "out")
+    assert entry["rewrite"] == "prune_heads" + "+recover" * bool(minutes)
+    warned = [text for text in entry["warnings"] if text.startswith("no gain by training")]
+    assert len(warned) == (minutes == 0)
+    trained = entry["trained"]
+    assert (trained["loss"] < trained["first_loss"]) == (trained["steps"] > 0) == bool(minutes)
+    assert entry["versions"]["torch"] and not checkpoints()
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4"])

@@ -382,6 +382,11 @@ def test_plan_with_a_training_that_is_invalid_is_refused(change: dict[str, Any],
         Plan.from_json({"passes": [], "trainings": [training]})
 
 
+def test_plan_with_a_training_without_minutes_is_refused():
+    with raises(InvalidArgument, "plan.invalid", "minutes"):
+        Plan.from_json({"passes": [], "trainings": [{"step": "distill"}]})
+
+
 def test_plan_with_a_training_is_read_again():
     plan = Plan(tuple(passes()), (Distill(minutes=2.0, measure="r2"),), "int8", (NAMES[0],))
     again = reread(plan)
