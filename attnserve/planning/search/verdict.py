@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from attnserve.limits import MIN_SPEEDUP
 from attnserve.models.checksums import fingerprint
@@ -40,12 +41,14 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     """
     if verified.refusal is not None:
         return _no_gain(search, verified, verified.refusal)
-    judge = search.judge
-    usable = _use_verified_runtimes(search, verified)
+    search, usable = _in_verified_runtimes(search, verified)
     final, speeds = time_or_replace(search, prefer_unreduced(search, verified))
     if final.candidate is not verified.candidate:
-        served_in, usable = judge.served_in, _use_verified_runtimes(search, final)
-        speeds = speeds if judge.served_in == served_in else judge.time(final.candidate)
+        served_in = search.judge.served_in
+        search, usable = _in_verified_runtimes(search, final)
+        if search.judge.served_in != served_in:
+            speeds = search.judge.time(final.candidate)
+    judge = search.judge
     refusal = judge.refusal(final.candidate, speeds)
     target_speedup = search.goal.target_speedup or 1
     speedup = judge.requested_speedup(speeds)
@@ -63,22 +66,23 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     return _no_gain(search, final, refusal)
 
 
-def _use_verified_runtimes(search: FrontSearch, verified: Verified) -> Mapping[str, Fidelity]:
-    """Time candidates in verified runtimes from now on, and return the comparisons in them."""
-    judge, plan = search.judge, verified.candidate.state.plan
-    model = verified.candidate.state.result
+def _in_verified_runtimes(
+    search: FrontSearch, verified: Verified
+) -> tuple[FrontSearch, Mapping[str, Fidelity]]:
+    """The search with candidates timed in verified runtimes, and the comparisons in them."""
+    judge, state = search.judge, verified.candidate.state
     usable = judge.usable_runtimes(verified.candidate, verified.verifications[-1].fidelity)
-    judge.served_in = list(judge.job.timed_runtimes(plan.precision))
-    if rounds_activations(model):
-        first = runtime_of(model, judge.job.context.device)
-        judge.served_in = [name for name in judge.served_in if name in {first, *usable}] or [first]
-    if judge.runtime not in judge.served_in:
+    names = list(judge.job.timed_runtimes(state.plan.precision))
+    if rounds_activations(state.result):
+        first = runtime_of(state.result, judge.job.context.device)
+        names = [name for name in names if name in {first, *usable}] or [first]
+    runtime = judge.runtime if judge.runtime in names else names[0]
+    if runtime != judge.runtime:
         log.warning(
             "the model does not keep its quality in %s, in which it was timed: it is timed in %s",
-            judge.runtime, judge.served_in[0],
+            judge.runtime, runtime,
         )  # fmt: skip
-        judge.runtime = judge.served_in[0]
-    return usable
+    return replace(search, judge=replace(judge, runtime=runtime, served_in=names)), usable
 
 
 def _gain(
