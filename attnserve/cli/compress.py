@@ -204,6 +204,9 @@ def _show_plan(record: PlanRecord) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
     if record.decisions:
         names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
+        from attnserve.precision.schemes import SCHEMES
+
+        rest = SCHEMES[record.plan.precision].rest
         print_table(
             "plan, block by block",
             ("block", "kept", "operator", ">original ms:.3f", ">ms:.3f", ">speed-up", ">loss:.4f"),
@@ -214,7 +217,7 @@ def _show_plan(record: PlanRecord) -> None:
                     f" {'heads' if each.kind == 'attention' else 'neurons'}"
                     + ("" if each.head_size is None else f" x {each.head_size}")
                     + ("" if each.rank is None else f" of {each.rank} shared"),
-                    each.operator + (", float32" if each.in_float else ""),
+                    each.operator + (f", {rest}" if each.in_float else ""),
                     each.ms_before,
                     each.ms_after,
                     f"{each.ms_before / each.ms_after:.2f}x",

@@ -250,7 +250,7 @@ def export(
                 "opset": opset,
                 "attention": attention,
                 "max_abs_error": absolute,
-                "source": model,
+                "source": str(Path(model).absolute()) if Path(model).is_dir() else model,
                 "versions": package_versions(PACKAGES),
             }
         )

@@ -54,7 +54,7 @@ class Decision(Recorded, frozen=True):
         ms_before, ms_after: Latency of the block alone, mean over the requested lengths.
         predicted_loss: The loss at the model's output caused by this block alone: 1 - R^2 of
             embeddings and features, a share of the KL divergence of logits.
-        in_float: Whether it stays float32 in an int8 or int4 model.
+        in_float: Whether it is not converted to integers (``Scheme.rest``).
     """
 
     block: str

@@ -24,7 +24,7 @@ class UnitConfig:
         group_configs: The configuration of each group.
         loss: The predicted loss at the model's output.
         ms: The mean latency over the requested shapes.
-        in_float: The groups that stay float32 in an int8 or int4 model, by index.
+        in_float: The groups that are not converted to integers, by index.
     """
 
     group_configs: tuple[BlockConfig, ...]

@@ -81,7 +81,7 @@ def _reason(chosen: ChosenBlock) -> str:
     if following is not None and following.ms < present.ms:
         smaller = f"{following.group_configs[chosen.place]} {group.noun}"
         if chosen.in_float and chosen.place not in following.in_float:
-            smaller += " without float32"
+            smaller += " in integers"
         pair = " and its pair" if len(chosen.unit.groups) > 1 else ""
         parts.append(
             f"{smaller}{pair} would save {present.ms - following.ms:.3f} ms more and lose "

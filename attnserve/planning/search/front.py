@@ -36,7 +36,7 @@ class ChosenBlock:
         place: The index of its group in the unit.
         curve: The losses of its group; None if nothing can be removed.
         mask: 1 for each head or neuron that is kept.
-        in_float: Whether it stays float32 in an int8 or int4 model.
+        in_float: Whether it is not converted to integers (``Scheme.rest``).
         operator: The fused operator that computes it; None if none does.
         loss: The predicted loss at the model's output by its group alone.
         ms: The latency of the block alone, mean over the requested lengths.

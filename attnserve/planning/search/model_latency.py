@@ -10,6 +10,7 @@ from typing import Any, Self
 import onnx_ir as ir
 
 from attnserve.job import Job
+from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.groups import BlockGroup, ReusePair
@@ -94,11 +95,11 @@ class ModelLatency:
         return replace(parts, other_ms=max(total_ms - parts.original_ms, 0.0))
 
     def of(self, block: Block, *, in_float: bool) -> BlockLatency:
-        """The latencies of a block in float32, or in the precision of the goal."""
+        """The latencies of a block that is not converted, or in the precision of the goal."""
         return (self.float_latencies if in_float else self.latencies)[block]
 
     def default_of(self, block: Block) -> BlockLatency:
-        """The latencies in the precision of the goal, or in float32 if conversion is impossible."""
+        """The latencies in the precision of the goal, or without conversion if it is impossible."""
         return self.of(block, in_float=block not in self.latencies)
 
     @property
@@ -109,8 +110,12 @@ class ModelLatency:
         in_residuals = 0.0 if self.residual_fusion is None else self.residual_fusion.saved_ms
         return self.other_ms + in_residuals + in_blocks
 
-    def to_json(self) -> list[dict[str, Any]]:
-        """The latencies of each distinct block."""
+    def to_json(self, rest: Precision) -> list[dict[str, Any]]:
+        """The latencies of each distinct block.
+
+        Args:
+            rest: The precision of blocks that are not converted.
+        """
         rows: list[dict[str, Any]] = []
         seen: set[BlockLatency | tuple[BlockLatency, BlockLatency]] = set()
         for latencies, group in product((self.latencies, self.float_latencies), self.groups):
@@ -122,7 +127,7 @@ class ModelLatency:
                 rows.append({
                     "block": block.name,
                     "kind": group.kind,
-                    **({"precision": "float32"} if latencies is self.float_latencies else {}),
+                    **({"precision": rest} if latencies is self.float_latencies else {}),
                     "sequences": [workload.length for workload in self.workloads],
                     "as_exported": list(latency.original),
                     "written": latency.operator or AS_EXPORTED,

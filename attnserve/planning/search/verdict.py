@@ -19,6 +19,7 @@ from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, Verified
 from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
+from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
@@ -177,7 +178,7 @@ def _record(
         decisions=tuple(explain(front, candidate.choice)),
         plan=candidate.state.plan if gain else Plan(),
         front=tuple(front_points(front, search.judge.measured)),
-        latency_ms=tuple(front.latency.to_json()),
+        latency_ms=tuple(front.latency.to_json(SCHEMES[front.precision].rest)),
         timed_runtime=search.judge.runtime,
         machine=front.latency.table.setting,
         versions=versions(),
