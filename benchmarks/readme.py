@@ -94,6 +94,11 @@ BENCHMARKS = {
     "serving_load": Benchmark(
         50, "--texts {data}/data/sts/stsb_train.tsv --cache {cache}", packages=("psutil",)
     ),
+    "index": Benchmark(
+        25,
+        "--train {data}/data/sts/stsb_train.tsv --dev {data}/data/sts/stsb_dev.tsv"
+        " --models {cache}/index --keep 0.99",
+    ),
     "rerank": Benchmark(15, "--model {cache}/reranker --cache {cache}"),
     "throughput": Benchmark(
         25, f"--text {TEXT} --cache {{cache}}/throughput", packages=(*OPENVINO, "psutil")

@@ -440,6 +440,26 @@ def rerank(name: str) -> str:
     return "\n\n".join((table(header, rows), best, source(name)))
 
 
+def index(name: str) -> str:
+    """What queries keep in an index of the original's vectors, and their speed."""
+    result = load(name)
+    lengths = sorted({speed["sequence"] for speed in result["speeds"]})
+    speeds = {(speed["model"], speed["sequence"]): speed for speed in result["speeds"]}
+    rows = [
+        [
+            f"{row['measure']}, {row['precision']}, {row['keep']:g}",
+            *(f"{found['index'][key]:.4f}" for key in ("value", "overlap")),
+            f"{found['similarity']['value']:.4f}",
+            *(times(speeds[row["name"], length]["vs_fused"]) for length in lengths),
+        ]
+        if (found := row["unseen"]) is not None and (row["name"], lengths[0]) in speeds
+        else [f"{row['measure']}, {row['precision']}, {row['keep']:g}", *["-"] * (3 + len(lengths))]
+        for row in result["rows"]
+    ]
+    header = ["goal", "index", "overlap", "similarity", *(f"{at} tokens" for at in lengths)]
+    return "\n\n".join((table(header, rows), source(name)))
+
+
 def _mixture_rows() -> list[dict[str, Any]]:
     """Rows of other tools first, then searches sorted by goal."""
     order = list(MIXTURE_MODELS)
