@@ -195,7 +195,7 @@ class Model:
         """The data types in which the model computes, for each runtime if they differ."""
         return ", ".join(dict.fromkeys(self.precisions.values()))
 
-    def runtime_of(self, tokens: int | None) -> str:
+    def runtime_for(self, tokens: int | None) -> str:
         """The name of the runtime that runs rows of this length."""
         if self.long_rows is not None and (tokens or 0) > self.long_rows.above:
             return self.long_rows.runtime
@@ -206,7 +206,7 @@ class Model:
 
         A row has the same result in a batch of rows with equal kernels.
         """
-        runtime = self.runtime_of(tokens)
+        runtime = self.runtime_for(tokens)
         short_rows = RUNTIMES[runtime].short_rows
         return runtime, short_rows is not None and (tokens or 0) > short_rows
 

@@ -199,7 +199,7 @@ async def model_metadata(exchange: Here) -> ModelMetadata:
     return ModelMetadata(
         name=engine.name,
         versions=exchange.repository.versions(engine.name),
-        platform=f"{model.runtime_of(None)}_onnx",
+        platform=f"{model.runtime_for(None)}_onnx",
         parameters={
             "runtime": model.runtime,
             "precision": model.precision,

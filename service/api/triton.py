@@ -149,8 +149,8 @@ def configuration(engine: Engine) -> dict[str, Any]:
     batches = model.rows_are_independent and model.max_rows is None
     config: dict[str, Any] = {
         "name": engine.name,
-        "platform": f"{model.runtime_of(None)}_onnx",
-        "backend": model.runtime_of(None),
+        "platform": f"{model.runtime_for(None)}_onnx",
+        "backend": model.runtime_for(None),
         "version_policy": {"all": {}},
         # A row has at least one token, so max_padded_tokens also bounds the rows of a request.
         "max_batch_size": settings.max_padded_tokens if batches else 0,

@@ -442,7 +442,7 @@ class Engine:
         macs = model.macs(inputs)
         ended_ns = perf_counter_ns()
         stage_ns = prepared_ns - start_ns, inferred_ns - prepared_ns, ended_ns - inferred_ns
-        return BatchResult(results, macs, model.runtime_of(row_length(inputs)), stage_ns)
+        return BatchResult(results, macs, model.runtime_for(row_length(inputs)), stage_ns)
 
     def _count_outside(self, rows: Iterable[Sequence[int] | np.ndarray]) -> int:
         """Count the rows of token ids that are outside of the calibration data."""
