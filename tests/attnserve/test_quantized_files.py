@@ -275,10 +275,10 @@ def test_check_quantized_model_gives_its_fused_form(
     found = checker.check(open_artifact(folder))
     if found.fusion is not None:  # a busy machine: it runs in the background
         found = found.fusion.result(300)
-    assert found.rewritten is not None
+    assert found.fused_file is not None
     fused = found.operators.fused
     assert fused is not None and (fused.attention, fused.gelu) == (2, 2)
-    assert kinds(ir.load(found.rewritten))["Softmax"] == 0
+    assert kinds(ir.load(found.fused_file))["Softmax"] == 0
 
 
 @pytest.mark.parametrize("tool", ["dynamic", "static", "own_int8"])
