@@ -81,8 +81,10 @@ class StripCache(RewritePass):
                 for size in sizes
             ]
             shape = make.op("Concat", parts, "shape", axis=0)
-            zero = make.constant(0.0, "zero", cache.past.dtype)
-            replace_uses(cache.past, make.op("Expand", [zero, shape], "cache"))
+            empty = make.op("ConstantOfShape", [shape], "cache")
+            if (dtype := cache.past.dtype) not in (None, ir.DataType.FLOAT):
+                empty = make.op("Cast", [empty], "cast", dtype=dtype, to=dtype.value)
+            replace_uses(cache.past, empty)
             graph.inputs.remove(cache.past)
         for value in graph.inputs:
             if value.shape is not None:

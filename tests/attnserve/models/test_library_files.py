@@ -210,7 +210,7 @@ def test_card_escapes_names(tmp_path: Path):
     assert "base_model" not in card
 
 
-@pytest.mark.parametrize("source", ["/home/me/models/minilm", "models/minilm"])
+@pytest.mark.parametrize("source", ["/data/models/minilm", "models/minilm"])
 def test_card_of_a_local_source_has_no_base_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
 ):
