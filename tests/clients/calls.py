@@ -49,7 +49,7 @@ def openai(job: Job) -> Job:
         with refused(BadRequestError, "check_embedding_ctx_length=False"):
             ask(job["foreign_ids"])
         with refused(APIStatusError, "texts in one request"):
-            ask([job["query"]] * 33)
+            ask([job["query"]] * 2049)
         wrong = client.with_options(api_key="wrong")
         with refused(APIStatusError, "401"):
             wrong.models.list()
