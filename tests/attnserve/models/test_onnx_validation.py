@@ -45,3 +45,11 @@ def test_validated_inlines_functions_of_another_opset() -> None:
 def test_validated_functions_that_cannot_be_converted_are_refused(proto: onnx.ModelProto) -> None:
     with raises(InvalidModel, "artifact.functions", "another opset"):
         validated(Path("model.onnx"), proto)
+
+
+def test_validated_drops_functions_that_nothing_calls() -> None:
+    proto = model(imports=(', "other": 1', ""))
+    unused = proto.functions.add(name="unused", domain="local", input=["x"], output=["y"])
+    unused.opset_import.extend(onnx.helper.make_opsetid(*pair) for pair in (("", 17), ("other", 2)))
+    unused.node.append(onnx.helper.make_node("G", ["x"], ["y"], domain="other"))
+    assert not validated(Path("model.onnx"), proto).functions
