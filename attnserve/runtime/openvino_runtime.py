@@ -17,6 +17,7 @@ first three:
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -412,6 +413,7 @@ def _open(
             else:
                 described = source
                 model = core.read_model(serialized(source, Path(folder)))
+            _check_scales(described.graph)
             _remove_nan_tests(model)
             tables = _observe_indices(model)
             in_bfloat16 = computes_in_bfloat16(described)
@@ -488,6 +490,7 @@ def write_openvino(
     names = [value.name for value in model.graph.outputs]
     try:
         with tempfile.TemporaryDirectory(prefix="attnserve-", ignore_cleanup_errors=True) as folder:
+            _check_scales(model.graph)
             read = openvino.Core().read_model(serialized(model, Path(folder)))
             value = read.get_results()[names.index(output)].input_value(0)
             inputs = read.get_parameters()
@@ -508,6 +511,27 @@ def write_openvino(
             "write the model without `openvino`, for ONNX Runtime",
             code="session.graph_refused",
         ) from error
+
+
+def _check_scales(graph: ir.Graph) -> None:
+    """Refuse com.microsoft Attention with another scale than the default, which OpenVINO uses."""
+    for node in graph.all_nodes():
+        if (node.domain, node.op_type) != ("com.microsoft", "Attention"):
+            continue
+        scale, heads = (
+            node.attributes.get_float("scale", 0.0),
+            node.attributes.get_int("num_heads", 1),
+        )
+        sizes = node.attributes.get_ints("qkv_hidden_sizes", ())
+        width = sizes[0] if sizes else _last_size(node.inputs[1]) // 3
+        if scale and width and not math.isclose(scale, (width / heads) ** -0.5, rel_tol=1e-4):
+            raise ValueError(f"it would compute {node.name} with another scale than {scale:g}")
+
+
+def _last_size(value: ir.Value | None) -> int:
+    """The size of the last axis; 0 if it is unknown."""
+    size = None if value is None or not value.shape else value.shape[-1]
+    return size if isinstance(size, int) else 0
 
 
 def _remove_nan_tests(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -275,6 +276,12 @@ def _microsoft_call(make: Inserter, block: AttentionBlock, operator: FusedOperat
         inputs = [_merge_heads(make, value, width) for value, width in heads]
         return _Call(op_type, MICROSOFT, inputs, 5, attributes)
     parts = _parts(block)
+    default = block.head_size**-0.5
+    if operator == "attention" and not math.isclose(block.scale, default, rel_tol=1e-6):
+        # OpenVINO computes this operator with the default scale, whatever its attribute states.
+        name, query, factor = parts[0]
+        parts[0] = (name, query, factor * block.scale / default)
+        attributes["scale"] = default
     offset = np.concatenate([part.offset.reshape(-1) * scale for _, part, scale in parts])
     # Without a bias, even of zeros, ONNX Runtime's Attention crashes on the CPU.
     is_biased = operator == "attention" or offset.any()

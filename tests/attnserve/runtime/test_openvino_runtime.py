@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from onnx import helper, numpy_helper
 
 from attnserve.context import ONE_THREAD, Device, RunContext
 from attnserve.models.artifact import open_artifact
@@ -32,6 +34,9 @@ from attnserve.runtime.onnx_runtime import OnnxSession
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.runtime.stop import STOP, Stop
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
+from graph_passes.matching.find import find_attention
+from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.fuse_attention import FuseAttention
 from tests.errors import raises
 
 pytest.importorskip("openvino")
@@ -467,3 +472,41 @@ def test_old_openvino_is_refused_with_the_command(version: str, monkeypatch: pyt
     assert "pip install" in refused.value.fix
     with raises(MissingExtra, "extra.openvino"):  # before any work
         context_for("bfloat16-cpu", RunContext())
+
+
+def scaled_attention(scale: float) -> ir.Model:
+    """A layer with com.microsoft Attention: two heads of size 8, and the output projection."""
+    random = np.random.default_rng(0)
+    weight, bias = random.standard_normal((16, 48)), random.standard_normal(48)
+    node = helper.make_node(
+        "Attention", ["x", "w", "b"], ["c"], domain="com.microsoft", num_heads=2, scale=scale
+    )
+    output = helper.make_node("MatMul", ["c", "o"], ["y"])
+    values = [
+        helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["b", "s", 16]) for name in "xy"
+    ]
+    weights = [
+        numpy_helper.from_array(array.astype(np.float32), name)
+        for name, array in (("w", weight), ("b", bias), ("o", weight[:, :16]))
+    ]
+    graph = helper.make_graph([node, output], "scaled", values[:1], values[1:], weights)
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    return ir.from_proto(helper.make_model(graph, opset_imports=opsets, ir_version=8))
+
+
+def test_attention_of_another_scale_is_refused_until_it_is_fused_again() -> None:
+    """OpenVINO ignores the attribute; fusion puts the factor into the weights."""
+    x = np.random.default_rng(1).standard_normal((2, 5, 16)).astype(np.float32)
+    feed, model = {"x": x}, scaled_attention(1.0)
+    (expected,) = open_session(model, Device(runtime="onnxruntime")).run(None, feed)
+    with raises(InvalidModel, "session.graph_refused", "another scale than 1"):
+        open_session(model, OPENVINO)
+    [block] = find_attention(model).blocks
+    DecomposeAttention([block.name])(model)
+    FuseAttention({block.name: "attention"})(model)
+    (found,) = open_session(model, OPENVINO).run(None, feed)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    default = scaled_attention(8**-0.5)
+    (expected,) = open_session(default, Device(runtime="onnxruntime")).run(None, feed)
+    (found,) = open_session(default, OPENVINO).run(None, feed)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
