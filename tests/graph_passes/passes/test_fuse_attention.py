@@ -115,7 +115,9 @@ def assert_same_block(after: AttentionBlock, before: AttentionBlock, form: Fused
     assert (after.name, after.idiom, after.form) == (before.name, IDIOMS[form], "standard")
     assert (after.num_heads, after.num_kv_heads) == (before.num_heads, before.num_kv_heads)
     assert (after.head_size, after.v_head_size) == (before.head_size, before.v_head_size)
-    assert after.scale == pytest.approx(before.scale, rel=1e-6)
+    # OpenVINO reads no scale of com.microsoft Attention: its weights contain the rest.
+    scale = before.head_size**-0.5 if form == "attention" else before.scale
+    assert after.scale == pytest.approx(scale, rel=1e-6)
     assert (after.kind, after.position) == (before.kind, before.position)
 
 
