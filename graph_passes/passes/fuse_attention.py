@@ -60,7 +60,8 @@ class FuseAttention(AttentionPass[FusedOperator]):
     with m = max(steps(0), LOW), (B or 1, H or 1, S, T), shared by layers with equal masks. Exact
     for each query with a visible key. A query without one attends to all keys, evenly in single
     precision (ai.onnx Attention on CUDA: to none); the original graph computes zeros, NaN, or the
-    softmax of its finite mask value. The scale s does not change. Rotary embeddings and q/k norm
+    softmax of its finite mask value. The scale s does not change, except in com.microsoft
+    Attention, which has 1 / sqrt(K), and its W_Q contains the rest. Rotary embeddings and q/k norm
     are computed before ai.onnx Attention or MultiHeadAttention. Grouped key/value heads stay
     grouped in ai.onnx Attention, and are repeated for MultiHeadAttention. Sparse heads that share
     dimensions are refused: the operator would compute H*K' columns instead of R. Products with

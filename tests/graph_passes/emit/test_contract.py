@@ -176,7 +176,10 @@ def assert_form(after: AttentionBlock, before: AttentionBlock, emission: str) ->
         assert after.scale == pytest.approx(before.scale / cap, rel=1e-5)
     if form := EMISSIONS[emission].form:
         assert after.idiom == IDIOMS[form] and after.num_kv_heads == before.num_kv_heads
-        assert after.scale == pytest.approx(before.scale, rel=1e-6)
+        # OpenVINO ignores the scale of com.microsoft Attention: its queries contain the factor.
+        projects = form == "attention" and before.idiom != IDIOMS[form]
+        scale = before.head_size**-0.5 if projects else before.scale
+        assert after.scale == pytest.approx(scale, rel=1e-6)
         assert "Softmax" not in nodes
     else:
         assert not nodes & FUSED_OPERATORS and after.probabilities is not None
