@@ -50,9 +50,9 @@ def probabilities_by_head(
     if block.probabilities is not None:
         return arrays[0].reshape(-1, block.num_heads, *arrays[0].shape[-2:])
     own = arrays[: len(arrays) - len(block.reused)]
-    parts = [array.reshape(-1, block.q.num_heads, *array.shape[-2:]) for array in own]
+    arrays_by_head = [array.reshape(-1, block.q.num_heads, *array.shape[-2:]) for array in own]
     heads = [block.own_heads] * len(own)
     for reused, array in zip(block.reused, arrays[len(own) :], strict=True):
-        parts.append(array[:, reused.sources])
+        arrays_by_head.append(array[:, reused.sources])
         heads.append(reused.heads)
-    return np.concatenate(parts, axis=1)[:, np.argsort(np.concatenate(heads))]
+    return np.concatenate(arrays_by_head, axis=1)[:, np.argsort(np.concatenate(heads))]

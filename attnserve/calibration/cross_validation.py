@@ -60,16 +60,16 @@ class Folds:
         self,
         batch: Batch,
         activations: Mapping[ir.Value, np.ndarray],
-        targets: Sequence[np.ndarray],
+        outputs: Sequence[np.ndarray],
     ) -> None:
         """Add one batch.
 
         Args:
             activations: The inputs and residuals of the sites.
-            targets: The target of each site.
+            outputs: The output of each site in the original, see ``real_tokens``.
         """
-        for site, target in zip(self.sites, targets, strict=True):
-            tokens = real_tokens(site, activations, target, batch, self.sequence_first[site.name])
+        for site, output in zip(self.sites, outputs, strict=True):
+            tokens = real_tokens(site, activations, output, batch, self.sequence_first[site.name])
             folds = (self.texts + tokens.texts) % FOLDS
             if self.tokens >= MANY_TOKENS:
                 folds = np.minimum(folds, 1)
@@ -92,7 +92,7 @@ class Folds:
         """
         if not self.sums:
             raise no_token(self.sites[0].name)
-        return [part.moments() for part in self.sums.values()]
+        return [fold_sum.moments() for fold_sum in self.sums.values()]
 
 
 def choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:

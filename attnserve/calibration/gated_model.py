@@ -215,7 +215,8 @@ def _results(model: ir.Model, blocks: Sequence[AttentionBlock]) -> list[ir.Value
     """
     inner: set[ir.Value] = set()
     for block in blocks:
-        inner |= {v for part in (block.k, block.v) for node in part.nodes for v in node.outputs}
+        nodes = (*block.k.nodes, *block.v.nodes)
+        inner |= {value for node in nodes for value in node.outputs}
         inner |= set(block.product.outputs) - {block.context}
         inner |= set(block.probability_values)
     outputs = [

@@ -115,7 +115,7 @@ class SegmentedModel:
         self.model = model
         self.context = context
         self._cuts = _cuts(model.graph, inputs)
-        self._parts: list[Observer | None] = [None] * len(self._cuts)
+        self._segments: list[Observer | None] = [None] * len(self._cuts)
 
     def start(self, batch: Batch) -> dict[ir.Value, np.ndarray]:
         """The state before the first varied input."""
@@ -139,14 +139,15 @@ class SegmentedModel:
         self, index: int, state: Mapping[ir.Value, np.ndarray]
     ) -> dict[ir.Value, np.ndarray]:
         """The state at a cut, from the state at the previous cut; the first cut is the inputs."""
-        part = self._parts[index]
-        if part is None:
+        segment = self._segments[index]
+        if segment is None:
             cut_values = [v for v in _values(self.model.graph) if v in self._cuts[index]]
-            part = self._parts[index] = Observer(self.model, cut_values, state, self.context.device)
+            segment = Observer(self.model, cut_values, state, self.context.device)
+            self._segments[index] = segment
         next_state = {
             v: a for v, a in state.items() if v in self._cuts[index] or v.is_graph_input()
         }
-        return next_state | part(state)
+        return next_state | segment(state)
 
 
 def _cuts(graph: ir.Graph, inputs: Sequence[ir.Value]) -> list[set[ir.Value]]:

@@ -42,7 +42,8 @@ class Site:
         tokens: The input of the map; None for a constant map.
         output: The value after the bias of the map.
         owner: The block or the removed attention of the map.
-        residual: The residual to which the output is added; None if only the output is a target.
+        residual: The residual to which the output is added; None if the output alone is
+            fitted.
     """
 
     name: str

@@ -50,8 +50,8 @@ def last_map_moments(
         runs = runner.run_to(values[index], list(chain(*values[index + 1 :])))
         for batch, arrays in zip(batches, runs, strict=True):
             activations = dict(zip(values[index], arrays, strict=True))
-            target = activations[site.output]
-            tokens = real_tokens(site, activations, target, batch, site.sequence_first)
+            output = activations[site.output]
+            tokens = real_tokens(site, activations, output, batch, site.sequence_first)
             sums.add(tokens.inputs, tokens.targets)
         moments = sums.moments()
         if not moments.count:
@@ -86,12 +86,12 @@ class MomentSum:
         if sum(len(rows) for rows, _ in self.pieces) >= 1024:
             self.moments()
 
-    def join(self, part: FitMoments) -> None:
+    def join(self, other: FitMoments) -> None:
         """Add moments of other rows."""
         if self.sum is None:
-            self.sum = part
+            self.sum = other
         else:
-            self.sum += part
+            self.sum += other
 
     def moments(self) -> FitMoments:
         """The moments of all rows so far; later rows change them."""
@@ -108,7 +108,7 @@ class Tokens(NamedTuple):
 
     Attributes:
         inputs: Inputs of the map, (M, N).
-        targets: Outputs to fit, (M, D).
+        targets: The outputs to which the map is fitted, (M, D).
         texts: The index of each token's text in the batch, (M,).
     """
 
@@ -120,7 +120,7 @@ class Tokens(NamedTuple):
 def real_tokens(
     site: Site,
     activations: Mapping[ir.Value, np.ndarray],
-    target: np.ndarray,
+    output: np.ndarray,
     batch: Batch,
     is_sequence_first: bool,
 ) -> Tokens:
@@ -128,17 +128,17 @@ def real_tokens(
 
     Args:
         activations: The input and the residual of the site.
-        target: The output of the site in the original, with the residual if the site has one.
-        is_sequence_first: Whether the target is (S, B, D).
+        output: The output of the site in the original, with the residual if the site has one.
+        is_sequence_first: Whether the output is (S, B, D).
 
     Raises:
         InvalidData: The activations are not finite.
     """
     if site.residual is not None:
-        target = target - activations[site.residual]
-    texts = _text_of(target, batch, is_sequence_first)
+        output = output - activations[site.residual]
+    texts = _text_of(output, batch, is_sequence_first)
     real = texts >= 0
-    targets = target.reshape(-1, target.shape[-1])[real].astype(np.float64)
+    targets = output.reshape(-1, output.shape[-1])[real].astype(np.float64)
     if site.tokens is None:
         inputs = np.zeros((len(targets), 0))
     else:
@@ -148,18 +148,18 @@ def real_tokens(
     return Tokens(inputs, targets, texts[real])
 
 
-def _text_of(target: np.ndarray, batch: Batch, is_sequence_first: bool) -> np.ndarray:
-    """The index of the text of each target token, -1 for padding.
+def _text_of(output: np.ndarray, batch: Batch, is_sequence_first: bool) -> np.ndarray:
+    """The index of the text of each token, -1 for padding.
 
-    The target is (B, S, D), (B*S, D), or (S, B, D) if ``is_sequence_first``. Windows of an image
+    The output is (B, S, D), (B*S, D), or (S, B, D) if ``is_sequence_first``. Windows of an image
     count as one text.
     """
-    rows = int(np.prod(target.shape[:-1]))
-    if target.ndim == 2:
+    rows = int(np.prod(output.shape[:-1]))
+    if output.ndim == 2:
         mask = flat_mask(batch, rows)
         first, second = (1, rows) if mask is None else mask.shape
     else:
-        first, second = target.shape[:2]
+        first, second = output.shape[:2]
         has_sequence_first_mask = any(
             is_mask(n) and a.shape == (second, first) for n, a in batch.items()
         )

@@ -9,12 +9,12 @@ layer by layer from the first, each on the activations of the model as rewritten
 2110.06821 trains instead). Only Gram matrices are stored, so the data may have any length.
 
 The ridge is chosen by cross-validation (``cross_validation``), and the target restores the residual
-stream of the original (``refit_targets``).
+stream of the original (``original_outputs``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -24,7 +24,7 @@ import onnx_ir as ir
 from attnserve.calibration.cross_validation import Folds, choose_ridge, total_moments
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.linear_maps import Site, find_sites, install
-from attnserve.calibration.refit_targets import LayerwiseTargets, Targets
+from attnserve.calibration.original_outputs import LayerwiseOutputs, OriginalOutputs
 from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.context import DEFAULT_CONTEXT, RunContext
 from attnserve.runtime.interface import Batch
@@ -67,7 +67,7 @@ def refit(
     fit: bool = True,
     feed: Callable[[Batch], Batch] = lambda batch: batch,
     context: RunContext = DEFAULT_CONTEXT,
-    targets: Targets | None = None,
+    original_outputs: OriginalOutputs | None = None,
     known: Sequence[Mapping[str, np.ndarray]] = (),
 ) -> dict[str, Refit]:
     """Fit the output projections of rewritten blocks in place, and return the errors by name.
@@ -83,18 +83,16 @@ def refit(
         batches: Inputs of both models.
         fit: False only measures the error; ``relative_error`` is then the error before.
         feed: Converts a batch to the rewritten model's inputs (caches may have other shapes).
-        targets: Outputs of the original on these batches, for fitting several models; names without
-            targets are ignored. None computes targets layer by layer (``LayerwiseRunner``).
+        original_outputs: Outputs of the original on these batches, for fitting several models;
+            other names are ignored. None computes them layer by layer (``LayerwiseRunner``).
         known: Values of the rewritten model in front of its changes, see ``LayerwiseRunner``.
 
     Raises:
         InvalidData: A model refuses a batch, or its activations are not finite.
     """
     original_interface = interface(model)
-    original_targets: LayerwiseTargets | Targets = targets or LayerwiseTargets(
-        original, names, batches, context
-    )
-    site_names = [name for name in names if name in original_targets.sequence_first]
+    outputs = original_outputs or LayerwiseOutputs(original, names, batches, context)
+    site_names = [name for name in names if name in outputs.sequence_first]
     analyses = Analyses.of(model)
     pin_names(analyses.get(find_attention).blocks)
     shapes = analyses.get(infer_shapes_small, batch=2, sequence=5)
@@ -104,64 +102,20 @@ def refit(
     progress = context.stage("refit outputs")
     results: dict[str, Refit] = {}
     for index, group in enumerate(groups):
-        remaining_names = list(chain(*groups[index:]))
-        if not all(_is_current(sites[name]) for name in remaining_names):
-            sites = find_sites(model, site_names)
-        for name in original_targets.names_with_residual & set(remaining_names):
-            residual = residual_of(sites[name].output)
-            if residual is None:
-                raise CannotRewrite(
-                    f"{name}: its residual addition is part of another operator",
-                    "apply fuse_skip_norm after the lossy passes",
-                    code="refit.residual",
-                )
-            sites[name] = replace(sites[name], residual=residual[0])
-        values_by_group = [
-            _values_of(sites[name] for name in group_names) for group_names in groups[index:]
-        ]
-        group_values = values_by_group[0]
-        later_values = list(chain(*values_by_group[1:]))
-        if len(group) == 1:
-            activations = runner.run_to(group_values, later_values)
-        else:  # the first fit would change the inputs of the others
-            first_values = _values_of([sites[group[0]]])
-            for _ in runner.run_to(first_values, [*group_values, *later_values]):
-                pass
-            activations = runner.peek(group_values)
-        folds = Folds([sites[name] for name in group], original_targets.sequence_first)
-        triples = zip(batches, activations, original_targets.of(group), strict=True)
-        for step, (batch, arrays, group_targets) in enumerate(triples, start=1):
-            folds.add(batch, dict(zip(group_values, arrays, strict=True)), group_targets)
+        remaining = groups[index:]
+        sites = _current_sites(model, sites, list(chain(*remaining)), outputs.names_with_residual)
+        runs = _activations(runner, sites, remaining)
+        folds = Folds([sites[name] for name in group], outputs.sequence_first)
+        steps = zip(batches, runs, outputs.of(group), strict=True)
+        for step, (batch, activations, arrays) in enumerate(steps, start=1):
+            folds.add(batch, activations, arrays)
             progress(index * len(batches) + step, len(groups) * len(batches))
         moments = folds.moments()
-        if moments[0].ct.shape != folds.sites[0].weight.shape:  # the output has lost columns
-            continue
-        is_shared = _is_read_elsewhere(folds.sites)
-        group_results = _fit(model, folds.sites, moments, shapes, fit=fit and not is_shared)
-        for name, result in group_results.items():
-            results[name] = replace(result, is_shared=is_shared)
+        if moments[0].ct.shape == folds.sites[0].weight.shape:  # else the output has lost columns
+            results |= _fit(model, folds.sites, moments, shapes, fit=fit)
     share_constants(model, since=original_interface.initializers)
     check_invariants(original_interface, model, after="refit")
     return results
-
-
-def _values_of(sites: Iterable[Site]) -> list[ir.Value]:
-    """The inputs and residuals of the sites, each value once."""
-    values = (value for site in sites for value in (site.tokens, site.residual))
-    return list(dict.fromkeys(value for value in values if value is not None))
-
-
-def _is_current(site: Site) -> bool:
-    """Whether the values of a site are still in its graph; other fits may replace them."""
-    values = [value for value in (site.tokens, site.output, site.residual) if value is not None]
-    nodes = [node for value in values if (node := value.producer()) is not None]
-    return all(node.graph is not None for node in nodes)
-
-
-def _is_read_elsewhere(sites: Sequence[Site]) -> bool:
-    """Whether the weight of these sites is read by other nodes too."""
-    weight = sites[0].weight_key
-    return isinstance(weight, ir.Value) and len(set(readers(weight))) > len(sites)
 
 
 def _names_by_weight(sites: Mapping[str, Site], names: Sequence[str]) -> list[list[str]]:
@@ -172,6 +126,74 @@ def _names_by_weight(sites: Mapping[str, Site], names: Sequence[str]) -> list[li
     return list(groups.values())
 
 
+def _current_sites(
+    model: ir.Model, sites: Mapping[str, Site], names: Sequence[str], with_residual: Collection[str]
+) -> dict[str, Site]:
+    """The sites as earlier fits left them, with the residuals that the outputs include.
+
+    Args:
+        names: The sites that are not fitted yet.
+        with_residual: The names of sites whose original output includes the residual.
+
+    Raises:
+        CannotRewrite: A residual addition is part of another operator.
+    """
+    is_current = all(_is_current(sites[name]) for name in names)
+    sites = dict(sites) if is_current else find_sites(model, names)
+    for name in names:
+        if name not in with_residual:
+            continue
+        residual = residual_of(sites[name].output)
+        if residual is None:
+            raise CannotRewrite(
+                f"{name}: its residual addition is part of another operator",
+                "apply fuse_skip_norm after the lossy passes",
+                code="refit.residual",
+            )
+        sites[name] = replace(sites[name], residual=residual[0])
+    return sites
+
+
+def _is_current(site: Site) -> bool:
+    """Whether the values of a site are still in its graph; other fits may replace them."""
+    values = [value for value in (site.tokens, site.output, site.residual) if value is not None]
+    nodes = [node for value in values if (node := value.producer()) is not None]
+    return all(node.graph is not None for node in nodes)
+
+
+def _activations(
+    runner: LayerwiseRunner, sites: Mapping[str, Site], groups: Sequence[Sequence[str]]
+) -> Iterator[dict[ir.Value, np.ndarray]]:
+    """The inputs and residuals of the sites of the first group, in each batch.
+
+    Args:
+        groups: The names that are not fitted yet; the runner stores what the later groups need.
+    """
+    first_group = groups[0]
+    values, *later = (_values_of(sites[name] for name in group) for group in groups)
+    later_values = list(chain(*later))
+    if len(first_group) == 1:
+        runs = runner.run_to(values, later_values)
+    else:  # the first fit would change the inputs of the others
+        first_values = _values_of([sites[first_group[0]]])
+        for _ in runner.run_to(first_values, [*values, *later_values]):
+            pass
+        runs = runner.peek(values)
+    return (dict(zip(values, arrays, strict=True)) for arrays in runs)
+
+
+def _values_of(sites: Iterable[Site]) -> list[ir.Value]:
+    """The inputs and residuals of the sites, each value once."""
+    values = (value for site in sites for value in (site.tokens, site.residual))
+    return list(dict.fromkeys(value for value in values if value is not None))
+
+
+def _is_read_elsewhere(sites: Sequence[Site]) -> bool:
+    """Whether the weight of these sites is read by other nodes too."""
+    weight = sites[0].weight_key
+    return isinstance(weight, ir.Value) and len(set(readers(weight))) > len(sites)
+
+
 def _fit(
     model: ir.Model,
     sites: Sequence[Site],
@@ -180,23 +202,24 @@ def _fit(
     *,
     fit: bool,
 ) -> dict[str, Refit]:
-    """Choose a ridge, fit, and write the new weights into the graph.
+    """Choose a ridge, fit, and write the new weights into the graph; a shared weight is kept.
 
     Args:
-        sites: The sites of one shared weight.
+        sites: All sites of one weight that are fitted.
         fit: False only measures the error.
 
     Returns:
         The errors by name.
     """
+    is_shared = _is_read_elsewhere(sites)
     moments = total_moments(folds)
     first_site = sites[0]
     varies = moments.variation > 1e-13 * moments.tt  # eps^2 of float32: less is rounding
     scale = moments.variation if varies else moments.tt or 1.0
     error = (moments.error(first_site.weight, first_site.bias) / scale) ** 0.5
-    ridge = choose_ridge(folds, first_site) if fit else None
+    ridge = choose_ridge(folds, first_site) if fit and not is_shared else None
     if ridge is None:
-        return {site.name: Refit(error, error, None) for site in sites}
+        return {site.name: Refit(error, error, None, is_shared) for site in sites}
     weight, bias = NormalEquations(moments, first_site.prior).solve(ridge)
     squared_error = moments.error(weight, bias)
     for site in sites:

@@ -1,4 +1,4 @@
-"""Ridge regression towards a prior, from moments: the data is read once, in parts of any size."""
+"""Ridge regression towards a prior, from moments: the data is read once, in batches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class FitMoments:
     def __add__(self, other: FitMoments) -> FitMoments:
         return FitMoments(*map(add, self._sums(), other._sums()))
 
-    def __sub__(self, part: FitMoments) -> FitMoments:
-        return FitMoments(*map(sub, self._sums(), part._sums()))
+    def __sub__(self, other: FitMoments) -> FitMoments:
+        return FitMoments(*map(sub, self._sums(), other._sums()))
 
     def __iadd__(self, other: FitMoments) -> FitMoments:
         """Add in place: the matrices of wide layers take longer to allocate than to add."""

@@ -308,9 +308,9 @@ def _common(rows: Float[np.ndarray, "N Z"]) -> Float[np.ndarray, "N N"]:
     total = np.zeros((count, count))
     minima = np.empty((count, width), rows.dtype)
     for start in range(0, length, width):
-        part = np.ascontiguousarray(rows[:, start : start + width])
+        columns = np.ascontiguousarray(rows[:, start : start + width])
         for i in range(count):
-            out = minima[: count - i, : part.shape[1]]
-            np.minimum(part[i], part[i:], out=out)
+            out = minima[: count - i, : columns.shape[1]]
+            np.minimum(columns[i], columns[i:], out=out)
             total[i, i:] += out.sum(1)
     return np.triu(total) + np.triu(total, 1).T

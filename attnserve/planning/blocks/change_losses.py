@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.moments import collect_moments
+from attnserve.calibration.original_outputs import OriginalOutputs, collect_outputs
 from attnserve.calibration.refit import refit
-from attnserve.calibration.refit_targets import Targets, collect_targets
 from attnserve.calibration.similarity import HeadSimilarity, similarities
 from attnserve.context import Progress, RunContext
 from attnserve.data.row_batches import thinned
@@ -57,10 +57,10 @@ class ChangeLosses:
         return _Prefix(self.model, thinned(self.batches, FIT_TOKENS), self.context)
 
     @cached_property
-    def targets(self) -> Targets:
+    def original_outputs(self) -> OriginalOutputs:
         """The outputs of all blocks on the same batches."""
         names = list(self.estimator.maps)
-        return collect_targets(self.model, names, self.prefix.batches, context=self.context)
+        return collect_outputs(self.model, names, self.prefix.batches, context=self.context)
 
     def changes(
         self, wanted: Mapping[BlockGroup, Sequence[BlockConfig]]
@@ -127,7 +127,8 @@ class ChangeLosses:
         if fitted:
             refit(
                 new, self.model, fitted, self.prefix.batches,
-                context=self.context, targets=self.targets, known=self.prefix.before(first),
+                context=self.context, original_outputs=self.original_outputs,
+                known=self.prefix.before(first),
             )  # fmt: skip
         return max(self.estimator.loss_of(new, first), 1e-9)
 

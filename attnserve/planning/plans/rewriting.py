@@ -190,7 +190,8 @@ class PassRunner:
         )  # fmt: skip
         self.needs_refit = False
         if self.fit:
-            self.unfitted = tuple(sorted(name for name, fit in refits.items() if fit.is_shared))
+            shared = [name for name, result in refits.items() if result.is_shared]
+            self.unfitted = tuple(sorted(shared))
         latest = {change.block: change for change in self.changes}
         for place, change in enumerate(self.changes):
             if (result := refits.get(change.block)) is None:

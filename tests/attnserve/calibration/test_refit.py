@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from attnserve.calibration.cross_validation import RIDGES
 from attnserve.calibration.map_moments import last_map_moments
+from attnserve.calibration.original_outputs import collect_outputs
 from attnserve.calibration.refit import refit
-from attnserve.calibration.refit_targets import collect_targets
 from attnserve.calibration.ridge import FitMoments, NormalEquations
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
@@ -504,17 +504,17 @@ def test_refit_equals_refits_of_one_weight_at_a_time(shared: bool):
         np.testing.assert_allclose(mine, theirs, atol=1e-4)
 
 
-def test_refit_accepts_collected_targets():
+def test_refit_accepts_collected_outputs():
     original, batches, names = model(), texts(), [ONE, TWO]
-    targets = collect_targets(original, [*names, "nothing"], batches)
-    assert list(targets.arrays) == names and list(map(len, targets.arrays.values())) == [6, 6]
+    outputs = collect_outputs(original, [*names, "nothing"], batches)
+    assert list(outputs.arrays) == names and list(map(len, outputs.arrays.values())) == [6, 6]
     candidates: list[dict[str, Sequence[int]]] = [
         {ONE: (1, 0, 1), TWO: (0, 1, 1)},
         {ONE: (1, 1, 0)},
     ]
     for masks in candidates:
         mine, theirs = pruned(original, masks), pruned(original, masks)
-        found = refit(mine, original, list(masks), batches, targets=targets)
+        found = refit(mine, original, list(masks), batches, original_outputs=outputs)
         for name, done in refit(theirs, original, list(masks), batches).items():
             assert found[name].ridge == done.ridge
             assert found[name].relative_error == pytest.approx(done.relative_error, rel=1e-4)

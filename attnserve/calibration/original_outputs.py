@@ -1,7 +1,7 @@
-"""The targets of a refit: the original's output of each linear map, with or without the residual.
+"""The outputs of the original to which a refit fits linear maps, with or without the residual.
 
-The target restores the residual stream of the original: t = s - r, with s the original's sum and r
-the residual of the rewritten model. A layer thus compensates the errors of earlier layers
+The fit restores the residual stream of the original: its target is t = s - r, with s the original's
+sum and r the residual of the rewritten model. A layer thus compensates the errors of earlier layers
 (all-MiniLM-L6-v2 without a third of its heads and a fifth of its neurons: cosine 0.972, against
 0.967 with the original's output as target). Without a residual, and for layers that share one
 weight, the target is the original's output.
@@ -23,11 +23,11 @@ from attnserve.runtime.interface import Batch, owned
 from graph_passes.passes.fuse_residuals import residual_of
 from graph_passes.passes.skip_attention import Skipped
 
-__all__ = ["LayerwiseTargets", "Targets", "collect_targets"]
+__all__ = ["LayerwiseOutputs", "OriginalOutputs", "collect_outputs"]
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class OriginalOutputs:
     """Outputs of the original model, for fitting several models: rows x D numbers per layer.
 
     Attributes:
@@ -45,29 +45,29 @@ class Targets:
         return (list(arrays) for arrays in zip(*(self.arrays[n] for n in names), strict=True))
 
 
-def collect_targets(
+def collect_outputs(
     original: ir.Model,
     names: Sequence[str],
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
-) -> Targets:
+) -> OriginalOutputs:
     """Run the original once and store its outputs for several ``refit`` calls on these batches.
 
     Raises:
         InvalidData: The model refuses a batch.
     """
-    targets = LayerwiseTargets(original, names, batches, context)
-    site_names = list(targets.sequence_first)
+    outputs = LayerwiseOutputs(original, names, batches, context)
+    site_names = list(outputs.sequence_first)
     arrays: dict[str, list[np.ndarray]] = {name: [] for name in site_names}
-    for batch_arrays in targets.of(site_names):
+    for batch_arrays in outputs.of(site_names):
         for name, array in zip(site_names, batch_arrays, strict=True):
             arrays[name].append(owned(array))
-    return Targets(arrays, targets.sequence_first, targets.names_with_residual)
+    return OriginalOutputs(arrays, outputs.sequence_first, outputs.names_with_residual)
 
 
-class LayerwiseTargets:
-    """Targets that are computed layer by layer and not stored."""
+class LayerwiseOutputs:
+    """Outputs of the original that are computed layer by layer and not stored."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class LayerwiseTargets:
         context: RunContext,
     ) -> None:
         candidates = find_sites(original, names)
-        sites = {n: candidates[n] for n in names if _is_target(candidates.get(n), original)}
+        sites = {n: candidates[n] for n in names if _can_be_fitted(candidates.get(n), original)}
         uses = Counter(site.weight_key for site in sites.values())
-        # Layers that share a weight have no residual target: later ones depend on the fit itself.
+        # Layers that share a weight have no residual: that of later ones depends on the fit itself.
         unshared_sites = {name: site for name, site in sites.items() if uses[site.weight_key] == 1}
         pairs = {name: residual_of(site.output) for name, site in unshared_sites.items()}
         sums = {name: pair[1] for name, pair in pairs.items() if pair is not None}
@@ -94,7 +94,7 @@ class LayerwiseTargets:
         return self.model.run_to(values, list(self.outputs.values()))
 
 
-def _is_target(site: Site | None, original: ir.Model) -> bool:
+def _can_be_fitted(site: Site | None, original: ir.Model) -> bool:
     """Whether the site is in the main graph and not already a removed attention."""
     return (
         site is not None
