@@ -7,13 +7,15 @@ Runtime requires. Other modules rely on this.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import onnx
 import onnx.inliner
 import onnx_ir as ir
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from attnserve.paths import belongs_to
@@ -64,7 +66,8 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
                 "the file is damaged: download or export it again",
                 code="artifact.opset",
             )
-    if any(isinstance(name, bytes) for name in _names(proto)):
+    messages = [*_messages(proto)]
+    if any(isinstance(name, bytes) for message in messages for name in _names(message)):
         raise InvalidModel(
             f"{path}: a name in the file is not UTF-8",
             "the file is damaged: download or export it again",
@@ -74,15 +77,17 @@ def validated(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
         _check_size(path, value, MAX_INPUT)
     for value in (*proto.graph.output, *proto.graph.value_info):
         _check_size(path, value, MAX_VALUE)
-    for tensor in _tensors(proto):
-        _check_tensor(path, tensor)
+    for message in messages:
+        if isinstance(message, onnx.TensorProto):
+            _check_tensor(path, message)
     if proto.functions:
         proto = _inlined(path, proto)
-    for entry in (*proto.opset_import, *_nodes(proto.graph)):
+    nodes = [node for node in _messages(proto.graph) if isinstance(node, onnx.NodeProto)]
+    for entry in (*proto.opset_import, *nodes):
         if entry.domain == "ai.onnx":  # the long name of the default domain
             entry.domain = ""
     opsets = {entry.domain: entry.version for entry in proto.opset_import}
-    for node in _nodes(proto.graph):
+    for node in nodes:
         _check_node(path, node, opsets.get("", 1))
     return proto
 
@@ -132,30 +137,36 @@ def _check_node(path: Path, node: onnx.NodeProto, opset: int) -> None:
         )
 
 
+def _messages(message: Message) -> Iterator[Message]:
+    """A message and all messages in it: graphs, bodies, nodes, tensors, functions and others."""
+    yield message
+    for name, is_repeated in _fields(type(message), FieldDescriptor.TYPE_MESSAGE):
+        if is_repeated:
+            inner = getattr(message, name)
+        else:
+            inner = [getattr(message, name)] if message.HasField(name) else []
+        for each in inner:
+            yield from _messages(each)
+
+
 def _names(message: Message) -> Iterator[str | bytes]:
-    """All names in a message; those that are not UTF-8 are bytes."""
-    for field in message.DESCRIPTOR.fields:  # ListFields would copy the weights
-        if field.name in ("doc_string", "metadata_props"):
-            continue
-        if field.type == field.TYPE_STRING:
-            value = getattr(message, field.name)
-            yield from value if field.is_repeated else [value]
-        elif field.type == field.TYPE_MESSAGE:
-            if field.is_repeated:
-                for inner in getattr(message, field.name):
-                    yield from _names(inner)
-            elif message.HasField(field.name):
-                yield from _names(getattr(message, field.name))
+    """The names in a message itself; those that are not UTF-8 are bytes."""
+    for name, is_repeated in _fields(type(message), FieldDescriptor.TYPE_STRING):
+        value = getattr(message, name)
+        yield from value if is_repeated else [value]
 
 
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """The nodes of a graph and of all bodies."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            bodies = [attribute.g] if attribute.HasField("g") else []
-            for body in (*bodies, *attribute.graphs):
-                yield from _nodes(body)
+@functools.cache
+def _fields(kind: type[Message], field_type: int) -> Sequence[tuple[str, bool]]:
+    """(name, whether it is repeated) of the fields of a type, except texts for people.
+
+    ``Message.ListFields`` would copy the weights.
+    """
+    return [
+        (field.name, field.is_repeated)
+        for field in kind.DESCRIPTOR.fields
+        if field.type == field_type and field.name not in ("doc_string", "metadata_props")
+    ]
 
 
 def _inlined(path: Path, proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -284,9 +295,15 @@ def external_file(path: Path, location: str) -> Path | None:
 
 def external_locations(proto: onnx.ModelProto) -> list[str]:
     """The locations of external data, without duplicates, relative to the folder of the model."""
-    external = (t for t in _tensors(proto) if t.data_location == onnx.TensorProto.EXTERNAL)
-    entries = (entry for tensor in external for entry in tensor.external_data)
-    return list(dict.fromkeys(entry.value for entry in entries if entry.key == "location"))
+    locations = (
+        entry.value
+        for tensor in _messages(proto)
+        if isinstance(tensor, onnx.TensorProto)
+        and tensor.data_location == onnx.TensorProto.EXTERNAL
+        for entry in tensor.external_data
+        if entry.key == "location"
+    )
+    return list(dict.fromkeys(locations))
 
 
 def _check_external(path: Path, tensor: onnx.TensorProto, size: int) -> None:
@@ -335,26 +352,3 @@ def _check_external(path: Path, tensor: onnx.TensorProto, size: int) -> None:
             "the data file is truncated: copy it again",
             code="artifact.external_truncated",
         )
-
-
-def _tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
-    """All tensors of a model: initializers, attributes, subgraphs, functions and training info."""
-    graphs = [proto.graph, *(t.algorithm for t in proto.training_info)]
-    graphs += [t.initialization for t in proto.training_info]
-    nodes = [node for function in proto.functions for node in function.node]
-    while graphs or nodes:
-        if graphs:
-            graph = graphs.pop()
-            yield from graph.initializer
-            sparse = [*graph.sparse_initializer]
-            nodes += graph.node
-        else:
-            attributes = nodes.pop().attribute
-            yield from (a.t for a in attributes if a.HasField("t"))
-            yield from (tensor for a in attributes for tensor in a.tensors)
-            graphs += [a.g for a in attributes if a.HasField("g")]
-            graphs += [subgraph for a in attributes for subgraph in a.graphs]
-            sparse = [a.sparse_tensor for a in attributes if a.HasField("sparse_tensor")]
-            sparse += [tensor for a in attributes for tensor in a.sparse_tensors]
-        for tensor in sparse:
-            yield from (tensor.values, tensor.indices)
