@@ -33,7 +33,6 @@ from attnserve.models.settings_files import Pooling as PoolingFile
 from graph_passes.errors import InvalidModel
 
 __all__ = [
-    "ACTIVATIONS",
     "FolderSettings",
     "Module",
     "given",
@@ -48,12 +47,12 @@ POOLINGS: Mapping[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "l
 ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"})
 """Supported activations of a module Dense, by their names in ``torch.nn``."""
 
-SCORES: Mapping[str, Activation] = {
-    "Sigmoid": "sigmoid",
-    "Softmax": "softmax",
-    "Identity": "identity",
+SCORE_CLASSES: Mapping[Activation, str] = {
+    "sigmoid": "torch.nn.modules.activation.Sigmoid",
+    "softmax": "torch.nn.modules.activation.Softmax",
+    "identity": "torch.nn.modules.linear.Identity",
 }
-"""Supported activations of scores, by their names in ``torch.nn``."""
+"""The supported activations of scores, with their classes."""
 
 PROBLEMS: Mapping[str | None, Activation] = {
     "multi_label_classification": "sigmoid",
@@ -217,15 +216,16 @@ class FolderSettings:
         problem = PROBLEMS.get(self.model.problem_type) if of_problem else None
         if activation is None:
             return problem
-        if (name := torch_name(activation)) not in SCORES:
+        scores: dict[str, Activation] = {torch_name(c): a for a, c in SCORE_CLASSES.items()}
+        if (name := torch_name(activation)) not in scores:
             raise InvalidModel(
                 f"{self.folder}: activation_fn is {activation}: expected one of"
-                f" {', '.join(SCORES)} of torch.nn",
+                f" {', '.join(scores)} of torch.nn",
                 "remove it from config.json and config_sentence_transformers.json to serve the"
                 " sigmoid of the logit",
                 code="export.activation",
             )
-        return problem if name == "Identity" and classes > 1 else SCORES[name]
+        return problem if name == "Identity" and classes > 1 else scores[name]
 
     def record(self) -> Record:
         """The record that an ONNX file in this folder needs; empty without any setting.
@@ -357,29 +357,19 @@ def read_settings(*folders: Path) -> FolderSettings:
         return next((path for path in paths if path.is_file()), paths[-1])
 
     entries = _entries(find("modules.json"))
-    networks = [entry for entry in entries if _kind(entry) == "Transformer"]
-    encoder = networks[0].path if networks else ""
+    network = next((entry for entry in entries if _kind(entry) == "Transformer"), None)
+    encoder = "" if network is None else network.path
     files = [find(encoder, name) for name in TRANSFORMER_FILES]
     file = next((path for path in files if path.is_file() and read_json(path)), files[0])
-    modules: list[Module] = []
-    for entry in entries:
-        if (kind := _kind(entry)) == "Transformer" and entry is networks[0]:
-            continue
-        path = find(entry.path, "config.json")
-        settings = SettingsFile()
-        if kind in MODULES and kind != "Transformer":
-            if kind == "Pooling" and not (path.is_file() and read_json(path)):
-                raise InvalidModel(
-                    f"{path}: the pooling is missing",
-                    "download the model again",
-                    code="export.pooling",
-                )
-            settings = parse_settings(path, MODULES[kind])
-        modules.append(Module(kind, path, settings))
+    modules = tuple(
+        _module(_kind(entry), find(entry.path, "config.json"))
+        for entry in entries
+        if entry is not network
+    )
     library = parse_settings(find("config_sentence_transformers.json"), Library)
     settings = FolderSettings(
         find("modules.json").parent,
-        tuple(modules),
+        modules,
         library,
         parse_settings(file, Transformer),
         find(encoder, "config.json"),
@@ -392,6 +382,21 @@ def read_settings(*folders: Path) -> FolderSettings:
             path, "default_prompt_name", f"expected a name of prompts, found {default}"
         )
     return settings
+
+
+def _module(kind: str, path: Path) -> Module:
+    """A module with its configuration file; those of unknown modules are not read.
+
+    Raises:
+        InvalidModel: The file is malformed, or a module Pooling has none.
+    """
+    if kind not in MODULES or kind == "Transformer":
+        return Module(kind, path, SettingsFile())
+    if kind == "Pooling" and not (path.is_file() and read_json(path)):
+        raise InvalidModel(
+            f"{path}: the pooling is missing", "download the model again", code="export.pooling"
+        )
+    return Module(kind, path, parse_settings(path, MODULES[kind]))
 
 
 def parse_settings(path: Path, kind: type[File]) -> File:

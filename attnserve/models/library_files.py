@@ -16,10 +16,10 @@ from typing import Any, Literal, cast
 
 import onnx_ir as ir
 
-from attnserve.literals import Activation, Pooling
+from attnserve.literals import Pooling
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import VECTOR_OUTPUTS, preferred_output
-from attnserve.models.folder_settings import POOLINGS, PROBLEMS
+from attnserve.models.folder_settings import POOLINGS, PROBLEMS, SCORE_CLASSES, given
 from attnserve.models.record import Record
 from attnserve.models.settings_files import LEGACY_MODES, Mode
 from attnserve.models.tokenizer_files import longest_text
@@ -29,13 +29,6 @@ __all__ = ["LIBRARY_FILES", "LibraryModel", "library_model", "write_library_file
 
 INPUTS = {"input_ids", "attention_mask", "token_type_ids"}
 """The inputs that the library gives to a graph."""
-
-ACTIVATIONS: Mapping[Activation, str] = {
-    "sigmoid": "torch.nn.modules.activation.Sigmoid",
-    "softmax": "torch.nn.modules.activation.Softmax",
-    "identity": "torch.nn.modules.linear.Identity",
-}
-"""Classes of ``torch.nn`` by the activations of a record."""
 
 CLASSES = "sentence_transformers.models."
 """The module of the library's classes, by a name that all versions know."""
@@ -101,49 +94,60 @@ class LibraryModel:
 
     def files(self) -> dict[str, Any]:
         """The JSON files by path."""
-        record = self.record
-        stated = {"max_seq_length": self.max_length, "do_lower_case": record.lower_case}
-        text: dict[str, Any] = {key: value for key, value in stated.items() if value}
-        if record.truncation_side is not None:
-            text["tokenizer_args"] = {"truncation_side": record.truncation_side}
-        library: dict[str, Any] = {
-            "model_type": self.kind,
-            "prompts": record.prompts or {},
-            "default_prompt_name": self.default_prompt,
-        }
         modules = [("Transformer", "")]
         files: dict[str, Any] = {}
         if self.is_embedding:
-            library["similarity_fn_name"] = record.similarity or "cosine"
-            library |= {"truncate_dim": record.dimensions} if record.dimensions else {}
             modules.append(("Pooling", "1_Pooling"))
-            modes = {key: mode == self.pooling_mode for key, mode in LEGACY_MODES.items()}
             # These keys are read by all versions, and by text-embeddings-inference.
             files["1_Pooling/config.json"] = {
                 "word_embedding_dimension": self.width,
-                **modes,
+                **{key: mode == self.pooling_mode for key, mode in LEGACY_MODES.items()},
                 "include_prompt": True,
             }
-            if record.normalize:
+            if self.record.normalize:
                 modules.append(("Normalize", "2_Normalize"))
                 files["2_Normalize/config.json"] = {}
-        else:
-            library |= {"activation_fn": self.activation} if self.activation else {}
-            output = {"method": "forward", "method_output_name": "logits"}
-            text |= {
-                "transformer_task": "sequence-classification",
-                "modality_config": {"text": output},
-                "module_output_name": "scores",
-            }
         entries = [
             {"idx": at, "name": str(at), "path": path, "type": CLASSES + name}
             for at, (name, path) in enumerate(modules)
         ]
         return {
             "modules.json": entries,
-            "config_sentence_transformers.json": library,
-            "sentence_bert_config.json": text,
+            "config_sentence_transformers.json": self._library,
+            "sentence_bert_config.json": self._transformer,
             **files,
+        }
+
+    @property
+    def _library(self) -> dict[str, Any]:
+        """The settings of the whole model."""
+        record = self.record
+        settings: dict[str, Any] = {
+            "model_type": self.kind,
+            "prompts": record.prompts or {},
+            "default_prompt_name": self.default_prompt,
+        }
+        if not self.is_embedding:
+            return settings | given(activation_fn=self.activation)
+        settings["similarity_fn_name"] = record.similarity or "cosine"
+        return settings | given(truncate_dim=record.dimensions)
+
+    @property
+    def _transformer(self) -> dict[str, Any]:
+        """The settings of the tokenizer and the network."""
+        side = self.record.truncation_side
+        settings = given(
+            max_seq_length=self.max_length,
+            do_lower_case=self.record.lower_case,
+            tokenizer_args=side and {"truncation_side": side},
+        )
+        if self.is_embedding:
+            return settings
+        output = {"method": "forward", "method_output_name": "logits"}
+        return settings | {
+            "transformer_task": "sequence-classification",
+            "modality_config": {"text": output},
+            "module_output_name": "scores",
         }
 
 
@@ -172,18 +176,16 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     shape = tuple(infer_shapes_small(graph, batch=2, sequence=5).shape(values[output]) or ())
     if len(shape) not in (2, 3):
         return None
-    is_pooled, width, longest = len(shape) == 2, shape[-1], longest_text(artifact)
-    if output == "logits":
-        if not is_pooled:
-            return None
-        stated = record.activation
-        # The library does not derive an activation from the type of problem.
-        is_default = stated is None or stated == PROBLEMS.get(artifact.settings.problem_type)
-        name = None if is_default or stated is None else ACTIVATIONS[stated]
-        return LibraryModel("CrossEncoder", output, is_pooled, width, record, longest, name)
-    if record.pooling == "none" and not is_pooled:
+    is_pooled, longest = len(shape) == 2, longest_text(artifact)
+    if not is_pooled and (output == "logits" or record.pooling == "none"):
         return None
-    return LibraryModel("SentenceTransformer", output, is_pooled, width, record, longest)
+    if output != "logits":
+        return LibraryModel("SentenceTransformer", output, is_pooled, shape[-1], record, longest)
+    stated = record.activation
+    # The library does not derive an activation from the type of problem.
+    by_problem = PROBLEMS.get(artifact.settings.problem_type)
+    activation = SCORE_CLASSES[stated] if stated and stated != by_problem else None
+    return LibraryModel("CrossEncoder", output, is_pooled, shape[-1], record, longest, activation)
 
 
 def write_library_files(model: LibraryModel, folder: Path) -> None:
