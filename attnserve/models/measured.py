@@ -29,7 +29,6 @@ __all__ = [
     "ShapeLatency",
     "Share",
     "Subject",
-    "describe_rows",
 ]
 
 
@@ -150,28 +149,23 @@ class Quality(Recorded, frozen=True):
         others = "".join(f", {name} {value:.4f}" for name, value in self.also.items())
         kinds = [kind for kind in (self.file, self.lengths) if kind]
         measure = f"{', '.join([self.measure, *kinds])}," if kinds else self.measure
+        faults = ""
+        if not self.is_finite:
+            rows = f" in {_describe_rows(self.not_finite_rows)}" if self.not_finite_rows else ""
+            faults = f", NaN or infinity of the new model, where the original is finite{rows}"
+        if self.excluded_rows:
+            rows = _describe_rows(self.excluded_rows)
+            faults += f", {rows} left out, because the original gives NaN"
         return (
             f"{measure} {self.value:.4f} ({interval}, 5th percentile {self.p5:.4f}, constant "
-            f"predictor {self.constant:.3f}){others}"
-            + ("" if self.is_finite else f", {self._new_fault}")
-            + (f", {self._original_fault}" if self.excluded_rows else "")
+            f"predictor {self.constant:.3f}){others}{faults}"
         )
 
-    @property
-    def _new_fault(self) -> str:
-        rows = f" in {describe_rows(self.not_finite_rows)}" if self.not_finite_rows else ""
-        return f"NaN or infinity of the new model, where the original is finite{rows}"
 
-    @property
-    def _original_fault(self) -> str:
-        rows = describe_rows(self.excluded_rows)
-        return f"{rows} left out, because the original gives NaN"
-
-
-def describe_rows(rows: Sequence[int], most: int = 5) -> str:
-    """Numbers of rows, of which the first are listed."""
-    listed = ", ".join(map(str, rows[:most]))
-    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+def _describe_rows(rows: Sequence[int]) -> str:
+    """Numbers of rows, of which the first five are listed."""
+    listed = ", ".join(map(str, rows[:5]))
+    more = f" and {len(rows) - 5} more" if len(rows) > 5 else ""
     return f"row{'s' if len(rows) > 1 else ''} {listed}{more}"
 
 
@@ -219,16 +213,10 @@ class Share(Recorded, frozen=True):
     losses: Losses = Field(default=UNKNOWN, exclude=True)
 
 
-def _infinite_if_null(error: object) -> object:
-    return math.inf if error is None else error
-
-
-def _null_if_infinite(error: float) -> float | None:
-    return None if math.isinf(error) else error
-
-
 ErrorNumber = Annotated[
-    float, BeforeValidator(_infinite_if_null), PlainSerializer(_null_if_infinite)
+    float,
+    BeforeValidator(lambda error: math.inf if error is None else error),
+    PlainSerializer(lambda error: None if math.isinf(error) else error),
 ]
 """An error of an output; an infinite one is null in JSON."""
 
@@ -269,12 +257,12 @@ class OutputFidelity(Recorded, frozen=True):
         if self.not_finite_rows:
             warnings.append(
                 f"output {self.names!r} of the new model has other NaN or infinite numbers than "
-                f"the original in {describe_rows(self.not_finite_rows)}"
+                f"the original in {_describe_rows(self.not_finite_rows)}"
             )
         if self.excluded_rows:
             warnings.append(
                 f"output {self.names!r} of the original is NaN in "
-                f"{describe_rows(self.excluded_rows)}, which are not compared"
+                f"{_describe_rows(self.excluded_rows)}, which are not compared"
             )
         return warnings
 
