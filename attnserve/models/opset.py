@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 
 import onnx_ir as ir
 
 from attnserve.runtime.external_data import map_external_data
+from attnserve.runtime.silence import silenced
 from graph_passes.errors import CannotRewrite
 
 __all__ = ["raise_opset"]
@@ -30,7 +29,7 @@ def raise_opset(model: ir.Model, opset: int) -> None:
     map_external_data(raised)  # the fallback converter loses the folder of external tensors
     failure: Exception | None = None
     try:
-        with _without_warnings("onnxscript.version_converter"):
+        with silenced():  # of each use of the fallback converter
             convert_version(raised, opset, fallback=True)
     except Exception as error:  # the libraries raise exceptions of many types
         failure = error
@@ -64,15 +63,3 @@ def _nodes_by_output(model: ir.Model) -> Iterator[tuple[tuple[str | None, str], 
             for value in node.outputs:
                 if value.name:
                     yield (graph.name, value.name), node
-
-
-@contextmanager
-def _without_warnings(name: str) -> Generator[None]:
-    """Suppress the warnings of this logger about each use of the fallback converter."""
-    log = logging.getLogger(name)
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
