@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -104,10 +103,11 @@ class Token:
     stop: int
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class TextEncoder:
     """An immutable, thread-safe tokenizer.
 
-    Args:
+    Attributes:
         tokenizer: The tokenizer; its truncation and padding are switched off.
         pad_id: Id of the pad token. RoBERTa derives positions from it.
         max_length: Maximum number of tokens of a text, with special tokens; None for no limit.
@@ -117,36 +117,28 @@ class TextEncoder:
         first_position: The position id of the first token.
         truncation_side: The side at which long texts lose tokens.
         has_types: Whether token_type_ids tell the two texts of a pair apart; False for zeros.
+        length: The only number of tokens that the model takes; None for any number.
 
     Raises:
         InvalidArgument: ``max_length`` allows only special tokens.
     """
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        pad_id: int,
-        max_length: int | None = None,
-        padding: Padding = "right",
-        template: str | None = None,
-        first_position: int = 0,
-        truncation_side: Side = "right",
-        has_types: bool = True,
-    ) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        tokenizer.encode("a")  # a tokenizer that fails is refused when it is loaded
-        self._tokenizer = tokenizer
-        self.pad_id = pad_id
-        self.max_length = max_length
-        self.padding: Padding = padding
-        self.first_position = first_position
-        self.truncation_side: Side = truncation_side
-        self.has_types = has_types
-        self.length: int | None = None
-        self._template = _Template(template) if template else None
-        self._check_length(max_length)
+    tokenizer: Tokenizer
+    _: KW_ONLY
+    pad_id: int
+    max_length: int | None = None
+    padding: Padding = "right"
+    template: str | None = None
+    first_position: int = 0
+    truncation_side: Side = "right"
+    has_types: bool = True
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.tokenizer.no_truncation()
+        self.tokenizer.no_padding()
+        self.tokenizer.encode("a")  # a tokenizer that fails is refused when it is loaded
+        self._check_length(self.max_length)
 
     def with_length(self, length: int | None) -> TextEncoder:
         """This encoder for a model that takes ``length`` tokens only; None for any number.
@@ -155,20 +147,19 @@ class TextEncoder:
         """
         if length is None:
             return self
-        encoder = copy(self)
-        encoder.length = length
-        encoder.max_length = min(self.max_length or length, length)
-        encoder._check_length(encoder.max_length)
-        return encoder
+        return replace(self, length=length, max_length=min(self.max_length or length, length))
+
+    @cached_property
+    def _template(self) -> _Template | None:
+        return _Template(self.template) if self.template else None
 
     @property
     def special_tokens(self) -> int:
         """The number of tokens that every text gets: special tokens, and tokens of the template."""
         if self._template:
-            return len(
-                self._tokenizer.encode(self._template.fill("", ""), add_special_tokens=False)
-            )
-        return self._tokenizer.num_special_tokens_to_add(False)
+            text = self._template.fill("", "")
+            return len(self.tokenizer.encode(text, add_special_tokens=False))
+        return self.tokenizer.num_special_tokens_to_add(False)
 
     def encode(
         self,
@@ -233,7 +224,7 @@ class TextEncoder:
             InvalidData: The tokenizer fails on a text, or the texts have more than ``most`` tokens.
         """
         with tokenizer_errors(*FAILS_ON_TEXT):
-            raws = self._tokenizer.encode_batch(list(texts), add_special_tokens=special)
+            raws = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
         count = sum(map(len, raws))
         if most is not None and count > most:
             raise InvalidData(
@@ -258,7 +249,7 @@ class TextEncoder:
             InvalidData: The tokenizer fails on the ids.
         """
         with tokenizer_errors(*FAILS_ON_TEXT):
-            return self._tokenizer.decode_batch(
+            return self.tokenizer.decode_batch(
                 [list(row) for row in rows], skip_special_tokens=skip_special
             )
 
@@ -273,10 +264,10 @@ class TextEncoder:
     def _encode_batch(self, texts: Sequence[Text]) -> list[Any]:
         """The encodings of ``tokenizers``. Texts and pairs in a template are encoded separately."""
         if self._template is None or not any(isinstance(text, tuple) for text in texts):
-            return self._tokenizer.encode_batch(list(texts))
+            return self.tokenizer.encode_batch(list(texts))
         pairs = [self._template.fill(*text) for text in texts if isinstance(text, tuple)]
-        filled = iter(self._tokenizer.encode_batch(pairs, add_special_tokens=False))
-        plain = iter(self._tokenizer.encode_batch([x for x in texts if not isinstance(x, tuple)]))
+        filled = iter(self.tokenizer.encode_batch(pairs, add_special_tokens=False))
+        plain = iter(self.tokenizer.encode_batch([x for x in texts if not isinstance(x, tuple)]))
         return [next(filled if isinstance(text, tuple) else plain) for text in texts]
 
     def _spans(self, text: Text | Encoding) -> Sequence[tuple[int, int]] | None:
@@ -299,7 +290,7 @@ class TextEncoder:
         with tokenizer_errors(*FAILS_ON_TEXT):
             space = " " if self._reads_spaces else ""
             spaced = [*words[:1], *(space + word for word in words[1:])]
-            raw = self._tokenizer.encode(spaced, is_pretokenized=True)
+            raw = self.tokenizer.encode(spaced, is_pretokenized=True)
         kept = _kept(raw, self.max_length or len(raw), self.truncation_side)
         places: list[int | None] = [None] * len(words)
         word_ids = raw.word_ids
@@ -314,7 +305,7 @@ class TextEncoder:
 
         This holds for byte-level tokenizers that do not add these spaces.
         """
-        encode = partial(self._tokenizer.encode, add_special_tokens=False)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
         text = encode("a a").ids
         plain, spaced = (encode(["a", word], is_pretokenized=True).ids for word in ("a", " a"))
         return text == spaced != plain
