@@ -16,9 +16,9 @@ from attnserve.cli.display import (
     out,
     print_json,
     print_line,
-    print_message,
     print_qualities,
     print_table,
+    print_warnings,
     progress_bars,
     set_log_level,
     shorten_names,
@@ -28,6 +28,7 @@ from attnserve.options import Comparison, Run, Scoring, Timing
 if TYPE_CHECKING:
     from attnserve.checks.benchmark import Measurement
     from attnserve.checks.inspect import Inspection
+    from attnserve.models.measured import Fidelity
     from attnserve.planning.verify_again import VerifyAgainReport
 
 __all__ = ["app"]
@@ -115,12 +116,12 @@ def _show_blocks(title: str, blocks: Sequence[dict[str, Any]]) -> None:
             print_line(f"no {' or '.join(rewrites)} for {format_ranges(layers)}: {reason}")
 
 
-def _show_uncounted(report: Inspection, limit: int = 5) -> None:
-    """Print the nodes whose MACs were not counted, one line per reason."""
+def _show_uncounted(report: Inspection) -> None:
+    """Print the nodes whose MACs were not counted, one line for each of the first five reasons."""
     nodes_of: dict[str, list[str]] = {}
     for node, _, reason in (line.partition(": ") for line in report.uncounted):
         nodes_of.setdefault(reason, []).append(node)
-    for reason, nodes in list(nodes_of.items())[:limit]:
+    for reason, nodes in list(nodes_of.items())[:5]:
         more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
         print_line(f"MACs not counted: {nodes[0]}{more}: {reason}")
 
@@ -149,7 +150,7 @@ def verify(
 
     With --again, compare them as the record of the rewritten model says, and test its guarantees.
     """
-    from graph_passes.errors import CheckFailed, InvalidArgument
+    from graph_passes.errors import InvalidArgument
 
     guarantees: VerifyAgainReport | None = None
     with progress_bars(show) as progress:
@@ -175,32 +176,44 @@ def verify(
     if show.json_:
         print_json((guarantees or report).to_json())
     else:
-        print_table(
-            f"{new or original} compared with {original if new else 'its original'} on"
-            f" {report.data}",
-            (
-                "output",
-                ">max abs:.2e",
-                ">mean abs:.2e",
-                ">relative:.4f",
-                ">mean cosine:.5f",
-                ">min cosine:.5f",
-            ),
-            [
-                (
-                    output.names,
-                    output.max_abs_error,
-                    output.mean_abs_error,
-                    output.relative_error,
-                    output.mean_cosine,
-                    output.min_cosine,
-                )
-                for output in report.outputs
-            ],
-        )
-        print_qualities("quality", report)
+        reference = original if new else "its original"
+        _show_errors(f"{new or original} compared with {reference} on {report.data}", report)
         if guarantees is not None:
             _show_guarantees(guarantees)
+    _check_errors(report, requirements, show)
+    if guarantees is not None:
+        _require_guarantees(guarantees, show)
+
+
+def _show_errors(title: str, report: Fidelity) -> None:
+    """Print the errors of each output, and the measured qualities."""
+    columns = (
+        "output", ">max abs:.2e", ">mean abs:.2e", ">relative:.4f", ">mean cosine:.5f",
+        ">min cosine:.5f",
+    )  # fmt: skip
+    rows = [
+        (
+            output.names,
+            output.max_abs_error,
+            output.mean_abs_error,
+            output.relative_error,
+            output.mean_cosine,
+            output.min_cosine,
+        )
+        for output in report.outputs
+    ]
+    print_table(title, columns, rows)
+    print_qualities("quality", report)
+
+
+def _check_errors(report: Fidelity, requirements: opt.Requirements, show: opt.Show) -> None:
+    """Print warnings, and fail if an output is not finite or its cosine is too low.
+
+    Raises:
+        CheckFailed: It fails.
+    """
+    from graph_passes.errors import CheckFailed
+
     warnings = report.warnings()
     if any(output.not_finite_rows for output in report.outputs):
         raise CheckFailed(
@@ -208,9 +221,7 @@ def verify(
             "compare a model in a more exact precision (float16 overflows at 65,504)",
             code="verify.not_finite",
         )
-    if not show.quiet:
-        for warning in warnings:
-            print_message(f"warning: {warning}")
+    print_warnings(warnings, show)
     min_cosine = requirements.min_cosine
     if min_cosine is not None and report.mean_cosine < min_cosine:
         raise CheckFailed(
@@ -220,8 +231,6 @@ def verify(
             " like the data",
             code="verify.min_cosine",
         )
-    if guarantees is not None:
-        _require_guarantees(guarantees, show)
 
 
 def _show_guarantees(report: VerifyAgainReport) -> None:
@@ -247,8 +256,9 @@ def _require_guarantees(report: VerifyAgainReport, show: opt.Show) -> None:
     """Name the runtimes that were not measured, and fail if a guarantee does not hold."""
     from graph_passes.errors import CheckFailed
 
-    if report.not_installed and not show.quiet:
-        print_message(f"warning: not installed, so not verified: {', '.join(report.not_installed)}")
+    if report.not_installed:
+        missing = ", ".join(report.not_installed)
+        print_warnings([f"not installed, so not verified: {missing}"], show)
     broken = [check for check in report.guarantees if not check.holds]
     if broken:
         check = min(broken, key=lambda check: check.kept - check.guarantee)
