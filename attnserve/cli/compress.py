@@ -26,6 +26,7 @@ from attnserve.options import Data, Goal, Rewrites, Run, Target, Training, Write
 from attnserve.options.fields import CALIBRATION, PRECISION
 
 if TYPE_CHECKING:
+    from attnserve.models.lineage import OptimizeEntry, RecordedChange
     from attnserve.models.search_record import Point, SearchRecord
     from attnserve.planning.optimize import OptimizeReport
     from attnserve.planning.plans.plan_file import PlanRecord
@@ -95,37 +96,19 @@ def optimize(
 
 
 def _show_report(report: OptimizeReport, dry_run: bool) -> None:
-    record = report.record
+    """Print the changes, the cost, the quality and the speed of a model."""
+    record, precision = report.record, report.plan.precision
     lossy = {graph_pass.name for graph_pass in report.plan.passes if graph_pass.lossy}
     changes = [change for change in record.changes if change.rewrite in lossy]
-    names, legend = shorten_names([change.block for change in changes], width=out.width - 66)
-    rows: list[Sequence[object]] = []
-    for change, name in zip(changes, names, strict=True):
-        rank = "" if change.rank is None else str(change.rank)
-        rank += "" if change.head_size is None else f" ({change.head_size} per head)"
-        size = "" if change.heads is None else f"{change.heads} heads"
-        size = size if change.neurons is None else f"{change.neurons} neurons"
-        errors = (change.relative_error, change.fitted_error)
-        mmacs = None if change.macs_after is None else change.macs_after / 1e6
-        rows.append((name, change.rewrite, size, rank, *errors, mmacs))
-    print_table(
-        f"{report.output} (dry run: nothing was written)" if dry_run else f"wrote {report.output}",
-        ("block", "rewrite", ">size", ">R", ">error:.4f", ">refitted:.4f", ">MMACs:.1f"),
-        rows,
-        legend,
-    )
-    before, after = record.before, record.after
-    assert before is not None and after is not None  # older records may lack them
-    if report.plan.precision != "float32":
+    title = f"wrote {report.output}"
+    if dry_run:
+        title = f"{report.output} (dry run: nothing was written)"
+    _show_changes(title, changes)
+    if precision != "float32":
         count = len(report.plan.float_blocks)
         suffix = f", {count} block{'s' * (count > 1)} not converted" if count else ""
-        print_line(f"weights in {report.plan.precision}{suffix}")
-    print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
-    if before.macs and after.macs:
-        print_line(
-            f"MACs at {record.batch} x {record.sequence} tokens: "
-            f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
-        )
+        print_line(f"weights in {precision}{suffix}")
+    _show_cost(record)
     for fidelity in (report.fidelity, *record.also_verified):
         print_qualities("quality", fidelity)
     print_line(
@@ -139,18 +122,55 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     if report.search is not None:
         _show_precisions(report.search)
         print_line(report.search.verdict)
-    if (speed := record.speedups) is not None:
-        # Otherwise the verdict states the speed.
-        if report.search is None or report.search.speedups is None:
-            print_line(f"speed: {speed.describe(report.plan.precision)}")
-        if changes or report.plan.precision != "float32":
-            gains = speed.served.value >= MIN_GAIN
-            print_line(
-                f"{'' if gains else 'no gain: '}served, this model runs at "
-                f"{speed.served.value:.2f}x the speed of the fused original"
-            )
-    else:
+    _show_speed(report, is_changed=bool(changes) or precision != "float32")
+
+
+def _show_changes(title: str, changes: Sequence[RecordedChange]) -> None:
+    """Print the size and the error of each rewritten block."""
+    names, legend = shorten_names([change.block for change in changes], width=out.width - 66)
+    rows: list[Sequence[object]] = []
+    for change, name in zip(changes, names, strict=True):
+        rank = "" if change.rank is None else str(change.rank)
+        rank += "" if change.head_size is None else f" ({change.head_size} per head)"
+        size = "" if change.heads is None else f"{change.heads} heads"
+        size = size if change.neurons is None else f"{change.neurons} neurons"
+        errors = (change.relative_error, change.fitted_error)
+        mmacs = None if change.macs_after is None else change.macs_after / 1e6
+        rows.append((name, change.rewrite, size, rank, *errors, mmacs))
+    columns = ("block", "rewrite", ">size", ">R", ">error:.4f", ">refitted:.4f", ">MMACs:.1f")
+    print_table(title, columns, rows, legend)
+
+
+def _show_cost(record: OptimizeEntry) -> None:
+    """Print parameters and MACs before and after."""
+    before, after = record.before, record.after
+    assert before is not None and after is not None  # older records may lack them
+    print_line(f"parameters {before.parameters / 1e6:.2f} M -> {after.parameters / 1e6:.2f} M")
+    if before.macs and after.macs:
+        print_line(
+            f"MACs at {record.batch} x {record.sequence} tokens: "
+            f"{before.macs / 1e9:.3f} G -> {after.macs / 1e9:.3f} G"
+        )
+
+
+def _show_speed(report: OptimizeReport, *, is_changed: bool) -> None:
+    """Print the measured speed, unless the verdict of the search states it.
+
+    Args:
+        is_changed: Whether the model differs from the fused original.
+    """
+    speed = report.record.speedups
+    if speed is None:
         print_line("speed: not measured (the model takes other inputs, or does not run here)")
+        return
+    if report.search is None or report.search.speedups is None:
+        print_line(f"speed: {speed.describe(report.plan.precision)}")
+    if is_changed:
+        prefix = "" if speed.served.value >= MIN_GAIN else "no gain: "
+        print_line(
+            f"{prefix}served, this model runs at {speed.served.value:.2f}x the speed of the fused"
+            " original"
+        )
 
 
 @add_command(
@@ -203,32 +223,7 @@ def plan(
 def _show_plan(record: PlanRecord) -> None:
     """Print the decision for each block, the Pareto front, and the measured speed-ups."""
     if record.decisions:
-        names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
-        from attnserve.precision.schemes import SCHEMES
-
-        rest = SCHEMES[record.plan.precision].rest
-        print_table(
-            "plan, block by block",
-            ("block", "kept", "operator", ">original ms:.3f", ">ms:.3f", ">speed-up", ">loss:.4f"),
-            [
-                (
-                    name,
-                    f"{each.kept} of {each.count}"
-                    f" {'heads' if each.kind == 'attention' else 'neurons'}"
-                    + ("" if each.head_size is None else f" x {each.head_size}")
-                    + ("" if each.rank is None else f" of {each.rank} shared"),
-                    each.operator + (f", {rest}" if each.in_float else ""),
-                    each.ms_before,
-                    each.ms_after,
-                    f"{each.ms_before / each.ms_after:.2f}x",
-                    each.predicted_loss,
-                )
-                for each, name in zip(record.decisions, names, strict=True)
-            ],
-            legend,
-        )
-        for decision, name in zip(record.decisions, names, strict=True):
-            print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
+        _show_decisions(record)
     _show_precisions(record)
     print_table(
         f"fastest choices by loss in {record.goal.precision} (Pareto front)",
@@ -254,6 +249,36 @@ def _show_plan(record: PlanRecord) -> None:
         print_line(record.recovered.verdict)
 
 
+def _show_decisions(record: PlanRecord) -> None:
+    """Print the decision for each block, and its reason."""
+    from attnserve.precision.schemes import SCHEMES
+
+    names, legend = shorten_names([d.block for d in record.decisions], width=out.width - 56)
+    rest = SCHEMES[record.plan.precision].rest
+    print_table(
+        "plan, block by block",
+        ("block", "kept", "operator", ">original ms:.3f", ">ms:.3f", ">speed-up", ">loss:.4f"),
+        [
+            (
+                name,
+                f"{each.kept} of {each.count}"
+                f" {'heads' if each.kind == 'attention' else 'neurons'}"
+                + ("" if each.head_size is None else f" x {each.head_size}")
+                + ("" if each.rank is None else f" of {each.rank} shared"),
+                each.operator + (f", {rest}" if each.in_float else ""),
+                each.ms_before,
+                each.ms_after,
+                f"{each.ms_before / each.ms_after:.2f}x",
+                each.predicted_loss,
+            )
+            for each, name in zip(record.decisions, names, strict=True)
+        ],
+        legend,
+    )
+    for decision, name in zip(record.decisions, names, strict=True):
+        print_line(f"{name}, {decision.kind.replace('_', '-')}: {decision.why}")
+
+
 def _show_precisions(search: SearchRecord) -> None:
     """Print the compared precisions, if there are any."""
     if search.precisions:
@@ -273,10 +298,10 @@ def _show_precisions(search: SearchRecord) -> None:
         )
 
 
-def _sample_front(points: Sequence[Point], limit: int = 12) -> list[Point]:
-    """All points that were built, and an even sample of the others."""
+def _sample_front(points: Sequence[Point]) -> list[Point]:
+    """All points that were built, and an even sample of the others, of about 12 points."""
     built = [point for point in points if point.measured_loss is not None]
-    step = max(len(points) // max(limit - len(built), 1), 1)
+    step = max(len(points) // max(12 - len(built), 1), 1)
     return [p for i, p in enumerate(points) if p.measured_loss is not None or i % step == 0]
 
 
