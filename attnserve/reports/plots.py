@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from attnserve.calibration.spectra import Spectrum
-from attnserve.reports.analysis import SHARES, Analysis
+from attnserve.calibration.spectra import ScoreRanks, Spectrum
+from attnserve.reports.analysis import SHARES, Analysis, LayerAnalysis
 from attnserve.reports.drawing import (
     FIRST,
     INK,
@@ -166,7 +166,8 @@ def captured_variance(analysis: Analysis) -> Figure | None:
         for axes, title, of in zip(panels, titles, (_of_heads, _of_layer), strict=True):
             for part, label, color in PARTS:
                 for metric, dashes in (("weights", (0, (3, 2))), ("calibrated", "-")):
-                    curves = [of(s) for s in _spectra(analysis, metric, part)]
+                    spectra = [_spectrum(layer, metric, part) for layer in analysis.layers]
+                    curves = [of(spectrum) for spectrum in spectra if spectrum is not None]
                     if curves:
                         name = f"{label}, {METRICS[metric]}"
                         y = np.mean(curves, axis=0)
@@ -200,18 +201,16 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         x = np.arange(len(rows))
-        for part, label, color in PARTS:
-            shift = 0.22 * ([p for p, *_ in PARTS].index(part) - 1)
-            for metric, filled in (("weights", False), ("calibrated", True)):
-                ranks = [_rank_of(layer, metric, part) for layer in rows]
-                style: dict[str, Any] = {"facecolor": color if filled else "none"}
+        for place, (part, label, color) in enumerate(PARTS):
+            for metric, face in (("weights", "none"), ("calibrated", color)):
+                spectra = [_spectrum(layer, metric, part) for layer in rows]
                 axes.scatter(
-                    x + shift,
-                    ranks,
+                    x + 0.22 * (place - 1),
+                    [np.nan if s is None else s.rank(SHARES[1]) for s in spectra],
                     s=34,
                     edgecolor=color,
                     linewidth=1.3,
-                    **style,
+                    facecolor=face,
                     label=f"{label}, {METRICS[metric]}",
                 )
         for row, layer in enumerate(rows):
@@ -238,44 +237,14 @@ def layer_ranks(analysis: Analysis) -> Figure | None:
 def bottleneck(analysis: Analysis) -> Figure | None:
     """Plot theorem 1 of arXiv 2002.07028, evaluated on the calibration texts."""
     sizes = sorted({layer.head_size for layer in analysis.layers})
-    rows = [layer for layer in analysis.layers if layer.ranks is not None]
+    ranks = [layer.ranks for layer in analysis.layers if layer.ranks is not None]
 
     def draw(figure: Any) -> None:
-        length_axes, *rank_axes = np.atleast_1d(figure.subplots(1, 3 if rows else 1))
-        longest = max(int(analysis.lengths.max()), *sizes)
-        bins = np.arange(0, longest + 2 + longest // 40, max(1, longest // 40))
-        length_axes.hist(analysis.lengths, bins=bins, color=FIRST, alpha=0.75)
-        for size in sizes:
-            length_axes.axvline(size, color=THIRD, linewidth=1.4)
-            length_axes.annotate(
-                f"K = {size}",
-                (size, 1),
-                (4, 0),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                va="top",
-                color=THIRD,
-            )
-        length_axes.set(title="Text length", xlabel="tokens, n", ylabel="texts")
-        length_axes.locator_params(axis="y", integer=True)
-        titles = ("Rank of the scores", "Rank of the probabilities")
-        for axes, title, attribute in zip(
-            rank_axes, titles, ("scores", "probabilities"), strict=False
-        ):
-            for row, layer in enumerate(rows):
-                ranks = layer.ranks
-                assert ranks is not None
-                shade = 0.25 + 0.65 * row / max(1, len(rows) - 1)
-                y = np.median(getattr(ranks, attribute), axis=1)
-                axes.plot(ranks.sizes, y, "o", color=FIRST, alpha=shade, markersize=3.2, mew=0)
-            top = max(int(layer.ranks.sizes.max()) for layer in rows if layer.ranks is not None)
-            axes.plot((0, top), (0, top), color=MUTED, linewidth=0.8)
-            if attribute == "scores":
-                axes.hlines(sizes, 0, top, color=THIRD, linewidth=1.4)
-            axes.set(title=title, xlabel="tokens, n", ylabel="rank, median head")
-            axes.set(xlim=(0, top * 1.04), ylim=(0, top * 1.06))
-            axes.locator_params(integer=True)
-            axes.grid()
+        panels = figure.subplots(1, 3 if ranks else 1, squeeze=False)[0]
+        _draw_lengths(panels[0], analysis.lengths, sizes)
+        if ranks:
+            _draw_ranks(panels[1], ranks, "scores", sizes)
+            _draw_ranks(panels[2], ranks, "probabilities", [])
         figure.get_layout_engine().set(wspace=0.05)
 
     return Figure(
@@ -285,9 +254,44 @@ def bottleneck(analysis: Analysis) -> Figure | None:
         "tokens. Left: the lengths of the texts. Middle and right: the ranks of scores and "
         "probabilities, one dot per text and layer (later layers are more opaque). The thin line "
         "is n.",
-        svg(draw, (9.6, 3.2) if rows else (4.6, 3.2)),
-        960 if rows else 460,
+        svg(draw, (9.6, 3.2) if ranks else (4.6, 3.2)),
+        960 if ranks else 460,
     )
+
+
+def _draw_lengths(axes: Any, lengths: np.ndarray, sizes: Sequence[int]) -> None:
+    """Draw a histogram of the lengths of texts, with the sizes of heads."""
+    longest = max(int(lengths.max()), *sizes)
+    bins = np.arange(0, longest + 2 + longest // 40, max(1, longest // 40))
+    axes.hist(lengths, bins=bins, color=FIRST, alpha=0.75)
+    for size in sizes:
+        axes.axvline(size, color=THIRD, linewidth=1.4)
+        axes.annotate(
+            f"K = {size}",
+            (size, 1),
+            (4, 0),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            color=THIRD,
+        )
+    axes.set(title="Text length", xlabel="tokens, n", ylabel="texts")
+    axes.locator_params(axis="y", integer=True)
+
+
+def _draw_ranks(axes: Any, layers: Sequence[ScoreRanks], name: str, sizes: Sequence[int]) -> None:
+    """Draw the median rank of the scores or probabilities of each text, with the sizes of heads."""
+    for row, ranks in enumerate(layers):
+        shade = 0.25 + 0.65 * row / max(1, len(layers) - 1)
+        y = np.median(getattr(ranks, name), axis=1)
+        axes.plot(ranks.sizes, y, "o", color=FIRST, alpha=shade, markersize=3.2, mew=0)
+    top = max(int(ranks.sizes.max()) for ranks in layers)
+    axes.plot((0, top), (0, top), color=MUTED, linewidth=0.8)
+    axes.hlines(sizes, 0, top, color=THIRD, linewidth=1.4)
+    axes.set(title=f"Rank of the {name}", xlabel="tokens, n", ylabel="rank, median head")
+    axes.set(xlim=(0, top * 1.04), ylim=(0, top * 1.06))
+    axes.locator_params(integer=True)
+    axes.grid()
 
 
 def importance(analysis: Analysis) -> Figure | None:
@@ -338,9 +342,10 @@ FIGURES: Sequence[Callable[[Analysis], Figure | None]] = (
 """The functions of all figures in the order of the page; each returns None without data."""
 
 
-def _spectra(analysis: Analysis, metric: str, part: str) -> list[Spectrum]:
-    variances = [getattr(layer, metric) for layer in analysis.layers]
-    return [s for v in variances if v is not None and (s := getattr(v, part)) is not None]
+def _spectrum(layer: LayerAnalysis, metric: str, part: str) -> Spectrum | None:
+    """A part of the captured variance of a layer, by a metric of ``METRICS``; None without one."""
+    variance = getattr(layer, metric)
+    return None if variance is None else getattr(variance, part)
 
 
 def _of_layer(spectrum: Spectrum) -> np.ndarray:
@@ -354,12 +359,6 @@ def _of_heads(spectrum: Spectrum) -> np.ndarray:
 def _on_grid(captured: np.ndarray) -> np.ndarray:
     x = np.linspace(0, 100, len(captured) + 1)
     return np.interp(PERCENT, x, np.concatenate([[0.0], captured]))
-
-
-def _rank_of(layer: Any, metric: str, part: str) -> float:
-    variance = getattr(layer, metric)
-    spectrum = None if variance is None else getattr(variance, part)
-    return np.nan if spectrum is None else spectrum.rank(SHARES[1])
 
 
 def _table(analysis: Analysis, of: Callable[[Any], np.ndarray], heads: int) -> np.ndarray:
