@@ -115,10 +115,9 @@ def _changes(rewrite: LineageEntry) -> Figure | None:
     changes = [change for change in rewrite.changes if change.relative_error is not None]
     if len(changes) < 2:
         return None
-    macs_before = rewrite.before and rewrite.before.macs
-    cost = [change.macs_after for change in changes]
-    costs = [count for count in cost if count is not None] if macs_before else []
-    has_cost = macs_before is not None and len(costs) == len(changes)
+    before = rewrite.before and rewrite.before.macs
+    costs = [100 * c.macs_after / before for c in changes if before and c.macs_after is not None]
+    has_cost = len(costs) == len(changes)
 
     def draw(figure: Any) -> None:
         panels = figure.subplots(2 if has_cost else 1, 1, sharex=True, squeeze=False)[:, 0]
@@ -126,8 +125,7 @@ def _changes(rewrite: LineageEntry) -> Figure | None:
         panels[0].bar(places, [change.relative_error for change in changes], color=FIRST, width=0.7)
         panels[0].set_ylabel("relative error")
         if has_cost:
-            assert macs_before is not None
-            panels[1].bar(places, 100 * np.array(costs) / macs_before, color=SECOND, width=0.7)
+            panels[1].bar(places, costs, color=SECOND, width=0.7)
             panels[1].axhline(100, color=MUTED, linewidth=0.8, linestyle="--")
             panels[1].set_ylabel("MACs, % of before")
         starts, names = _groups([change.rewrite for change in changes])

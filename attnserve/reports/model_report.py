@@ -17,7 +17,7 @@ from attnserve.checks.inspect import Inspection, inspect_graph
 from attnserve.context import Progress, ignore_progress
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.checksums import sha256
-from attnserve.models.lineage import SIZES, LineageEntry
+from attnserve.models.lineage import SIZES
 from attnserve.models.model_folder import find_models
 from attnserve.models.onnx_files import load_model
 from attnserve.models.outputs import check_folder, check_output, staged
@@ -44,7 +44,6 @@ class ModelReport:
         artifact: The model and its record.
         output: The page.
         inspection: The attention blocks, as in ``attnserve inspect``.
-        rewrites: The lineage, oldest first.
         size: Bytes of the model file and its external data.
     """
 
@@ -53,7 +52,6 @@ class ModelReport:
     artifact: Artifact
     output: Path
     inspection: Inspection
-    rewrites: tuple[LineageEntry, ...]
     size: int
 
     def to_json(self) -> dict[str, Any]:
@@ -95,18 +93,15 @@ def report(
     for model in reported_models:
         check_output(model.page, force=force)
     reports: list[ModelReport] = []
-    contents: dict[Path, str] = {}
+    pages: defaultdict[Path, dict[str, str]] = defaultdict(dict)
     for number, model in enumerate(reported_models):
         progress("reports", number, len(reported_models))
         reports.append(_read(model, seed))
-        contents[model.page] = render(reports[-1])
-    folders: defaultdict[Path, list[Path]] = defaultdict(list)
-    for page in contents:
-        folders[page.parent].append(page)
-    for folder, pages in folders.items():
+        pages[model.page.parent][model.page.name] = render(reports[-1])
+    for folder, contents in pages.items():
         with staged(folder) as stage:
-            for page in pages:
-                (stage / page.name).write_text(contents[page], encoding="utf-8")
+            for name, content in contents.items():
+                (stage / name).write_text(content, encoding="utf-8")
     progress("reports", len(reported_models), len(reported_models))
     return reports
 
@@ -153,10 +148,9 @@ def _reported_models(path: Path, output: Path | None) -> Iterator[_ReportedModel
 def _read(model: _ReportedModel, seed: int) -> ModelReport:
     """Read the record of one model, and match and certify its attention blocks."""
     artifact = model.artifact
-    rewrites = artifact.lineage
     graph = load_model(artifact.model, in_place=True)
     files = {artifact.model, *external_files(graph)}
-    last_rewrite = rewrites[-1] if rewrites else None
+    last_rewrite = artifact.lineage[-1] if artifact.lineage else None
     return ModelReport(
         name=model.name,
         version=model.version,
@@ -168,7 +162,6 @@ def _read(model: _ReportedModel, seed: int) -> ModelReport:
             sequence=(last_rewrite and last_rewrite.sequence) or SEQUENCE,
             seed=seed,
         ),
-        rewrites=rewrites,
         size=sum(file.stat().st_size for file in files),
     )
 
@@ -189,7 +182,7 @@ def render(report: ModelReport) -> str:
         # The newest rewrite comes first.
         rewrites=[
             (number, rewrite, figures(rewrite))
-            for number, rewrite in reversed(list(enumerate(report.rewrites, start=1)))
+            for number, rewrite in reversed(list(enumerate(report.artifact.lineage, start=1)))
         ],
         columns={name: name.replace("_", " ") for name in SIZES},
     )
