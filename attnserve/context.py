@@ -31,7 +31,7 @@ Provider = Literal["cpu", "cuda"]
 
 AUTO = "auto"
 """The fastest runtime in serving, by measurements; in other commands see ``runtime_of`` and
-``Job.timed_runtimes``. As a precision, the fastest one that meets the goal of a search."""
+``Job.runtime_for``. As a precision, the fastest one that meets the goal of a search."""
 
 Progress = Callable[[str, int, int], None]
 """Receives (stage name, steps done, steps in total)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -26,6 +26,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Data, Goal, Lengths, Target
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.checkpoint import Checkpoints
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.session import selectable_runtimes
@@ -62,6 +63,7 @@ class Job:
         measure: The measure of quality.
         target: The precision and the target workloads.
         runtimes: The runtimes from which serving selects; empty for that of the context.
+        checkpoints: The files from which the command continues after an interruption.
     """
 
     artifact: Artifact
@@ -73,6 +75,7 @@ class Job:
     target: Target = Target()
     context: RunContext = DEFAULT_CONTEXT
     runtimes: Sequence[str] = ()
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
 
     @staticmethod
     def read(
@@ -202,27 +205,26 @@ class Job:
             context=context_for(precision, self.context),
         )
 
+    def runtime_for(self, precision: Precision) -> str:
+        """The runtime in which a search times models in a precision.
+
+        It is the one that computes the precision fully. If every runtime does, it is the default
+        one, which other programs use too.
+        """
+        default = next(iter(self.runtimes), self.context.device.runtime_name)
+        return SCHEMES[precision].runtime or default
+
     def runtimes_for(self, precision: Precision) -> Sequence[str]:
-        """The runtimes in which serving may run a model in a precision, the default one first.
+        """The runtimes in which serving may run a model in a precision, that of a search first.
 
         Another runtime than that of the scheme computes floating-point weights in float32. A large
         model is timed in one runtime only, because each session holds its weights.
         """
-        scheme = SCHEMES[precision]
-        first = scheme.runtime or next(iter(self.runtimes), self.context.device.runtime_name)
+        scheme, first = SCHEMES[precision], self.runtime_for(precision)
         is_large = weight_bytes(self.original) > ONE_RUNTIME_BYTES
         if is_large or (scheme.runtime and not scheme.is_int8):
             return [first]
         return list(dict.fromkeys([first, *self.runtimes]))
-
-    def timed_runtimes(self, precision: Precision) -> Sequence[str]:
-        """The runtimes in which a search times models in a precision.
-
-        If only one runtime computes the precision fully, they are all that may serve the model.
-        Otherwise it is the default one, which other programs use too.
-        """
-        runtimes = self.runtimes_for(precision)
-        return runtimes if SCHEMES[precision].runtime else runtimes[:1]
 
     def labeled(self, label: str) -> Self:
         """The job with a label before the names of its stages."""

@@ -130,7 +130,7 @@ class PrecisionPoint(Recorded, frozen=True):
     """The original in one precision, with fused operators, as a search with any precision saw it.
 
     Attributes:
-        runtime: The fastest runtime of those that a search in this precision times.
+        runtime: The runtime in which a search in this precision times models.
         speedup: The speed-up over the fused original in float32 in the default runtime.
         loss: The loss on the rows to choose; a confidence bound.
         unused: Why the result has another precision; empty if it has this one.
@@ -152,7 +152,7 @@ class SearchRecord(Measured, frozen=True):
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths; 1 without a gain.
-        speeds: The original in the default runtime, and the result in its fastest one at each
+        speeds: The original in the default runtime, and the result in that of its precision, at each
             length; none without a gain.
         timed_runtime: The runtime in which blocks and candidates were timed.
         front: The choices on the Pareto front.

@@ -42,6 +42,7 @@ from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import run_search
+from attnserve.planning.search.verdict import Found
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -135,7 +136,7 @@ def optimize(
     """
     check_mode(goal, rewrites, data, target, as_path(plan))
     check_cpu(target.precision)
-    saved, found = None if plan is None else SavedPlan.read(Path(plan)), None
+    saved = None if plan is None else SavedPlan.read(Path(plan))
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
@@ -144,7 +145,7 @@ def optimize(
         job = Job.for_search(artifact, original, goal, data, target, context)
         require_attention(job.matches)  # raises errors before the long search
         found = run_search(goal, job)
-        rewritten = _Rewritten(found.state, ServedTimer(job), search=found.record)
+        rewritten = _Rewritten(found.state, ServedTimer(job), found)
     elif saved is not None:
         job = saved.job(artifact, original, data, target, goal.measure, context)
         rewritten = _Rewritten(_replay(job, saved), ServedTimer(job), planned=saved.record)
@@ -162,10 +163,7 @@ def optimize(
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
         _write(job, rewritten.state.result, report, write)
-        if saved is not None:
-            saved.forget_trainings()
-        if found is not None:
-            found.remove_checkpoints()
+        job.checkpoints.remove()
     return report
 
 
@@ -197,7 +195,7 @@ class _Rewritten:
     Attributes:
         state: The state after the last step of its plan.
         timer: Times served models, and reuses the models that it has fused before.
-        search: The record of the search that made the plan, if there was one.
+        found: The result of the search that made the plan, if there was one.
         mixing: The choice of the mixing, if there was one.
         warnings: Warnings about the requested rewrites.
         planned: The record of the search of a replayed plan.
@@ -205,10 +203,15 @@ class _Rewritten:
 
     state: State
     timer: ServedTimer
-    search: PlanRecord | None = None
+    found: Found | None = None
     mixing: MixingChoice | None = None
     warnings: Sequence[str] = ()
     planned: PlanRecord | None = None
+
+    @property
+    def search(self) -> PlanRecord | None:
+        """The record of the search."""
+        return None if self.found is None else self.found.record
 
 
 def _replay(job: Job, saved: SavedPlan) -> State:
@@ -259,15 +262,13 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     state, search, planned = rewritten.state, rewritten.search, rewritten.planned
     converted = state.result
     fidelity = _compare(job, converted, search)
-    if search is not None and search.gain:
-        other_runtimes, speed = search.other_runtimes, search.speedups
+    runtimes = rewritten.found and rewritten.found.runtimes
+    if search is not None and runtimes is not None:
+        speed = search.speedups
     else:
-        other_runtimes = (
-            verify_in_other_runtimes(job, converted, fidelity, planned and planned.guaranteed)
-            if job.data is not None
-            else {}
-        )
-        speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes.keys())
+        keep = planned and planned.guaranteed
+        runtimes = verify_in_other_runtimes(job, converted, fidelity, keep)
+        speed = rewritten.timer.speed_of(state.model, converted, state.plan, runtimes)
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,
@@ -278,7 +279,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     after = _cost(state.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, state.model)
     fidelities = (fidelity, *other_fidelities)
-    unverified = unverified_runtimes(job, converted, other_runtimes, openvino=write.openvino)
+    unverified = unverified_runtimes(job, converted, runtimes, openvino=write.openvino)
     warnings = warnings_of(
         job, state, search, (before, after), break_even_length, fidelities, unverified
     )
@@ -305,7 +306,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         also_verified=other_fidelities,
-        other_runtimes=other_runtimes,
+        other_runtimes=runtimes.recorded,
         quality_to_choose=search and search.quality_to_choose,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +17,12 @@ from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
-from attnserve.models.quantized import rounds_activations
 from attnserve.models.search_record import SearchRecord
 from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.rewriting import ApplyReport
+from attnserve.planning.runtime_verification import VerifiedRuntimes
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
 from graph_passes.blocks import AttentionBlock
@@ -72,20 +73,19 @@ def warnings_of(
 
 
 def unverified_runtimes(
-    job: Job, model: ir.Model, verified: Collection[str], *, openvino: bool
+    job: Job, model: ir.Model, verified: VerifiedRuntimes, *, openvino: bool
 ) -> list[str]:
     """The runtimes that run the written files by default, but in which the quality is not known.
 
     Args:
-        verified: The other runtimes in which the quality is kept.
         openvino: Whether a file for OpenVINO is written.
     """
-    if job.data is None or not rounds_activations(model):
+    if job.data is None or verified.is_any:
         return []
-    device = job.context.device
-    default = [runtime_of(model, replace(device, runtime=AUTO)), *[OpenVino.name] * openvino]
-    known = {runtime_of(model, device), *verified}
-    return [runtime for runtime in dict.fromkeys(default) if runtime not in known]
+    device = replace(job.context.device, runtime=AUTO)
+    defaults = dict.fromkeys([runtime_of(model, device), *[OpenVino.name] * openvino])
+    known = {RowRuntimes.one(verified.stated), *verified.others}
+    return [runtime for runtime in defaults if RowRuntimes.one(runtime) not in known]
 
 
 def _runtime_warnings(verified: str, unverified: Sequence[str]) -> list[str]:

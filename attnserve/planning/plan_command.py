@@ -107,8 +107,7 @@ def plan(
         check_output(path, source=artifact.model, force=force)
     original = load_model(artifact, in_place=True)
     job = Job.for_search(artifact, original, goal, data, target, run.context(progress))
-    found = run_search(goal, job)
-    record = found.record
+    record = run_search(goal, job).record
     output.parent.mkdir(parents=True, exist_ok=True)
     with staged(output.parent) as stage:
         text = json.dumps(record.to_json(), indent=1)
@@ -117,5 +116,5 @@ def plan(
             (stage / plot.name).write_text(plot_search(record), encoding="utf-8")
         except MissingExtra as error:
             log.warning("no plot was written: %s (%s)", error.what, error.fix)
-    found.remove_checkpoints()
+    job.checkpoints.remove()
     return PlanReport(record, output)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.optimize_warnings import unverified_runtimes
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import TRAININGS, Plan, State
+from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import Labels
 from attnserve.recovery.module import trainable_weights
@@ -132,7 +133,7 @@ def recover(
         external=bool(external_files(rewritten)),
         openvino=fused_for_libraries(result) if has_openvino else None,
     )  # fmt: skip
-    step.forget(state.key)
+    job.checkpoints.remove()
     return RecoverReport(entry, state.training, file)
 
 
@@ -222,12 +223,11 @@ def _recovered(
     if labels is not None:  # raises an error if the model is not one of the task
         teacher_score = labels.score(labeled_outputs(job, job.original, labels))
     plain_model = apply_steps(state.plan.conversion, start(state.plan, job, rewritten)).result
-    before = after = verify_model(job, plain_model, labels)  # raises errors before training
+    before = verify_model(job, plain_model, labels)  # raises errors before training
     trained_model = apply_steps(state.plan.steps, state).result
     training = state.training
     assert training is not None
-    result_model = plain_model
-    gain = False
+    result_model, after, gain = plain_model, before, False
     warnings: list[str] = []
     if training.is_better:
         try:
@@ -235,28 +235,12 @@ def _recovered(
         except CheckFailed as error:
             warnings.append(f"the trained model: {error.what}")
         else:
-            gain = verification.is_better_than(before)
-            result_model, after = (trained_model, verification) if gain else (plain_model, before)
-    if not gain:
-        warnings.append("no gain: use more text similar to the served text, or more minutes")
-    if training.stopped == "not finite":
-        warnings.append("the loss became infinite: the best weights before that are returned")
-    if not training.states:
-        warnings.append("no hidden states match in both graphs: only the outputs were learned")
-    verified = runtime_of(result_model, job.context.device)
-    warnings += [
-        f"the quality was not measured in {runtime}: use the model in {verified}"
-        f" (`runtime` {verified})"
-        for runtime in unverified_runtimes(job, result_model, (), openvino=openvino)
-    ]
-    scores: dict[str, Any] = {}
+            if gain := verification.is_better_than(before):
+                result_model, after = trained_model, verification
+    warnings += _warnings(job, result_model, training, gain=gain, openvino=openvino)
+    scores = None
     if labels and teacher_score and before.score and after.score:
-        scores = {
-            "rows": labels.counts,
-            "teacher": teacher_score.to_json(),
-            "before": before.score.to_json(),
-            "after": after.score.to_json(),
-        }
+        scores = _TaskScores(labels.counts, teacher_score, before.score, after.score)
     bits = int8_weight_bits(result_model)
     entry = RecoverEntry(
         rewrite="recover" if bits is None else "recover+int8",
@@ -268,16 +252,65 @@ def _recovered(
         fidelity=after.fidelity,
         before_recovery=BeforeRecovery(fidelity=before.fidelity),
         gain=gain,
-        verdict=_verdict(before, after, teacher_score, training, gain, bits is not None),
+        verdict=_verdict(before, after, scores, training, gain, bits is not None),
         training=training.record,
         warnings=tuple(warnings),
-        scores=scores,
+        scores=scores and scores.to_json(),
         int8_weight_bits=bits,
         int8_activations=int8_activations(result_model),
         versions={**versions(), **package_versions(["torch"])},
         **_kept(artifact, result_model),
     )
     return entry, result_model
+
+
+@dataclass(frozen=True)
+class _TaskScores:
+    """The scores of a task on labeled rows to verify.
+
+    Attributes:
+        rows: The numbers of labeled rows in each part of the data.
+        teacher: The score of the original.
+        before, after: The scores of the rewritten model and of the result.
+    """
+
+    rows: Mapping[str, int]
+    teacher: Score
+    before: Score
+    after: Score
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rows": dict(self.rows),
+            "teacher": self.teacher.to_json(),
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+        }
+
+
+def _warnings(
+    job: Job, model: ir.Model, training: TrainingResult, *, gain: bool, openvino: bool
+) -> list[str]:
+    """Warnings about a training, and about runtimes in which its result was not measured.
+
+    Args:
+        model: The model to write.
+        openvino: Whether a file for OpenVINO is written.
+    """
+    warnings: list[str] = []
+    if not gain:
+        warnings.append("no gain: use more text similar to the served text, or more minutes")
+    if training.stopped == "not finite":
+        warnings.append("the loss became infinite: the best weights before that are returned")
+    if not training.states:
+        warnings.append("no hidden states match in both graphs: only the outputs were learned")
+    verified = VerifiedRuntimes.of_device(model, job.context.device)
+    warnings += [
+        f"the quality was not measured in {runtime}: use the model in {verified.stated}"
+        f" (`runtime` {verified.stated})"
+        for runtime in unverified_runtimes(job, model, verified, openvino=openvino)
+    ]
+    return warnings
 
 
 def _kept(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
@@ -295,7 +328,7 @@ def _kept(artifact: Artifact, model: ir.Model) -> dict[str, Any]:
 def _verdict(
     before: VerifiedModel,
     after: VerifiedModel,
-    teacher_score: Score | None,
+    scores: _TaskScores | None,
     training: TrainingResult,
     gain: bool,
     rounded: bool,
@@ -315,10 +348,10 @@ def _verdict(
             f"{'rounded ' * rounded}weights of the rewritten model are returned"
         )
     scored = ""
-    if teacher_score and before.score and after.score:
+    if scores is not None:
         scored = (
-            f"score {before.score.value:.4f} -> {after.score.value:.4f} (original "
-            f"{teacher_score.value:.4f}), "
+            f"score {scores.before.value:.4f} -> {scores.after.value:.4f} (original "
+            f"{scores.teacher.value:.4f}), "
         )
     return (
         f"{scored}{new.measure} {old.value:.4f} -> {new.value:.4f} after {training.steps} steps "

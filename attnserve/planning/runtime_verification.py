@@ -1,4 +1,4 @@
-"""Verify a converted model in other runtimes than the one it was compared in.
+"""The runtimes that may serve a converted model: those in which it keeps its quality.
 
 A model that rounds activations to integers gives other outputs in each runtime: rounding in
 floating point moves some of them to the next integer. Serving runs such a model only in runtimes,
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist, median_low
+from typing import Self
 
 import onnx_ir as ir
 
@@ -19,13 +20,14 @@ from attnserve.context import AUTO, Device
 from attnserve.job import Job
 from attnserve.models.measured import Fidelity, Quality, Share, Subject
 from attnserve.models.quantized import rounds_activations
-from attnserve.planning.served_graph.variants import compared_runtimes, served_choices
-from attnserve.runtime.by_length import LengthRunner, runtimes_by_length
+from attnserve.planning.served_graph.variants import MANY_VARIANTS_BYTES
+from attnserve.runtime.by_length import LengthRunner, RowRuntimes, with_pairs
+from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session, row_length
-from attnserve.runtime.session import open_session, runtime_of
+from attnserve.runtime.session import open_session, runtime_of, runtimes_of
 from graph_passes.errors import AttnserveError
 
-__all__ = ["OpenNew", "opener_in", "verify_in_other_runtimes"]
+__all__ = ["OpenNew", "VerifiedRuntimes", "opener_in", "row_runtimes", "verify_in_other_runtimes"]
 
 OpenNew = Callable[[ir.Model], Session]
 """Opens a model."""
@@ -34,39 +36,82 @@ CONFIDENCE = 0.95
 """Confidence of ``Quality.lower``."""
 
 
+@dataclass(frozen=True)
+class VerifiedRuntimes:
+    """The runtimes in which a model keeps its quality.
+
+    Attributes:
+        stated: The runtime in which it was compared first (``runtime_of``).
+        others: The comparisons in other runtimes, and pairs, in which the quality is kept.
+        is_any: Whether it gives the same outputs in every runtime: it rounds no activations.
+    """
+
+    stated: str
+    others: Mapping[RowRuntimes, Fidelity]
+    is_any: bool
+
+    @classmethod
+    def of_device(cls, model: ir.Model, device: Device) -> Self:
+        """Only that of a device, before any other is verified."""
+        return cls(runtime_of(model, device), {}, not rounds_activations(model))
+
+    def among(self, choices: Sequence[RowRuntimes]) -> Sequence[RowRuntimes]:
+        """The choices that may serve the model; the stated runtime if there is none."""
+        if self.is_any:
+            return choices
+        stated = RowRuntimes.one(self.stated)
+        return [one for one in choices if one in {stated, *self.others}] or [stated]
+
+    @property
+    def recorded(self) -> dict[str, Fidelity]:
+        """The comparisons in other runtimes, as records name them."""
+        return {str(runtimes): fidelity for runtimes, fidelity in self.others.items()}
+
+
+def row_runtimes(model: ir.Model, runtimes: Sequence[str]) -> list[RowRuntimes]:
+    """The choices of serving: one of the runtimes for all rows, or a pair of them by length.
+
+    Each runtime of a pair holds the weights, so a large model runs in one runtime.
+    """
+    is_large = weight_bytes(model) > MANY_VARIANTS_BYTES
+    return [*map(RowRuntimes.one, runtimes)] if is_large else with_pairs(runtimes)
+
+
 def verify_in_other_runtimes(
     job: Job,
     model: ir.Model,
     expected: Fidelity,
     keep: float | None = None,
     share_in: Callable[[OpenNew], Share] | None = None,
-) -> Mapping[str, Fidelity]:
-    """The comparisons on all held-out rows in other runtimes, if the quality is kept there.
+) -> VerifiedRuntimes:
+    """Compare a model with the original on all held-out rows in other runtimes.
 
-    It is kept if no value is below its lower bound in the first runtime (``_lower_bounds``), and
-    the goal is met. The same holds for the score of a task, if there is one. The names are those of
-    ``served_choices``; of a pair, the second runtime runs texts above the median length.
+    The quality is kept if no value is below its lower bound in the first runtime
+    (``_lower_bounds``), and the goal is met. The same holds for the score of a task, if there is
+    one. Without data, nothing is verified. Of a pair of ``row_runtimes``, the second runtime runs
+    texts above the median length.
 
     Args:
         expected: The comparison in the runtime that the model states (``runtime_of``).
         keep: The share of the quality that a goal keeps; with the measure "score", of the score.
         share_in: The share of the score of a task that is kept in sessions of another runtime.
     """
-    if not rounds_activations(model):
-        return {}
     device = job.context.device
-    first = runtime_of(model, device)
-    installed = compared_runtimes(model, replace(device, runtime=AUTO))
-    others = [runtime for runtime in installed if runtime != first]
-    rows = job.required_data.to_verify
-    comparisons: dict[str, Fidelity] = {}
+    stated = VerifiedRuntimes.of_device(model, device)
+    if stated.is_any or job.data is None:
+        return stated
+    first = stated.stated
+    others = [each for each in runtimes_of(model, replace(device, runtime=AUTO)) if each != first]
+    rows = job.data.to_verify
+    comparisons: dict[RowRuntimes, Fidelity] = {}
     least = _lower_bounds(expected.qualities, has_goal=keep is not None)
     quality_keep = None if job.measure == "score" else keep
-    lost = share_in(opener_in(first, device, rows)).losses.bounded if share_in and others else 0.0
+    in_first = opener_in(RowRuntimes.one(first), device, rows)
+    lost = share_in(in_first).losses.bounded if share_in and others else 0.0
     most_lost = lost if keep is None else min(lost, allowed_loss(keep))
 
-    def verify(name: str) -> None:
-        open_new = opener_in(name, device, rows)
+    def verify(runtimes: RowRuntimes) -> None:
+        open_new = opener_in(runtimes, device, rows)
         try:
             fidelity = job.compare_held_out(model, rows, open_new=open_new)
             if not _is_kept(fidelity, least, quality_keep):
@@ -75,30 +120,29 @@ def verify_in_other_runtimes(
                 return
         except AttnserveError:  # serving says why: the runtime refuses the model
             return
-        comparisons[name] = fidelity
+        comparisons[runtimes] = fidelity
 
     for runtime in others:
-        verify(runtime)
-    verified = [first, *(runtime for runtime in others if runtime in comparisons)]
+        verify(RowRuntimes.one(runtime))
+    verified = [first, *(name for name in others if RowRuntimes.one(name) in comparisons)]
     if len(set(_lengths(rows))) > 1:
-        for name in served_choices(model, verified)[len(verified) :]:
-            verify(name)
-    return comparisons
+        for pair in row_runtimes(model, verified)[len(verified) :]:
+            verify(pair)
+    return replace(stated, others=comparisons)
 
 
-def opener_in(name: str, device: Device, rows: Sequence[Batch]) -> OpenNew:
+def opener_in(runtimes: RowRuntimes, device: Device, rows: Sequence[Batch]) -> OpenNew:
     """Return a function that opens a model in one runtime, or in two for short and for long rows.
 
     Args:
-        name: The runtime, or two of them (``by_length``). The second one runs rows above the median
-            length.
+        runtimes: The second one runs rows above the median length.
         rows: The rows that the model will run.
     """
 
     def open_new(model: ir.Model) -> Session:
         sessions = [
             open_session(model, replace(device, runtime=runtime))
-            for runtime in dict.fromkeys(runtimes_by_length(name))
+            for runtime in dict.fromkeys(runtimes)
         ]
         return LengthRunner(sessions[0], lambda: sessions[-1], median_low(_lengths(rows) or [0]))
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -24,17 +24,16 @@ import onnx_ir as ir
 from attnserve.context import Device, RunContext, TimedModel
 from attnserve.fusion import fuse_for
 from attnserve.job import Job
-from attnserve.limits import MIN_GAIN
 from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.served_graph.variants import served_choices
+from attnserve.planning.runtime_verification import VerifiedRuntimes, row_runtimes
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.by_length import runtimes_by_length
+from attnserve.runtime.by_length import RowRuntimes, fastest_times
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import AS_SERVED, Batch, Session
 from attnserve.runtime.interleaved_timer import (
@@ -44,21 +43,18 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
-from attnserve.runtime.session import open_session, runtime_of
+from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import AttnserveError, InvariantBroken
+from graph_passes.errors import AttnserveError
 
 __all__ = [
     "ServedTimer",
     "example_feeds",
-    "fastest_runtime",
     "time_models",
 ]
 
 log = logging.getLogger(__name__)
-
-Name = TypeVar("Name", bound=Hashable)
 
 TIMER = InterleavedTimer(sample_seconds=2e-4, min_rounds=6, max_rounds=40)
 
@@ -111,57 +107,47 @@ class ServedTimer:
         return time_models(timed, feeds, context=context, seconds=seconds, min_speedup=min_speedup)
 
     def compare(
-        self, models: Mapping[Name, ir.Model], runtimes: Mapping[Name, Sequence[str]]
-    ) -> dict[Name, dict[str, Times[Workload]]]:
-        """The times of models in their runtimes, by name; empty if they cannot be timed.
+        self, models: Mapping[str, ir.Model], runtimes: Mapping[str, Sequence[str]]
+    ) -> dict[str, dict[str, Times[Workload]]]:
+        """The times of models by name and by runtime; empty if they cannot be timed.
+
+        Runtimes that refuse a model are left out.
 
         Raises:
             AttnserveError: A model does not run in its first runtime.
         """
-        names = [(name, runtime) for name in models for runtime in runtimes[name]]
-        timed = [(models[name], runtime) for name, runtime in names]
-        times = self.time(timed, self.job.workloads)
-        compared: dict[Name, dict[str, Times[Workload]]] = {}
-        for (name, runtime), of_model in zip(names, times, strict=False):
-            compared.setdefault(name, {})[runtime] = of_model
-        return compared
-
-    def fastest_runtime(self, precision: Precision) -> str:
-        """The runtime of a search that is fastest for the fused original in a precision.
-
-        It is the first one if no other one is faster by ``MIN_GAIN``.
-        """
-        runtimes = self.job.timed_runtimes(precision)
-        if len(runtimes) == 1:
-            return runtimes[0]
-        compared: Mapping[Precision, Mapping[str, Times[Workload]]] = {}
-        try:
-            model = self.served(self.job.original, precision)
-            compared = self.compare({precision: model}, {precision: runtimes})
-        except InvariantBroken:  # a defect
-            raise
-        except AttnserveError as error:  # for example, no memory
-            log.warning("the runtimes were not compared: %s", error)
-        return fastest_runtime(compared[precision]) if compared else runtimes[0]
+        pairs = {(models[name], runtime): None for name in models for runtime in runtimes[name]}
+        times = self.time(list(pairs), self.job.workloads)
+        if not times:
+            return {}
+        timed = {pair: ms for pair, ms in zip(pairs, times, strict=True) if math.isfinite(ms.ms)}
+        return {
+            name: {
+                runtime: timed[model, runtime]
+                for runtime in runtimes[name]
+                if (model, runtime) in timed
+            }
+            for name, model in models.items()
+        }
 
     def speed_of(
         self,
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        verified: Collection[str] = (),
+        verified: VerifiedRuntimes | None = None,
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
-        If only one runtime computes the precision fully, or others are verified, the rewritten
-        model is timed in several runtimes, because serving selects the fastest one. The original is
-        timed in the default runtime, to which the goals and the speeds of a search refer.
+        The rewritten model is timed in all runtimes that may serve it, because serving selects the
+        fastest one. The original is timed in the default runtime, to which the goals and the speeds
+        of a search refer.
 
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
-            verified: The other runtimes, and pairs of them, in which a model that rounds
-                activations is verified (``planning.runtime_verification``).
+            verified: The runtimes in which the converted model keeps its quality; by default that
+                of the device.
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
@@ -174,37 +160,41 @@ class ServedTimer:
         device = job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        names = self._served_names(converted, plan.precision, verified)
-        finals = dict.fromkeys(runtime for name in names for runtime in runtimes_by_length(name))
-        references = job.timed_runtimes("float32")
-        is_lossy = bool(plan.lossy_blocks)
+        verified = verified or VerifiedRuntimes.of_device(converted, device)
+        originals = [RowRuntimes.one(job.runtime_for("float32"))]
+        finals = verified.among(self._may_serve(converted, plan.precision))
+        is_converted, is_lossy = plan.precision != "float32", bool(plan.lossy_blocks)
         try:
-            exported, fused = [job.original], [job.original, self.served(job.original)]
-            final: list[ir.Model] = []
-            precise: list[ir.Model] = []  # the fused original in the precision of the plan
-            if plan.precision != "float32":
-                final = [converted]
-                if is_lossy:
-                    precise = [self.served(job.original, plan.precision, plan.float_blocks)]
+            models = {"exported": job.original, "fused": self.served(job.original)}
+            if is_converted:
+                models["result"] = converted
+                if is_lossy:  # the fused original in the precision of the plan
+                    models["converted"] = self.served(
+                        job.original, plan.precision, plan.float_blocks
+                    )
             elif is_lossy:
-                final = [rewritten, self.served(rewritten)]
-            results = dict.fromkeys([*final, *precise])
-            pairs = dict.fromkeys([*product(fused, references), *product(results, finals)])
-            times = self.time(list(pairs), job.workloads)
+                models |= {"result": rewritten, "fused result": self.served(rewritten)}
+            served_in = {
+                name: originals if name in ("exported", "fused") else finals for name in models
+            }
+            times = self.compare(
+                models, {name: [*chain(*choices)] for name, choices in served_in.items()}
+            )
         except AttnserveError as error:  # for example, no memory; the result is written anyway
             log.warning("the speed was not measured: %s", error)
             return None
         if not times:
             return None
-        timed = dict(zip(pairs, times, strict=True))
-        # Of each stage, serving selects the fastest model and runtime.
-        at_start = _fastest(timed, exported, references)
-        at_fusion = _fastest(timed, fused, references)
-        at_end = _fastest(timed, final, names) if final else at_fusion
-        at_precision = _fastest(timed, precise, names) if precise else at_end
-        is_converted = plan.precision != "float32"
+
+        def fastest_of(*names: str) -> Times[Workload]:
+            """Of each stage, serving selects the fastest model and runtime."""
+            stage = [fastest_times(times[name], served_in[name]) for name in names if name in times]
+            return min(stage, key=lambda each: each.ms)
+
+        at_start, at_fusion = fastest_of("exported"), fastest_of("exported", "fused")
+        at_end = fastest_of("result", "fused result") if "result" in models else at_fusion
+        at_precision = fastest_of("converted") if "converted" in models else at_end
         before_removal = at_precision if is_converted else at_fusion
-        runtimes = [name for (_, name), of_model in timed.items() if math.isfinite(of_model.ms)]
         return ServedSpeed(
             shapes=tuple((workload.batch, workload.length) for workload in at_fusion.by_shape),
             phase=job.requested_workloads[0].phase,
@@ -213,39 +203,19 @@ class ServedTimer:
             removal=at_end.speedup_over(before_removal) if is_lossy else None,
             served=at_end.speedup_over(at_fusion),
             served_by_shape=tuple(each.value for each in at_end.speedups_over(at_fusion).values()),
-            runtimes=tuple(dict.fromkeys(runtimes)),
+            runtimes=tuple(dict.fromkeys(runtime for each in times.values() for runtime in each)),
             cpu_flags=product_flags(),
             device=device,
         )
 
-    def _served_names(
-        self, converted: ir.Model, precision: Precision, verified: Collection[str]
-    ) -> Sequence[str]:
-        """The runtimes, and pairs of them, that may serve a model; see ``speed_of``."""
-        job = self.job
+    def _may_serve(self, converted: ir.Model, precision: Precision) -> Sequence[RowRuntimes]:
+        """The runtimes in which serving may run a model in a precision, if its quality is kept.
+
+        A model with the same outputs in all of them is timed in that of a search.
+        """
         if not rounds_activations(converted):
-            return served_choices(converted, job.timed_runtimes(precision))
-        stated = runtime_of(converted, job.context.device)
-        may_serve = served_choices(converted, job.runtimes_for(precision))
-        return [name for name in may_serve if name in {stated, *verified}] or [stated]
-
-
-Timed = Mapping[tuple[ir.Model, str], Times[Workload]]
-"""The times of models in runtimes."""
-
-
-def _fastest(timed: Timed, stage: Sequence[ir.Model], runtimes: Sequence[str]) -> Times[Workload]:
-    """The times of the fastest model and runtime of a stage.
-
-    Args:
-        runtimes: Names of runtimes, and of pairs of them (``by_length``).
-    """
-    every: list[Times[Workload]] = []
-    for model, name in product(stage, runtimes):
-        short, long = (timed[model, runtime] for runtime in runtimes_by_length(name))
-        lengths = {workload: workload.length for workload in short.by_shape}
-        every += [short] if short is long else short.splits(long, lengths).values()
-    return min(every, key=lambda times: times.ms)
+            return [RowRuntimes.one(self.job.runtime_for(precision))]
+        return row_runtimes(converted, self.job.runtimes_for(precision))
 
 
 def example_feeds(
@@ -257,13 +227,6 @@ def example_feeds(
         with suppress(AttnserveError):  # fixed axes, or inputs without examples
             feeds[workload] = example_inputs(model, workload, seed)
     return feeds
-
-
-def fastest_runtime(times: Mapping[str, Times[Workload]]) -> str:
-    """The fastest runtime of a model: the first one, if no other is faster by ``MIN_GAIN``."""
-    first = next(iter(times))
-    fastest = min(times, key=lambda runtime: times[runtime].ms)
-    return fastest if times[fastest].ms * MIN_GAIN <= times[first].ms else first
 
 
 def time_models(

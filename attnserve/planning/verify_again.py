@@ -36,10 +36,9 @@ from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
 from attnserve.planning.runtime_verification import OpenNew, opener_in
 from attnserve.planning.search.judge import ScoredTask
-from attnserve.planning.served_graph.variants import compared_runtimes
-from attnserve.runtime.by_length import runtimes_by_length
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.session import runtime_of
+from attnserve.runtime.session import runtime_of, runtimes_of
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = ["GuaranteeCheck", "VerifyAgainReport", "verify_again"]
@@ -50,7 +49,7 @@ class GuaranteeCheck:
     """A recorded quality, or the recorded share of a task's score, that was measured again.
 
     Attributes:
-        runtime: The runtime, or two of them (``by_length``).
+        runtime: The runtime, or a pair of them (``RowRuntimes``).
         measure: The measure of a quality, or "score".
         recorded: On new rows, the lowest recorded value of the output.
         kept: The guaranteed quantity: 1 minus the loss of a goal, else the value.
@@ -189,14 +188,15 @@ def verify_again(
     if score is not None:
         checks.append(score.check(first, model, fidelity))
     not_installed: list[str] = []
-    installed = compared_runtimes(model, replace(device, runtime=AUTO))
+    installed = runtimes_of(model, replace(device, runtime=AUTO))
     # Other runtimes ran all rows to verify, whatever the part of the search.
     all_rows = rows._replace(part=None)
     for name, recorded in artifact.other_runtimes.items():
-        if not set(runtimes_by_length(name)) <= {*installed}:
+        runtimes = RowRuntimes.parse(name)
+        if not {*runtimes} <= {*installed}:
             not_installed.append(name)
             continue
-        open_new = opener_in(name, device, all_rows.batches)
+        open_new = opener_in(runtimes, device, all_rows.batches)
         found = job.compare_held_out(model, all_rows.batches, all_rows.split, open_new=open_new)
         checks += _checks(name, guaranteed, recorded.qualities, found, all_rows)
         if score is not None:

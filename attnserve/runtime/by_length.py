@@ -2,29 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations
 from threading import Lock
+from typing import NamedTuple, Self
 
 from attnserve.runtime.interface import Feed, Session, SessionWrapper, row_length
+from attnserve.runtime.times import Times
+from graph_passes.analysis.workload import Workload
 
-__all__ = ["LengthRunner", "by_length", "runtimes_by_length", "with_pairs"]
-
-
-def by_length(short: str, long: str) -> str:
-    """The joint name of a runtime for short rows and a runtime for long rows."""
-    return f"{short}+{long}"
+__all__ = ["LengthRunner", "RowRuntimes", "fastest_times", "with_pairs"]
 
 
-def runtimes_by_length(name: str) -> tuple[str, str]:
-    """The runtimes of short and of long rows in a name of ``by_length``; equal if it names one."""
-    short, _, long = name.partition("+")
-    return short, long or short
+class RowRuntimes(NamedTuple):
+    """The runtimes that run a model: that of short rows and that of long rows; usually the same.
+
+    As text, as in records, it is "onnxruntime", or "onnxruntime+openvino".
+    """
+
+    short: str
+    long: str
+
+    @classmethod
+    def one(cls, runtime: str) -> Self:
+        """One runtime for all rows."""
+        return cls(runtime, runtime)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        short, _, long = text.partition("+")
+        return cls(short, long or short)
+
+    def __str__(self) -> str:
+        return "+".join(dict.fromkeys(self))
 
 
-def with_pairs(runtimes: Sequence[str]) -> list[str]:
-    """The names of runtimes, and of all pairs of them for short and for long rows."""
-    return [*runtimes, *(by_length(*pair) for pair in permutations(runtimes, 2))]
+def with_pairs(runtimes: Sequence[str]) -> list[RowRuntimes]:
+    """Each runtime for all rows, and all pairs of them for short and for long rows."""
+    pairs = (RowRuntimes(*pair) for pair in permutations(runtimes, 2))
+    return [*map(RowRuntimes.one, runtimes), *pairs]
+
+
+def fastest_times(
+    times: Mapping[str, Times[Workload]], choices: Sequence[RowRuntimes]
+) -> Times[Workload]:
+    """The times of a model in the fastest choice, of a pair with the best length between them.
+
+    Args:
+        times: The times of the model by runtime. Choices without times do not count.
+    """
+    every: list[Times[Workload]] = []
+    for choice in choices:
+        if not times.keys() >= {*choice}:
+            continue
+        short, long = times[choice.short], times[choice.long]
+        lengths = {workload: workload.length for workload in short.by_shape}
+        every += [short] if short is long else short.splits(long, lengths).values()
+    return min(every, key=lambda each: each.ms)
 
 
 class LengthRunner(SessionWrapper[Session]):

@@ -16,7 +16,7 @@ from attnserve.runtime.cache import (
     writing_atomically,
 )
 
-__all__ = ["Checkpoint"]
+__all__ = ["Checkpoint", "Checkpoints"]
 
 log = logging.getLogger("attnserve")
 
@@ -58,6 +58,22 @@ class Checkpoint:
             self._is_lost = True
 
     def remove(self) -> None:
-        """Delete the file, once the result is written."""
+        """Delete the file."""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+
+class Checkpoints:
+    """All checkpoints of a command, which are deleted together once its result is written."""
+
+    def __init__(self) -> None:
+        self._opened: list[Checkpoint] = []
+
+    def open(self, folder: str, key: Any) -> Checkpoint:
+        """The checkpoint with this key, which may exist; see ``Checkpoint``."""
+        self._opened.append(Checkpoint(folder, key))
+        return self._opened[-1]
+
+    def remove(self) -> None:
+        for checkpoint in self._opened:
+            checkpoint.remove()

@@ -22,6 +22,7 @@ __all__ = [
     "open_session",
     "require_cuda",
     "runtime_of",
+    "runtimes_of",
     "selectable_runtimes",
 ]
 
@@ -73,6 +74,11 @@ def selectable_runtimes(device: Device) -> list[str]:
             if runtime.version():
                 installed.append(runtime.name)
     return installed
+
+
+def runtimes_of(model: ir.Model, device: Device) -> list[str]:
+    """The names of the runtimes that may run a model: ``runtime_of``, then the selectable ones."""
+    return list(dict.fromkeys([runtime_of(model, device), *selectable_runtimes(device)]))
 
 
 def require_cuda() -> None:

@@ -26,7 +26,6 @@ from attnserve.precision.convert import convert
 from attnserve.precision.int8_grids import Rounding
 from attnserve.precision.products import WeightKey
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.checkpoint import Checkpoint
 from graph_passes.analysis.cost import count_macs
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.passes.base import BlockPass, RewritePass
@@ -132,7 +131,9 @@ class Convert(PlanStep):
 class Train(PlanStep):
     """Train the weights. Each training method is a subclass, named by the method.
 
-    ``apply`` sets ``State.training``, and replaces ``State.model`` only by a better one.
+    Every training is such a step, which ``apply.apply_steps`` applies: that of ``recover``, those
+    of a search, and that of a plan that is applied again. The fields are its settings. ``apply``
+    sets ``State.training``, the result, and replaces ``State.model`` only by a better one.
 
     Attributes:
         minutes: The time limit.
@@ -150,10 +151,6 @@ class Train(PlanStep):
         Raises:
             AttnserveError: The model cannot be trained with the data.
         """
-
-    @abstractmethod
-    def forget(self, key: str) -> None:
-        """Delete the checkpoint of the training of a state with this key."""
 
     def to_json(self) -> dict[str, Any]:
         """The training as an entry of ``trainings`` in plan.json."""
@@ -178,8 +175,8 @@ class Train(PlanStep):
 class Distill(Train):
     """Learn the outputs and hidden states of the original (``attnserve.recovery``).
 
-    With an int8 precision, fake quantization is trained. An interrupted training continues from its
-    checkpoint.
+    If the plan converts to an int8 precision, fake quantization is trained. An interrupted training
+    continues from its checkpoint.
     """
 
     @property
@@ -196,26 +193,19 @@ class Distill(Train):
             CheckFailed: PyTorch does not compute what ONNX Runtime computes.
             MissingExtra: PyTorch is not installed.
         """
-        from attnserve.recovery.distillation import check_trainable  # needs PyTorch
-
-        check_trainable(replace(state.job, measure=self.measure), state.model)
+        self._distillation(state)
 
     def apply(self, state: State) -> None:
         from attnserve.recovery.training import train  # needs PyTorch
 
         distillation = self._distillation(state)
-        result = train(distillation, 60 * self.minutes, self._checkpoint(state.key))
-        state.training = result
-        if result.is_better:
+        # Without the minutes: after an interruption, other minutes are left.
+        key = state.key, {**self.to_json(), "minutes": None}
+        checkpoint = state.job.checkpoints.open("recover", key)
+        state.training = train(distillation, 60 * self.minutes, checkpoint)
+        if state.training.is_better:
             state.model = distillation.student
             state.rounding = distillation.rounding
-
-    def forget(self, key: str) -> None:
-        self._checkpoint(key).remove()
-
-    def _checkpoint(self, key: str) -> Checkpoint:
-        # Without the minutes: after an interruption, other minutes are left.
-        return Checkpoint("recover", (key, {**self.to_json(), "minutes": None}))
 
     def _distillation(self, state: State) -> Distillation:
         from attnserve.recovery.distillation import Distillation  # needs PyTorch

@@ -36,6 +36,8 @@ __all__ = [
     "Decision",
     "PlanRecord",
     "SavedPlan",
+    "TimedBlock",
+    "TimedReuse",
 ]
 
 FORMAT = 2
@@ -72,6 +74,44 @@ class Decision(Recorded, frozen=True):
     in_float: Always[bool] = False
 
 
+class TimedBlock(Recorded, frozen=True):
+    """The latencies of a block, and of equal ones, in milliseconds at each of the lengths.
+
+    Attributes:
+        precision: The precision of its weights if it is another one than that of the search.
+        operator: The fastest operator of those in ``operators``.
+        kept: By the remaining heads or neurons, with the change if there is one.
+    """
+
+    block: str
+    kind: str
+    precision: str = ""
+    lengths: Annotated[tuple[int, ...], Field(alias="sequences")] = ()
+    exported: Annotated[tuple[float, ...], Field(alias="as_exported")] = ()
+    operator: Annotated[str, Field(alias="written")] = ""
+    operators: Annotated[
+        Always[Mapping[str, tuple[float, ...]]], Field(alias="forms", default_factory=dict)
+    ]
+    kept: Mapping[str, tuple[float, ...]] = {}
+
+
+class TimedReuse(Recorded, frozen=True):
+    """The latencies of a block that reuses the probabilities of another one, with that one.
+
+    Attributes:
+        source: The other block.
+        kept: By the remaining heads.
+        saved_ms: Mean time that the reuse saves.
+    """
+
+    block: str
+    kind: Literal["reuse"]
+    source: str
+    lengths: Annotated[tuple[int, ...], Field(alias="sequences")] = ()
+    kept: Mapping[str, tuple[float, ...]] = {}
+    saved_ms: float = 0.0
+
+
 def _read_plan(content: Any) -> Plan:
     return content if isinstance(content, Plan) else Plan.from_json(content)
 
@@ -82,8 +122,7 @@ class PlanRecord(SearchRecord, frozen=True):
     Attributes:
         decisions: The decision for each block.
         plan: The plan; empty if the original is returned.
-        latency_ms: The latencies of every distinct block.
-        other_runtimes: As in ``OptimizeEntry``, which records it.
+        latency_ms: The latencies of every distinct block, and of every distinct pair.
     """
 
     format: Literal[2]
@@ -92,9 +131,8 @@ class PlanRecord(SearchRecord, frozen=True):
     speedups: ServedSpeed | None = None
     decisions: Annotated[tuple[Decision, ...], Field(alias="layers")] = ()
     plan: Annotated[Plan, PlainValidator(_read_plan), PlainSerializer(Plan.to_json)] = Plan()
-    latency_ms: tuple[Mapping[str, Any], ...] = ()
+    latency_ms: tuple[TimedReuse | TimedBlock, ...] = ()
     versions: Mapping[str, str] = {}
-    other_runtimes: Mapping[str, Fidelity] = Field(default={}, exclude=True)
 
 
 @dataclass(frozen=True)
@@ -217,11 +255,6 @@ class SavedPlan:
                 f"leave `{name}` out, or make a new plan with it",
                 code="optimize.conflict",
             )
-
-    def forget_trainings(self) -> None:
-        """Delete the checkpoints of the trainings of the plan, after its model was written."""
-        for training in self.record.plan.trainings:
-            training.forget(self.key)
 
     def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
         """Return the plan after checking that it was made for this model and data.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -18,12 +17,10 @@ __all__ = ["SearchCheckpoint"]
 
 
 class _Content(BaseModel):
-    """File content: the runtime and losses (None until measured), and (loss, cosine) by digest of a
-    plan."""
+    """File content: the losses (None until measured), and (loss, cosine) by digest of a plan."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
-    runtime: str | None = None
     curves: dict[str, LossCurve] | None = None
     pairs: dict[str, tuple[tuple[int, ...], float]] = {}
     conversion: dict[str, float] = {}
@@ -33,21 +30,12 @@ class _Content(BaseModel):
 class SearchCheckpoint:
     """Measurements from which an interrupted search continues; see ``Checkpoint``."""
 
-    def __init__(self, key: Any) -> None:
-        """Read the checkpoint with this key; empty if there is none, or if it is damaged."""
-        self._file = Checkpoint("plans", key)
+    def __init__(self, file: Checkpoint) -> None:
+        """Read a checkpoint; empty if there is none, or if it is damaged."""
+        self._file = file
         self._content = _Content()
         with suppress(ValidationError):
             self._content = _Content.model_validate_json(self._file.read() or b"{}")
-
-    @property
-    def runtime(self) -> str | None:
-        """The runtime in which candidates are timed."""
-        return self._content.runtime
-
-    def put_runtime(self, runtime: str) -> None:
-        self._content.runtime = runtime
-        self._write()
 
     def losses(self, pairs: Sequence[ReusePair]) -> BlockLosses | None:
         """The stored losses; None if there are none.
@@ -75,10 +63,6 @@ class SearchCheckpoint:
         """Store the measurements of a built plan."""
         self._content.builds[plan_digest] = loss, cosine
         self._write()
-
-    def remove(self) -> None:
-        """Delete the file, once the result is written."""
-        self._file.remove()
 
     def _write(self) -> None:
         content = self._content.model_dump_json().encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import onnx_ir as ir
@@ -14,8 +13,7 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.apply import start
-from attnserve.planning.plans.plan import Plan, State, Train
-from attnserve.planning.plans.plan_file import PlanRecord
+from attnserve.planning.plans.plan import Plan, Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.fastest_search import FastestSearch
@@ -26,32 +24,12 @@ from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
-from attnserve.planning.search.verdict import result_of
+from attnserve.planning.search.verdict import Found, result_of
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert
 from graph_passes.errors import Refusal
 
-__all__ = ["Chosen", "Found", "choose", "required_training"]
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The result of a search.
-
-    Attributes:
-        record: The content of plan.json.
-        state: The model after all steps of the plan.
-        removals: Each deletes a checkpoint. They hold no models.
-    """
-
-    record: PlanRecord
-    state: State
-    removals: Sequence[Callable[[], None]]
-
-    def remove_checkpoints(self) -> None:
-        """Delete the checkpoints, once the result is written."""
-        for remove in self.removals:
-            remove()
+__all__ = ["Chosen", "choose", "required_training"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +40,11 @@ class Chosen:
         search: The search of the front.
         best: The candidate; None if even the choice with the least loss misses the goal.
         recovery: The training of faster choices, if the goal allows it.
-        checkpoint: The measurements of the search.
     """
 
     search: FrontSearch
     best: Candidate | None
     recovery: RecoverySearch | None
-    checkpoint: SearchCheckpoint
 
     def speed(self) -> tuple[float, Refusal | None]:
         """The speed-up of the candidate over the original, and why it is too slow, if it is.
@@ -78,15 +54,11 @@ class Chosen:
         """
         if self.best is None:
             return 0.0, None
-        judge = self.search.judge
-        speeds = judge.time(self.best)
-        refusal = judge.refusal(self.best, speeds)
-        if refusal is not None and not self.best.is_unreduced:
+        timed = self.search.judge.time(self.best)
+        if timed.refusal is not None and not self.best.is_unreduced:
             unreduced = self.search.unreduced.run_from_fastest()
-            if unreduced is not None:
-                speeds = judge.time(unreduced)
-                refusal = judge.refusal(unreduced, speeds)
-        return judge.requested_speedup(speeds), None if self.recovery else refusal
+            timed = timed if unreduced is None else self.search.judge.time(unreduced)
+        return timed.speedup, None if self.recovery else timed.refusal
 
     def verified(self) -> Found:
         """The result, if it keeps its quality on held-out rows, and is faster than the original.
@@ -94,13 +66,8 @@ class Chosen:
         Raises:
             CheckFailed: It misses the requested speed-up.
         """
-        recovery, removals = self.recovery, [self.checkpoint.remove]
-        if recovery is None:
-            verified = self.search.verify(self.best)
-        else:
-            verified = recovery.run(self.best)
-            removals += recovery.removals()
-        return Found(*result_of(self.search, verified), removals)
+        search = self.search if self.recovery is None else self.recovery
+        return result_of(self.search, search.verify(self.best))
 
 
 def choose(goal: Goal, job: Job, task: ScoredTask | None = None) -> Chosen:
@@ -126,18 +93,15 @@ def choose(goal: Goal, job: Job, task: ScoredTask | None = None) -> Chosen:
     training = required_training(goal, job)
     task = task or ScoredTask.of(goal, job)
     key = search_key(recorded, job)
-    checkpoint = SearchCheckpoint(key)
-    served = ServedTimer(job)
-    runtime = checkpoint.runtime or served.fastest_runtime(precision)
-    checkpoint.put_runtime(runtime)
+    checkpoint = SearchCheckpoint(job.checkpoints.open("plans", key))
     groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
-    latency = ModelLatency.time(job, runtime, checked, newest, groups)
+    latency = ModelLatency.time(job, checked, newest, groups)
     losses = _estimate_losses(job, newest, latency, checkpoint)
-    judge = Judge(job, served, runtime, checked, checkpoint, goal.keep, task)
+    judge = Judge(job, ServedTimer(job), checked, checkpoint, goal.keep, task)
     kind = LeastLossySearch if goal.keep is None else FastestSearch
     search = kind(recorded, Front.of(latency, losses, precision), judge)
     recovery = None if training is None else RecoverySearch(search, training, key)
-    return Chosen(search, search.run(), recovery, checkpoint)
+    return Chosen(search, search.run(), recovery)
 
 
 def required_training(goal: Goal, job: Job) -> Train | None:

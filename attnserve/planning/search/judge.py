@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,11 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
-from attnserve.planning.runtime_verification import OpenNew, verify_in_other_runtimes
+from attnserve.planning.runtime_verification import (
+    OpenNew,
+    VerifiedRuntimes,
+    verify_in_other_runtimes,
+)
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.cache import digest
@@ -33,7 +37,7 @@ from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "Verified", "compare_part"]
+__all__ = ["Candidate", "Judge", "ScoredTask", "TimedCandidate", "Verified", "compare_part"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -61,6 +65,22 @@ class Candidate:
     def is_unreduced(self) -> bool:
         """Whether no pass of the plan is lossy."""
         return not self.state.plan.lossy_blocks
+
+
+@dataclass(frozen=True, eq=False)
+class TimedCandidate:
+    """A candidate that was timed beside the original.
+
+    Attributes:
+        speeds: The latencies at all checked workloads.
+        speedup: The geometric mean of the speed-ups at the requested lengths.
+        refusal: Why its speed does not allow it to be returned; None if it is worth it.
+    """
+
+    candidate: Candidate
+    speeds: Sequence[ShapeLatency]
+    speedup: float
+    refusal: Refusal | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,9 +150,6 @@ class Judge:
 
     Attributes:
         served: Times models as served, and has the models that it has fused before.
-        runtime: The runtime in which candidates are timed. Losses are those on the device of the
-            job; ``usable_runtimes`` says whether a result keeps its quality in another runtime.
-        served_in: The runtimes that may serve the result; ``time`` compares them.
         checked: The workloads at which a result is timed.
         keep: The share of the quality to keep; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
@@ -142,7 +159,6 @@ class Judge:
 
     job: Job
     served: ServedTimer
-    runtime: str
     checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
     keep: float | None = None
@@ -150,10 +166,14 @@ class Judge:
     measured: dict[tuple[int, ...], tuple[float, float]] = field(
         default_factory=dict[tuple[int, ...], tuple[float, float]]
     )
-    served_in: Sequence[str] = ()
     _latest: Candidate | None = None
     _latest_allowed: Candidate | None = None
     _latest_unreduced: Candidate | None = None
+
+    @property
+    def runtime(self) -> str:
+        """The runtime in which candidates are timed, and their losses are measured."""
+        return self.job.runtime_for(self.job.target.precision)
 
     @cached_property
     def untimed(self) -> Job:
@@ -211,35 +231,35 @@ class Judge:
         job = self.untimed.labeled("held out")
         return compare_part(candidate.state.result, part, job, self.task)
 
-    def time(self, candidate: Candidate) -> list[ShapeLatency]:
+    def time(self, candidate: Candidate) -> TimedCandidate:
         """Time a candidate and the original at all checked workloads.
 
-        The candidate is timed in its fastest runtime at each workload.
+        Raises:
+            CannotRewrite: See ``_time``.
         """
-        runtimes = self.served_in or [self.runtime]
-        return self._compare_speed(candidate.state.result, self.checked, runtimes)
+        speeds = self._compare_speed(candidate.state.result, self.checked)
+        speedup = self._requested_speedup(speeds)
+        return TimedCandidate(candidate, speeds, speedup, self._refusal(candidate, speeds, speedup))
 
     def measure_speedup(self, candidate: Candidate) -> float:
-        """Time a candidate, and return its speed-up as ``requested_speedup`` defines it."""
-        workloads = self.job.requested_workloads
-        model = candidate.state.result
-        return self.requested_speedup(self._compare_speed(model, workloads, [self.runtime]))
+        """Time a candidate at the requested lengths only; see ``TimedCandidate.speedup``."""
+        speeds = self._compare_speed(candidate.state.result, self.job.requested_workloads)
+        return self._requested_speedup(speeds)
 
-    def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
-        """The geometric mean of the speed-ups at the requested lengths."""
+    def _requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
         lengths = [workload.length for workload in self.job.requested_workloads]
         requested = [speed.speedup for speed in speeds if speed.sequence in lengths]
         return float(np.exp(np.mean(np.log(requested))))
 
-    def refusal(self, candidate: Candidate, speeds: Sequence[ShapeLatency]) -> Refusal | None:
-        """Why a candidate of these speeds (``time``) is not returned; None if it is worth it."""
+    def _refusal(
+        self, candidate: Candidate, speeds: Sequence[ShapeLatency], speedup: float
+    ) -> Refusal | None:
         plan = candidate.state.plan
         is_lossy = bool(plan.lossy_blocks) or plan.precision != "float32"
         if not (is_lossy or plan.passes):
             return Refusal(
                 "unchanged", "no configuration of any block is faster within the allowed loss"
             )
-        speedup = self.requested_speedup(speeds)
         if speedup < (MIN_GAIN if is_lossy else 1.0):
             return Refusal(
                 "slow", f"the best model runs at {speedup:.2f}x the speed of the original"
@@ -253,32 +273,26 @@ class Judge:
             )
         return None
 
-    def _compare_speed(
-        self, model: ir.Model, workloads: Sequence[Workload], runtimes: Sequence[str]
-    ) -> list[ShapeLatency]:
-        """Time the original in the default runtime, and a model in its fastest one by workload.
+    def _compare_speed(self, model: ir.Model, workloads: Sequence[Workload]) -> list[ShapeLatency]:
+        """Time the original in the runtime of float32, and a model in that of the precision.
 
         If the model seems slower at a workload, both are timed again, and both runs count.
 
         Raises:
             CannotRewrite: See ``_time``.
         """
-        default = self.job.timed_runtimes("float32")[0]
-        timed = [(self.job.original, default), *((model, runtime) for runtime in runtimes)]
-        before, *after = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
-        latencies: list[ShapeLatency] = []
-        for workload, original_ms in before.by_shape.items():
-            ms = min((times.by_shape[workload] for times in after), key=np.median)
-            latencies.append(
-                ShapeLatency(
-                    batch=workload.batch,
-                    sequence=workload.length,
-                    original_ms=float(np.median(original_ms)),
-                    ms=float(np.median(ms)),
-                    speedup=float(np.median(original_ms / ms)),
-                )
+        timed = [(self.job.original, self.job.runtime_for("float32")), (model, self.runtime)]
+        before, after = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
+        return [
+            ShapeLatency(
+                batch=workload.batch,
+                sequence=workload.length,
+                original_ms=float(np.median(original_ms)),
+                ms=float(np.median(after.by_shape[workload])),
+                speedup=float(np.median(original_ms / after.by_shape[workload])),
             )
-        return latencies
+            for workload, original_ms in before.by_shape.items()
+        ]
 
     def measure_speedup_over(self, slow: Candidate, fast: Candidate) -> Speedup:
         """Measure the speed-up of one candidate over another at the requested lengths, interleaved.
@@ -290,8 +304,8 @@ class Judge:
         slower, faster = self._time(timed, self.job.requested_workloads, seconds=PAIR_SECONDS)
         return faster.speedup_over(slower)
 
-    def usable_runtimes(self, candidate: Candidate, fidelity: Fidelity) -> Mapping[str, Fidelity]:
-        """The comparisons in other runtimes that keep the quality; none for models in floats.
+    def verify_runtimes(self, candidate: Candidate, fidelity: Fidelity) -> VerifiedRuntimes:
+        """The runtimes in which the model of a candidate keeps its quality.
 
         Args:
             fidelity: The verification on the device of the job.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Self
+from typing import Self
 
 import onnx_ir as ir
 
@@ -14,6 +14,7 @@ from attnserve.literals import Precision
 from attnserve.models.example_inputs import example_inputs
 from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.groups import BlockGroup, ReusePair
+from attnserve.planning.plans.plan_file import TimedBlock, TimedReuse
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.residual_timing import ResidualFusion, residual_fusion
 from attnserve.precision.convert import convert
@@ -52,7 +53,6 @@ class ModelLatency:
     def time(
         cls,
         job: Job,
-        runtime: str,
         checked: Sequence[Workload],
         model: ir.Model,
         groups: Sequence[BlockGroup],
@@ -60,7 +60,6 @@ class ModelLatency:
         """Time all configurations of all blocks at the requested and at two extreme workloads.
 
         Args:
-            runtime: The runtime that is timed.
             checked: The workloads of which the first and the last are timed as well.
             model: The model in the newest opset that an operator of a block needs.
         """
@@ -72,7 +71,8 @@ class ModelLatency:
             for workloads in (requested, extremes)
         )
         cache = default_cache() if context.timer is None else None
-        table = LatencyTable(cache, replace(context.device, runtime=runtime), context.timer)
+        device = replace(context.device, runtime=job.runtime_for(precision))
+        table = LatencyTable(cache, device, context.timer)
         timer = BlockTimer(model, table, feeds, extreme_feeds, precision, context.progress)
         latencies = timer.time_blocks(groups)
         float_latencies: Mapping[Block, BlockLatency] = {}
@@ -110,40 +110,38 @@ class ModelLatency:
         in_residuals = 0.0 if self.residual_fusion is None else self.residual_fusion.saved_ms
         return self.other_ms + in_residuals + in_blocks
 
-    def to_json(self, rest: Precision) -> list[dict[str, Any]]:
-        """The latencies of each distinct block.
+    def recorded(self, rest: Precision) -> tuple[TimedBlock | TimedReuse, ...]:
+        """The latencies of each distinct block, and of each distinct pair.
 
         Args:
             rest: The precision of blocks that are not converted.
         """
-        rows: list[dict[str, Any]] = []
-        seen: set[BlockLatency | tuple[BlockLatency, BlockLatency]] = set()
+        lengths = tuple(workload.length for workload in self.workloads)
+        rows: dict[object, TimedBlock | TimedReuse] = {}
         for latencies, group in product((self.latencies, self.float_latencies), self.groups):
             for block in group.blocks:
                 latency = latencies.get(block)
-                if latency is None or latency in seen:
+                if latency is None or latency in rows:
                     continue
-                seen.add(latency)
-                rows.append({
-                    "block": block.name,
-                    "kind": group.kind,
-                    **({"precision": rest} if latencies is self.float_latencies else {}),
-                    "sequences": [workload.length for workload in self.workloads],
-                    "as_exported": list(latency.original),
-                    "written": latency.operator or AS_EXPORTED,
-                    "forms": {name: list(ms) for name, ms in latency.operators.items()},
-                    "kept": {str(config): list(ms) for config, ms in latency.configs.items()},
-                })  # fmt: skip
+                rows[latency] = TimedBlock(
+                    block=block.name,
+                    kind=group.kind,
+                    precision=rest if latencies is self.float_latencies else "",
+                    lengths=lengths,
+                    exported=tuple(latency.original),
+                    operator=latency.operator or AS_EXPORTED,
+                    operators={name: tuple(ms) for name, ms in latency.operators.items()},
+                    kept={str(config): tuple(ms) for config, ms in latency.configs.items()},
+                )
         for pair in self.pairs:
             both = self.latencies[pair.source.blocks[0]], self.latencies[pair.reader.blocks[0]]
-            if both not in seen:
-                seen.add(both)
-                rows.append({
-                    "block": pair.reader.names[0],
-                    "kind": "reuse",
-                    "source": pair.source.names[0],
-                    "sequences": [workload.length for workload in self.workloads],
-                    "kept": {str(kept): list(ms) for kept, ms in pair.times.items()},
-                    "saved_ms": pair.saved_ms,
-                })  # fmt: skip
-        return rows
+            if both not in rows:
+                rows[both] = TimedReuse(
+                    block=pair.reader.names[0],
+                    kind="reuse",
+                    source=pair.source.names[0],
+                    lengths=lengths,
+                    kept={str(kept): tuple(ms) for kept, ms in pair.times.items()},
+                    saved_ms=pair.saved_ms,
+                )
+        return tuple(rows.values())

@@ -2,14 +2,15 @@
 
 A search has one precision, in which single blocks may stay float32 or bfloat16. Usually the first
 search finds the fastest model. All precisions are compared on the rows to choose; only the best
-candidate is verified.
+candidate is verified. A goal with training trains in the fastest precision first, because training
+may convert blocks that lose too much without it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,15 +20,15 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.job import Job
 from attnserve.limits import MIN_GAIN
-from attnserve.models.search_record import PrecisionPoint
+from attnserve.models.search_record import PrecisionPoint, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search.checkpoint import SearchCheckpoint
-from attnserve.planning.search.chosen import Chosen, Found, choose, required_training
+from attnserve.planning.search.chosen import Chosen, choose, required_training
 from attnserve.planning.search.judge import ScoredTask, compare_part
-from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
-from attnserve.planning.served_speed import ServedTimer, fastest_runtime
+from attnserve.planning.search.search_input import checked_workloads
+from attnserve.planning.search.verdict import Found
+from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES, Scheme
 from graph_passes.errors import (
@@ -45,6 +46,10 @@ log = logging.getLogger(__name__)
 REFERENCE = "float32"
 
 LOSES = "it loses more than the goal allows"
+
+HELPFUL = 2.0
+"""How much more blocks can be converted than their mean loss allows. With a larger value, fewer
+precisions are left out, and a search takes longer."""
 
 MISSED = frozenset({"search.precision", "search.target_speedup"})
 """Codes of errors of a search that finds no result."""
@@ -64,21 +69,38 @@ class PrecisionComparison:
     def in_search_order(self, goal: Goal) -> list[PrecisionPoint]:
         """The precisions in the order in which they are likely to meet the goal best.
 
-        For a quality to keep, the fastest one comes first: its search leaves blocks in float32 that
-        lose too much. For a speed-up, the one with the least loss of those that reach it comes
-        first. Equally fast ones are in the order of their losses.
+        For a quality to keep, it is the order of ``potential``. For a speed-up, the one with the
+        least loss of those that reach it comes first. Equally fast ones are in the order of their
+        losses.
         """
         target = goal.target_speedup
-        highest = max(point.speedup.value for point in self.points)
+        potentials = {point.precision: self.potential(point, goal) for point in self.points}
+        highest = max(potentials.values())
 
         def order(point: PrecisionPoint) -> tuple[bool, float, float]:
-            speed = point.speedup.value
+            speed = potentials[point.precision]
             slower = int(math.log(highest / speed) / math.log(MIN_GAIN))  # 0: about as fast
             if target is not None and self.fusion * speed >= target:
                 return False, point.loss, slower
             return target is not None, slower, point.loss
 
         return sorted(self.points, key=order)
+
+    def potential(self, point: PrecisionPoint, goal: Goal) -> float:
+        """The speed-up over float32 that a search in a precision may reach.
+
+        If all blocks lose too much, some of them stay in the rest of the precision. Those that are
+        converted are taken to lose ``1 / HELPFUL`` of their share, because the search selects them.
+        """
+        scheme, speed = SCHEMES[point.precision], point.speedup.value
+        if goal.keep is None or not scheme.allows_float_blocks:
+            return speed
+        points = {each.precision: each for each in self.points}
+        rest = points.get(scheme.rest, points[REFERENCE])
+        excess = max(point.loss - rest.loss, 0.0)
+        room = HELPFUL * max(allowed_loss(goal.keep) - rest.loss, 0.0)
+        share = min(room / excess, 1.0) if excess else 1.0
+        return 1 / (share / speed + (1 - share) / rest.speedup.value)
 
 
 def search_precisions(goal: Goal, job: Job) -> Found:
@@ -89,7 +111,8 @@ def search_precisions(goal: Goal, job: Job) -> Found:
     goal in all blocks.
 
     Returns:
-        The verified result of the fastest candidate; the original if its verification fails.
+        The verified result of the fastest candidate, or of a training that is faster; the original
+        if its verification fails.
 
     Raises:
         CheckFailed: No precision meets the goal.
@@ -101,14 +124,11 @@ def search_precisions(goal: Goal, job: Job) -> Found:
     required_training(goal, in_float32)
     task = ScoredTask.of(goal, job)
     comparison = compare_precisions(goal, job, task)
-    searches = _Searches(goal, job, task, comparison.fusion)
+    searches = _Searches(goal, job, task, comparison)
     for point in comparison.in_search_order(goal):
         searches.try_precision(point)
-    chosen = searches.best or searches.last
-    if chosen is None:
-        raise searches.failure()
-    found = chosen.verified()
-    unused, used = dict(searches.unused), chosen.search.front.precision
+    used, found = searches.verified()
+    unused = dict(searches.unused)
     if found.record.gain:
         unused.pop(used, None)  # the verified result may be another candidate
     else:
@@ -117,11 +137,7 @@ def search_precisions(goal: Goal, job: Job) -> Found:
         point.model_copy(update={"unused": unused.get(point.precision, "")})
         for point in comparison.points
     ]
-    return replace(
-        found,
-        record=found.record.model_copy(update={"precisions": tuple(points)}),
-        removals=[*searches.removals, *found.removals],
-    )
+    return replace(found, record=found.record.model_copy(update={"precisions": tuple(points)}))
 
 
 @dataclass(eq=False)
@@ -129,11 +145,11 @@ class _Searches:
     """The searches of several precisions so far.
 
     Attributes:
-        fusion: See ``PrecisionComparison``.
+        comparison: The precisions.
+        first: The first search with a candidate that meets the goal, in the fastest precision.
         best: The best candidate that meets the goal.
         speed: Its speed-up over the exported original.
         last: The last search without a fast candidate that meets the goal.
-        removals: Each deletes the checkpoint of a search, also of one without a result.
         unused: The reasons why precisions are not used.
         errors: The errors of searches.
     """
@@ -141,11 +157,11 @@ class _Searches:
     goal: Goal
     job: Job
     task: ScoredTask | None
-    fusion: float
+    comparison: PrecisionComparison
+    first: Chosen | None = None
     best: Chosen | None = None
     speed: float = 0.0
     last: Chosen | None = None
-    removals: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     unused: dict[str, str] = field(default_factory=dict[str, str])
     errors: dict[str, AttnserveError] = field(default_factory=dict[str, AttnserveError])
 
@@ -156,7 +172,6 @@ class _Searches:
             self.unused[name] = reason
             return
         job = self.job.with_precision(name).labeled(name)
-        self.removals.append(SearchCheckpoint(search_key(goal_record(self.goal, job), job)).remove)
         try:
             chosen = choose(self.goal, job, self.task)
             speed, refusal = chosen.speed()
@@ -171,11 +186,35 @@ class _Searches:
             self.last = chosen
             self.unused[name] = LOSES if refusal is None else refusal.reason
             return
+        self.first = self.first or chosen
         slower = chosen
         if self.best is None or speed > self.speed:
             slower, self.best, self.speed = self.best, chosen, speed
         if slower is not None:
             self.unused[slower.search.front.precision] = "its result is slower"
+
+    def verified(self) -> tuple[str, Found]:
+        """The precision of the result, and the result.
+
+        Raises:
+            AttnserveError: There is none; see ``failure``.
+        """
+        chosen, first = self.best or self.last, self.first
+        if chosen is None:
+            raise self.failure()
+        used, best = chosen.search.front.precision, self.best
+        if first is None or first is best or best is None or first.recovery is None:
+            return used, chosen.verified()
+        trained = first.verified()
+        rounds = trained.record.recovered
+        is_trained = rounds is not None and rounds.gain
+        if is_trained and (trained.record.speedup or 0.0) >= MIN_GAIN * self.speed:
+            self.unused[used] = "its result is slower"
+            return first.search.front.precision, trained
+        del trained  # its model is freed before the other one is verified
+        found = replace(best, recovery=None).verified()
+        record = found.record.model_copy(update={"recovered": _unused_rounds(rounds, used)})
+        return used, replace(found, record=record)
 
     def failure(self) -> AttnserveError:
         """The error if no precision has a result: that of float32, if it is not about the goal."""
@@ -191,25 +230,30 @@ class _Searches:
 
     def _reason_against(self, point: PrecisionPoint) -> str:
         """Why a precision is not searched; empty if it is."""
-        loses = self.goal.keep is not None and point.loss > allowed_loss(self.goal.keep)
-        if loses and not SCHEMES[point.precision].allows_float_blocks:
+        keep, scheme = self.goal.keep, SCHEMES[point.precision]
+        if keep is not None and point.loss > allowed_loss(keep) and not scheme.allows_float_blocks:
             return LOSES
         if self.best is None:
             return ""
-        if self.goal.keep is None:
+        if keep is None:
             return "another one reaches the speed-up"
-        if loses:
-            return LOSES
-        speed = self.fusion * point.speedup.value
-        return "it is not faster" if speed < MIN_GAIN * self.speed else ""
+        potential = self.comparison.fusion * self.comparison.potential(point, self.goal)
+        return "it is not faster" if potential < MIN_GAIN * self.speed else ""
+
+
+def _unused_rounds(rounds: TrainingRounds | None, used: str) -> TrainingRounds | None:
+    """The training rounds of another precision than the one that is used."""
+    if rounds is None or not rounds.gain:
+        return rounds
+    verdict = f"training brings no gain: {used} without it is faster"
+    return rounds.model_copy(update={"gain": False, "verdict": verdict})
 
 
 def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> PrecisionComparison:
     """Measure the fused original in each precision that this machine computes.
 
-    Speed-ups are over float32, each in its fastest runtime of a search, in interleaved runs at the
-    requested workloads. Losses are those on the rows to choose, in this runtime and in that of the
-    job; the larger one counts.
+    Speed-ups are over float32, each in its ``Job.runtime_for``, in interleaved runs at the
+    requested workloads. Losses are those on the rows to choose.
 
     Args:
         job: Its precision is ``AUTO``.
@@ -232,41 +276,29 @@ def compare_precisions(goal: Goal, job: Job, task: ScoredTask | None) -> Precisi
         except AttnserveError as error:
             log.warning("%s is not compared: %s", scheme.name, error.what)
     progress(len(schemes), len(schemes))
-    exported = "exported"
-    runtimes = {precision: job.timed_runtimes(precision) for precision in models}
+    timed = [
+        (job.original, job.runtime_for(REFERENCE)),
+        *((model, job.runtime_for(precision)) for precision, model in models.items()),
+    ]
     try:
-        compared = timer.compare(
-            {exported: job.original, **models},
-            {exported: runtimes[REFERENCE], **runtimes},
-        )
+        times = timer.time(timed, job.workloads)
     except InvariantBroken:  # a defect
         raise
     except AttnserveError as error:  # for example, no memory
         raise _not_timed(error.what) from error
-    if not compared:
+    if not times:
         raise _not_timed("it does not run at the requested lengths")
-    fastest = {name: fastest_runtime(times) for name, times in compared.items()}
-    for name, runtime in fastest.items():
-        if name == exported or not SCHEMES[name].is_int8 or runtime == runtimes[name][0]:
-            continue
-        loss = _loss_in(runtime, models[name], job.with_precision(name), task)
-        keeps = goal.keep is None or not losses[name] <= allowed_loss(goal.keep) < loss
-        if not keeps or not math.isfinite(loss):
-            fastest[name] = runtimes[name][0]
-        else:
-            losses[name] = max(losses[name], loss)
-    times = {name: compared[name][runtime] for name, runtime in fastest.items()}
-    reference = times[REFERENCE]
+    exported, reference, *_ = times
     points = [
         PrecisionPoint(
             precision=precision,
-            runtime=fastest[precision],
-            speedup=times[precision].speedup_over(reference),
+            runtime=job.runtime_for(precision),
+            speedup=of_model.speedup_over(reference),
             loss=losses[precision],
         )
-        for precision in models
+        for precision, of_model in zip(models, times[1:], strict=True)
     ]
-    return PrecisionComparison(points, reference.speedup_over(times[exported]).value)
+    return PrecisionComparison(points, reference.speedup_over(exported).value)
 
 
 def _not_timed(reason: str) -> CannotRewrite:
@@ -309,13 +341,3 @@ def _converted(scheme: Scheme, job: Job, task: ScoredTask | None) -> tuple[ir.Mo
     state.fuse(scheme.name)
     apply_steps(state.plan.conversion, state)
     return state.result, compare_part(state.result, HeldOut.CHOOSE, job, task).loss
-
-
-def _loss_in(runtime: str, model: ir.Model, job: Job, task: ScoredTask | None) -> float:
-    """The loss on the rows to choose in a runtime; infinite if it does not run there."""
-    job = job.on_all_threads().labeled(f"loss in {runtime}")
-    context = replace(job.context, device=replace(job.context.device, runtime=runtime))
-    try:
-        return compare_part(model, HeldOut.CHOOSE, replace(job, context=context), task).loss
-    except AttnserveError:
-        return math.inf

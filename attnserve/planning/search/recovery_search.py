@@ -10,9 +10,7 @@ so that the same data can be used for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.limits import MIN_GAIN
@@ -58,9 +56,8 @@ class RecoverySearch:
     rounds: list[Round] = field(default_factory=list[Round])
     found: list[Candidate] = field(default_factory=list[Candidate])
     verifications: list[HeldOutComparison] = field(default_factory=list[HeldOutComparison])
-    _keys: list[str] = field(default_factory=list[str])
 
-    def run(self, untrained: Candidate | None) -> Verified:
+    def verify(self, untrained: Candidate | None) -> Verified:
         """Train choices that may be better than ``untrained``, and verify the best one.
 
         An error in a round ends the rounds. Without a better one, ``untrained`` is verified.
@@ -74,10 +71,6 @@ class RecoverySearch:
         verified = self.search.verify(untrained)
         verifications = [*self.verifications, *verified.verifications]
         return replace(verified, verifications=verifications, recovered=rounds)
-
-    def removals(self) -> list[Callable[[], None]]:
-        """Functions that delete the training checkpoints of the search."""
-        return [partial(self.training.forget, key) for key in self._keys]
 
     def _train_choices(self, untrained: Candidate) -> tuple[Candidate | None, TrainingRounds]:
         """The verified candidate, None if ``untrained`` is better, and the rounds."""
@@ -102,7 +95,6 @@ class RecoverySearch:
         trained = search.judge.train(candidate, training, key, f"round {len(self.rounds) + 1}")
         result = trained.state.training
         assert result is not None
-        self._keys.append(key)
         best = min(candidate, trained, key=lambda one: one.loss) if result.is_better else candidate
         keeps = best.loss <= allowed
         self.rounds.append(
@@ -124,11 +116,11 @@ class RecoverySearch:
         """Verify the fastest trained candidate that is better than ``untrained``, else the next."""
         search, judge = self.search, self.search.judge
         unused = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN]
-        speedup_without = judge.requested_speedup(judge.time(untrained))
+        speedup_without = judge.time(untrained).speedup
         reason = ""
         for candidate in self.found:
-            speeds = judge.time(candidate)
-            speedup, refusal = judge.requested_speedup(speeds), judge.refusal(candidate, speeds)
+            timed = judge.time(candidate)
+            speedup, refusal = timed.speedup, timed.refusal
             if search.trains_faster and speedup < MIN_GAIN * speedup_without:
                 without = f"{speedup:.2f}x with it, {speedup_without:.2f}x without"
                 refusal = Refusal("slow", without)

@@ -10,8 +10,9 @@ from attnserve.context import AUTO
 from attnserve.job import Job
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.search.chosen import Found, choose
+from attnserve.planning.search.chosen import choose
 from attnserve.planning.search.precision_search import search_precisions
+from attnserve.planning.search.verdict import Found
 
 __all__ = ["run_search"]
 

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from attnserve.limits import MIN_SPEEDUP
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
-from attnserve.models.measured import Fidelity, ServedSpeed, ShapeLatency
-from attnserve.models.quantized import rounds_activations
+from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.search_record import HeldOutComparison, SearchFidelity, TrainingRounds
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
+from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, Verified
-from attnserve.planning.search.unreduced import prefer_unreduced, time_or_replace
+from attnserve.planning.search.judge import Candidate, TimedCandidate, Verified
+from attnserve.planning.search.unreduced import time_or_replace
 from attnserve.precision.schemes import SCHEMES
-from attnserve.runtime.session import runtime_of
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
 
-__all__ = ["result_of"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Found", "result_of"]
 
 ITSELF = HeldOutComparison(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -34,7 +30,22 @@ ITSELF = HeldOutComparison(
 """The comparison of the original with itself, which needs no run."""
 
 
-def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, State]:
+@dataclass(frozen=True, eq=False)
+class Found:
+    """The result of a search.
+
+    Attributes:
+        record: The content of plan.json.
+        state: The model after all steps of the plan.
+        runtimes: The runtimes in which it keeps its quality; None if the original is returned.
+    """
+
+    record: PlanRecord
+    state: State
+    runtimes: VerifiedRuntimes | None = None
+
+
+def result_of(search: FrontSearch, verified: Verified) -> Found:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
@@ -42,22 +53,14 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     """
     if verified.refusal is not None:
         return _no_gain(search, verified, verified.refusal)
-    search, usable = _in_verified_runtimes(search, verified)
-    final, speeds = time_or_replace(search, prefer_unreduced(search, verified))
-    if final.candidate is not verified.candidate:
-        served_in = search.judge.served_in
-        search, usable = _in_verified_runtimes(search, final)
-        if search.judge.served_in != served_in:
-            speeds = search.judge.time(final.candidate)
-    judge = search.judge
-    refusal = judge.refusal(final.candidate, speeds)
+    final, timed = time_or_replace(search, verified)
+    refusal = timed.refusal
     target_speedup = search.goal.target_speedup or 1
-    speedup = judge.requested_speedup(speeds)
-    # The search reached it in another measurement, perhaps in a runtime that loses too much.
-    if refusal is None and speedup < MIN_SPEEDUP * target_speedup:
-        refusal = Refusal("slow", f"in {judge.runtime}, the model runs {speedup:.2f}x as fast")
+    # The search reached it in another measurement.
+    if refusal is None and timed.speedup < MIN_SPEEDUP * target_speedup:
+        refusal = Refusal("slow", f"the model runs {timed.speedup:.2f}x as fast")
     if refusal is None:
-        return _gain(search, final, speeds, usable)
+        return _gain(search, final, timed)
     if target_speedup > 1:
         raise CheckFailed(
             f"`target_speedup` is {target_speedup:g}: {refusal}",
@@ -67,41 +70,14 @@ def result_of(search: FrontSearch, verified: Verified) -> tuple[PlanRecord, Stat
     return _no_gain(search, final, refusal)
 
 
-def _in_verified_runtimes(
-    search: FrontSearch, verified: Verified
-) -> tuple[FrontSearch, Mapping[str, Fidelity]]:
-    """The search with candidates timed in verified runtimes, and the comparisons in them."""
-    judge, state = search.judge, verified.candidate.state
-    usable = judge.usable_runtimes(verified.candidate, verified.verifications[-1].fidelity)
-    names = list(judge.job.timed_runtimes(state.plan.precision))
-    if rounds_activations(state.result):
-        first = runtime_of(state.result, judge.job.context.device)
-        names = [name for name in names if name in {first, *usable}] or [first]
-    runtime = judge.runtime if judge.runtime in names else names[0]
-    if runtime != judge.runtime:
-        log.warning(
-            "the model does not keep its quality in %s, in which it was timed: it is timed in %s",
-            judge.runtime, runtime,
-        )  # fmt: skip
-    return replace(search, judge=replace(judge, runtime=runtime, served_in=names)), usable
-
-
-def _gain(
-    search: FrontSearch,
-    verified: Verified,
-    speeds: Sequence[ShapeLatency],
-    usable: Mapping[str, Fidelity],
-) -> tuple[PlanRecord, State]:
-    """A plan that meets the goal and is faster than the original.
-
-    Args:
-        usable: The comparisons in other runtimes that may serve it.
-    """
+def _gain(search: FrontSearch, verified: Verified, timed: TimedCandidate) -> Found:
+    """A plan that meets the goal and is faster than the original."""
     state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
+    runtimes = search.judge.verify_runtimes(verified.candidate, last.fidelity)
     recovered = _without_gain(verified.recovered, note) if note else verified.recovered
-    speed = search.judge.served.speed_of(state.model, state.result, state.plan, usable.keys())
+    speed = search.judge.served.speed_of(state.model, state.result, state.plan, runtimes)
     # One measurement in one sentence: those of the search are others.
-    speedup = search.judge.requested_speedup(speeds) if speed is None else speed.over_exported
+    speedup = timed.speedup if speed is None else speed.over_exported
     verdict = f"{speedup:.2f}x as fast, keeping {_kept(last, search.goal.task)}"
     if speed is not None:
         verdict += f": {speed.describe(state.plan.precision)}"
@@ -110,9 +86,9 @@ def _gain(
     if note:
         verdict += f"; {note}"
     record = _record(
-        search, verified.candidate, verdict, recovered, speeds, verified.verifications, speed
+        search, verified.candidate, verdict, recovered, timed, verified.verifications, speed
     )
-    return record.model_copy(update={"other_runtimes": usable}), state
+    return Found(record, state, runtimes)
 
 
 def _kept(verification: HeldOutComparison, task: str | None) -> str:
@@ -134,13 +110,13 @@ def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRoun
     return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
 
-def _no_gain(search: FrontSearch, verified: Verified, refusal: Refusal) -> tuple[PlanRecord, State]:
+def _no_gain(search: FrontSearch, verified: Verified, refusal: Refusal) -> Found:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {refusal}; the original is returned"
     recovered = _without_gain(verified.recovered, refusal.reason)
     job = search.judge.job
     state = start(Plan(), job, job.original)
-    return _record(search, verified.candidate, verdict, recovered), state
+    return Found(_record(search, verified.candidate, verdict, recovered), state)
 
 
 def _record(
@@ -148,7 +124,7 @@ def _record(
     candidate: Candidate,
     verdict: str,
     recovered: TrainingRounds | None,
-    speeds: Sequence[ShapeLatency] = (),
+    timed: TimedCandidate | None = None,
     verifications: Sequence[HeldOutComparison] = (),
     served: ServedSpeed | None = None,
 ) -> PlanRecord:
@@ -156,8 +132,8 @@ def _record(
 
     Args:
         candidate: The candidate that is explained.
-        speeds: Its speeds; empty if the original is returned in its place.
-        verifications: Its verifications; empty without speeds.
+        timed: Its speed; None if the original is returned in its place.
+        verifications: Its verifications; empty without a speed.
         served: The speed-ups of fusion, precision and removal.
     """
     front, job, gain = search.front, search.judge.job, bool(verifications)
@@ -172,13 +148,13 @@ def _record(
         fidelity=SearchFidelity(**last.fidelity.stated, share=last.share),
         quality_to_choose=candidate.measured.quality if gain else None,
         verifications=tuple(verifications),
-        speedup=search.judge.requested_speedup(speeds) if speeds else 1.0,
-        speeds=tuple(speeds),
+        speedup=timed.speedup if timed else 1.0,
+        speeds=tuple(timed.speeds) if timed else (),
         speedups=served,
         decisions=tuple(explain(front, candidate.choice)),
         plan=candidate.state.plan if gain else Plan(),
         front=tuple(front_points(front, search.judge.measured)),
-        latency_ms=tuple(front.latency.to_json(SCHEMES[front.precision].rest)),
+        latency_ms=front.latency.recorded(SCHEMES[front.precision].rest),
         timed_runtime=search.judge.runtime,
         machine=front.latency.table.setting,
         versions=versions(),

@@ -40,14 +40,13 @@ from attnserve.planning.served_graph.timing import (
 from attnserve.planning.served_graph.variants import (
     MANY_VARIANTS_BYTES,
     Variant,
-    compared_runtimes,
     list_variants,
 )
-from attnserve.runtime.by_length import by_length
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import AS_SERVED, Batch, LongRows, Session
 from attnserve.runtime.interleaved_timer import time_shapes
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import open_session, runtimes_of
 from attnserve.runtime.times import Times
 from graph_passes.errors import AttnserveError, CannotRewrite
 from graph_passes.passes.base import RewritePass
@@ -92,7 +91,7 @@ def fuse_lossless(
     try:
         passes = fusion_passes(model, device.provider)
     except CannotRewrite:
-        if len(compared_runtimes(model, device)) == 1:
+        if len(runtimes_of(model, device)) == 1:
             raise
         passes = ()  # another runtime may be faster
     try:
@@ -115,7 +114,7 @@ def _fuse_and_check(
     timer: ShapeTimer,
 ) -> FusionReport:
     """Write the fastest fused variant, and check it; see ``fuse_lossless``."""
-    runtimes = _reference_first(source, model, compared_runtimes(model, device))
+    runtimes = _reference_first(source, model, runtimes_of(model, device))
     variants = list_variants(model, passes, path, runtimes)
     files = {variant.file: variant for variant in variants}
     stated = replace(device, runtime=runtimes[0])
@@ -136,8 +135,10 @@ def _fuse_and_check(
         ]
         lengths = lengths_of(inputs)
         if weight_bytes(model) <= MANY_VARIANTS_BYTES:  # each session holds the weights
-            choices += _splits(choices, lengths, source.other_runtimes)
-        served = choices[fastest(original_times, [choice.times for choice in choices], lengths)]
+            verified = [*map(RowRuntimes.parse, source.other_runtimes)]
+            choices += _splits(choices, lengths, verified)
+        times = [choice.times for choice in choices]
+        served = choices[fastest(original_times, times, lengths)]
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
         if may_refuse and (refusal := speed_refusal(original_times, served.times, lengths)):
@@ -205,7 +206,7 @@ class _Served(NamedTuple):
 
 
 def _splits(
-    singles: Sequence[_Served], lengths: Mapping[str, int], verified: Collection[str]
+    singles: Sequence[_Served], lengths: Mapping[str, int], verified: Collection[RowRuntimes]
 ) -> list[_Served]:
     """One file in two runtimes each, one for short and one for long rows.
 
@@ -218,7 +219,7 @@ def _splits(
     for short, long in itertools.permutations(singles, 2):
         variants = short.equal.variant, long.equal.variant
         is_equal = short.equal.reference is long.equal.reference
-        may_differ = by_length(*(variant.runtime for variant in variants)) in verified
+        may_differ = RowRuntimes(*(variant.runtime for variant in variants)) in verified
         if variants[0].file == variants[1].file and (is_equal or may_differ):
             equal = replace(
                 short.equal,

@@ -1,4 +1,4 @@
-"""The graphs and runtimes that could serve a model."""
+"""The graphs that could serve a model, in each runtime."""
 
 from __future__ import annotations
 
@@ -8,23 +8,14 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from attnserve.context import Device
 from attnserve.fusion import fuse, fused_operators
 from attnserve.models.onnx_files import data_file, save_model
-from attnserve.runtime.by_length import with_pairs
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.session import runtime_of, selectable_runtimes
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_attention import FuseAttention
 
-__all__ = [
-    "MANY_VARIANTS_BYTES",
-    "Variant",
-    "compared_runtimes",
-    "list_variants",
-    "served_choices",
-]
+__all__ = ["MANY_VARIANTS_BYTES", "Variant", "list_variants"]
 
 MANY_VARIANTS_BYTES = 300_000_000
 """Weight size above which only the fully fused variant is built, because each variant is a copy."""
@@ -80,25 +71,6 @@ def list_variants(
         for runtime in runtimes
         for fusion, file in zip(fusions, files, strict=True)
     ]
-
-
-def compared_runtimes(model: ir.Model, device: Device) -> list[str]:
-    """The names of the runtimes to compare.
-
-    They are those of ``selectable_runtimes``; the first one computes the precision that the model
-    states (``runtime_of``).
-    """
-    first = runtime_of(model, device)
-    return list(dict.fromkeys([first, *selectable_runtimes(device)]))
-
-
-def served_choices(model: ir.Model, runtimes: Sequence[str]) -> list[str]:
-    """The runtimes, and the pairs of them by length, from which serving selects for a model.
-
-    Each runtime of a pair holds the weights, so a large model runs in one runtime.
-    """
-    is_large = weight_bytes(model) > MANY_VARIANTS_BYTES
-    return [*runtimes] if is_large else with_pairs(runtimes)
 
 
 def _fusions(model: ir.Model, passes: Sequence[RewritePass]) -> list[Sequence[RewritePass]]:

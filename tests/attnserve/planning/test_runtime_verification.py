@@ -20,15 +20,17 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
 from attnserve.planning import runtime_verification
 from attnserve.planning.optimize_warnings import unverified_runtimes
-from attnserve.planning.runtime_verification import verify_in_other_runtimes
+from attnserve.planning.runtime_verification import VerifiedRuntimes, verify_in_other_runtimes
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_runtime import OnnxRuntime
 from graph_passes.errors import InvalidModel
 from graph_passes.registry import Registry
 
-ALL_OTHERS = {"other", "onnxruntime+other", "other+onnxruntime"}
+OTHER = RowRuntimes.one("other")
+ALL_OTHERS = {OTHER, RowRuntimes("onnxruntime", "other"), RowRuntimes("other", "onnxruntime")}
 
 
 class OtherRuntime(OnnxRuntime):
@@ -71,21 +73,25 @@ def use(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_runtime_is_verified_if_it_keeps_the_quality(
-    job: Job, monkeypatch: pytest.MonkeyPatch, lower: float, keep: float | None, verified: set[str]
+    job: Job,
+    monkeypatch: pytest.MonkeyPatch,
+    lower: float,
+    keep: float | None,
+    verified: set[RowRuntimes],
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
     found = job.compare_held_out(model, job.required_data.to_verify)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
     expected = found.model_copy(update={"several": qualities})
-    comparisons = verify_in_other_runtimes(job, model, expected, keep)
+    comparisons = verify_in_other_runtimes(job, model, expected, keep).others
     assert comparisons.keys() == verified
     # Alone, the other runtime computes the original, and as one of two a part of the texts.
     values = {
         name: min(quality.value for quality in fidelity.qualities)
         for name, fidelity in comparisons.items()
     }
-    assert all(values["other"] >= value for value in values.values())
+    assert all(values[OTHER] >= value for value in values.values())
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_bounds_of_several_qualities_hold_together(
 
     monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: compared(found, value, 0.98))
     expected = compared(found, 0.995, 0.99)
-    assert (verify_in_other_runtimes(job, model, expected).keys() == ALL_OTHERS) == is_kept
+    assert (verify_in_other_runtimes(job, model, expected).others.keys() == ALL_OTHERS) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -144,7 +150,7 @@ def test_the_score_of_a_task_must_be_kept_in_the_other_runtime(
         return Share(value=1.0, losses=losses.pop(0))
 
     found_in = verify_in_other_runtimes(job, model, expected, keep, share_in)
-    assert found_in.keys() == (ALL_OTHERS if is_kept else set())
+    assert found_in.others.keys() == (ALL_OTHERS if is_kept else set())
 
 
 def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +159,8 @@ def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.M
     found = job.compare_held_out(model, job.required_data.to_verify)
     loss = max(quality.losses.measured for quality in found.qualities)
     assert loss > 0
-    assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == ALL_OTHERS
-    assert verify_in_other_runtimes(job, model, found, 1 - loss / 2) == {}
+    assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).others.keys() == ALL_OTHERS
+    assert verify_in_other_runtimes(job, model, found, 1 - loss / 2).others == {}
 
 
 def test_a_runtime_that_refuses_the_model_is_not_verified(
@@ -162,17 +168,18 @@ def test_a_runtime_that_refuses_the_model_is_not_verified(
 ) -> None:
     use(OtherRuntime(None), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
-    assert verify_in_other_runtimes(job, model, nothing()) == {}
+    assert verify_in_other_runtimes(job, model, nothing()).others == {}
 
 
 def test_float_models_and_one_runtime_need_no_verification(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
-    assert verify_in_other_runtimes(job, job.original, nothing()) == {}
+    in_floats = verify_in_other_runtimes(job, job.original, nothing())
+    assert in_floats.is_any and in_floats.others == {}
     monkeypatch.setattr(session, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
     model = convert(job.original, "int8", job.calibration)
-    assert verify_in_other_runtimes(job, model, nothing()) == {}
+    assert verify_in_other_runtimes(job, model, nothing()).others == {}
 
 
 @pytest.mark.parametrize(
@@ -187,11 +194,16 @@ def test_runtimes_that_may_run_a_file_without_a_known_quality(
     job: Job, verified: list[str], openvino: bool, unverified: list[str]
 ) -> None:
     model = convert(job.original, "int8", job.calibration)
-    assert unverified_runtimes(job, model, verified, openvino=openvino) == unverified
+    others = dict.fromkeys(map(RowRuntimes.one, verified), nothing())
+
+    def unknown(job: Job, model: ir.Model) -> list[str]:
+        runtimes = VerifiedRuntimes.of_device(model, job.context.device)
+        return unverified_runtimes(job, model, replace(runtimes, others=others), openvino=openvino)
+
+    assert unknown(job, model) == unverified
     in_openvino = replace(job, context=RunContext(Device(runtime="openvino")))
-    found = unverified_runtimes(in_openvino, model, verified, openvino=openvino)
-    assert found == ["onnxruntime"]
-    assert not unverified_runtimes(in_openvino, job.original, verified, openvino=openvino)
+    assert unknown(in_openvino, model) == ["onnxruntime"]
+    assert not unknown(in_openvino, job.original)
 
 
 def test_optimize_warns_of_a_runtime_that_does_not_keep_the_quality(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,18 @@ from attnserve import optimize
 from attnserve.context import Device, RunContext, TimedModel
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
-from attnserve.models.measured import ServedSpeed
+from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.plans.plan import Plan
+from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.planning.served_speed import ServedTimer, time_models
 from attnserve.precision.convert import convert
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.interface import RunFailed, Session, SessionOptions, SessionWrapper
 from graph_passes.analysis.workload import Workload
-from graph_passes.errors import CannotRewrite, InvalidModel
+from graph_passes.errors import InvalidModel
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.jobs import job_of
@@ -101,44 +103,6 @@ def test_served_timer_of_float32_times_the_default_runtime(tiny: Path) -> None:
     assert values(speed) == [1.2, None, 2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("precision", "times", "fastest"),
-    [
-        ("float32", [], "onnxruntime"),  # only the default one is timed
-        ("int8", [], "onnxruntime"),
-        ("int8-full-bfloat16", [5, 4], "onnxruntime"),
-        ("int8-full-bfloat16", [4, 5], "openvino"),
-        ("int8-full-bfloat16", [4, 3.99], "openvino"),  # the default one is about as fast
-        ("bfloat16-cpu", [], "openvino"),  # no other one computes it
-    ],
-)
-def test_fastest_runtime_of_a_precision(
-    tiny: Path,
-    precision: Precision,
-    times: list[float],
-    fastest: str,
-    cpu_with: Callable[..., None],
-) -> None:
-    cpu_with(int8=True, bfloat16=True)
-    timer = timer_of(load_model(tiny / "model.onnx"), *times, runtimes=RUNTIMES)
-    assert timer.fastest_runtime(precision) == fastest
-
-
-def test_fastest_runtime_that_cannot_be_timed_is_the_default_one(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-    cpu_with: Callable[..., None],
-) -> None:  # fmt: skip
-    cpu_with(int8=True, bfloat16=True)
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise CannotRewrite("no memory", "free some", code="worker.memory")
-
-    monkeypatch.setattr(served_speed, "time_models", fail)
-    timer = timer_of(load_model(tiny / "model.onnx"), runtimes=RUNTIMES)
-    assert timer.fastest_runtime("int8-full-bfloat16") == "openvino"
-    assert "no memory" in caplog.text
-
-
 @pytest.mark.parametrize("most_bytes", [0, 10**9], ids=["in a child", "in this process"])
 def test_time_models_names_a_runtime_that_refuses_a_model(
     most_bytes: int, tiny: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -155,7 +119,6 @@ def test_time_models_names_a_runtime_that_refuses_a_model(
 def test_a_large_model_is_timed_in_one_runtime(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnserve.job.ONE_RUNTIME_BYTES", 0)
     original = load_model(tiny / "model.onnx")
-    assert timer_of(original, runtimes=RUNTIMES).fastest_runtime("int8-full-bfloat16") == "openvino"
     speed = timer_of(original, 12, 10, 4, runtimes=RUNTIMES).speed_of(
         original.clone(), original.clone(), Plan.merged([], "int8", ())
     )
@@ -204,7 +167,9 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     timer, plan = ServedTimer(job), Plan.merged([], "int8", ())
 
     def served(*verified: str) -> list[Any]:
-        speed = timer.speed_of(original.clone(), converted, plan, frozenset(verified))
+        others = {RowRuntimes.parse(name): Fidelity() for name in verified}
+        runtimes = VerifiedRuntimes("onnxruntime", others, is_any=False)
+        speed = timer.speed_of(original.clone(), converted, plan, runtimes)
         assert speed is not None
         return list(speed.served_by_shape)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import httpx2
 import onnx
 import pytest
 
-from tests.attnserve.plugins.conftest import Run
-from tests.service.processes import serving
+from tests.attnserve.plugins.conftest import Run, check_embeds
 
 CODE = """
 from dataclasses import dataclass
@@ -28,9 +26,6 @@ class Nothing(Train):
     def check(self, state):
         pass
 
-    def forget(self, key):
-        pass
-
     def apply(self, state):
         state.model = state.model.clone()
         state.model.graph.doc_string = self.note
@@ -42,10 +37,8 @@ TRAININGS.add(Nothing())
 
 @pytest.mark.process
 def test_training_of_another_package(
-    tiny: Path, tmp_path: Path, run: Run, environment: dict[str, str]
+    tiny: Path, texts: Path, tmp_path: Path, run: Run, environment: dict[str, str]
 ):
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
     asked = ("--calib", texts, "--target-speedup", "1.01", "--seq", "8", "--recover", "1m")
     plan = tmp_path / "plan.json"
     run(CODE, "plan", tiny, *asked, "--allow", "ffn", "--training", "nothing", "-o", plan)
@@ -57,6 +50,4 @@ def test_training_of_another_package(
     run(CODE, "optimize", tiny, "--plan", plan, "--calib", texts, "-o", tmp_path / "new")
     assert onnx.load(tmp_path / "new" / "model.onnx").graph.doc_string == "by the plan"
 
-    with serving(tmp_path / "new", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
-        assert answer.status_code == 200
+    check_embeds(tmp_path / "new", environment)

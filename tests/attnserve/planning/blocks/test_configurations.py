@@ -35,6 +35,7 @@ from attnserve.planning.plans.plan_file import Decision
 from attnserve.planning.search.block_timing import BlockLatency, BlockTimer
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import Estimates, changes_to_measure, paired_groups
+from attnserve.runtime.checkpoint import Checkpoint
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.part_latency import LatencyTable, Part
 from attnserve.runtime.session import open_session
@@ -60,23 +61,17 @@ def meters(model: ir.Model) -> Callable[[], QualityMeter]:
 
 
 @pytest.fixture(scope="module")
-def bert(tiny: Path) -> ir.Model:
-    return load_model(tiny / "model.onnx")
+def groups(tiny_graph: ir.Model) -> list[BlockGroup]:
+    return group_blocks(tiny_graph, read_attention(tiny_graph).blocks, ffn=True)
 
 
 @pytest.fixture(scope="module")
-def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
-    return list(load_inputs(sentences, bert, open_artifact(tiny), split=False).fit)
-
-
-@pytest.fixture(scope="module")
-def groups(bert: ir.Model) -> list[BlockGroup]:
-    return group_blocks(bert, read_attention(bert).blocks, ffn=True)
-
-
-@pytest.fixture(scope="module")
-def curves(bert: ir.Model, groups: list[BlockGroup], data: list[Batch]) -> dict[str, LossCurve]:
-    return loss_curves(bert, groups, data, new_meter=meters(bert), context=CONTEXT).curves
+def curves(
+    tiny_graph: ir.Model, groups: list[BlockGroup], tiny_batches: list[Batch]
+) -> dict[str, LossCurve]:
+    return loss_curves(
+        tiny_graph, groups, tiny_batches, new_meter=meters(tiny_graph), context=CONTEXT
+    ).curves
 
 
 # Groups
@@ -91,8 +86,8 @@ def test_group_blocks_is_one_group_per_block(groups: list[BlockGroup]):
     ]
 
 
-def test_group_blocks_without_ffn_keeps_all_neurons(bert: ir.Model):
-    found = group_blocks(bert, read_attention(bert).blocks, ffn=False)
+def test_group_blocks_without_ffn_keeps_all_neurons(tiny_graph: ir.Model):
+    found = group_blocks(tiny_graph, read_attention(tiny_graph).blocks, ffn=False)
     codes = {group.kind: group.refusal and group.refusal.code for group in found}
     assert codes == {"attention": None, "feed_forward": "not_allowed"}
 
@@ -114,11 +109,16 @@ def test_group_blocks_shared_weights_are_one_group(
 # Times
 
 
+def timer_of(graph: ir.Model, table: LatencyTable, *others: int) -> BlockTimer:
+    """A timer at 16 tokens and, where no part may be slower, at other lengths."""
+    feed, *more = (example_inputs(graph, Workload.of(1, length)) for length in (16, *others))
+    return BlockTimer(graph, table, [feed], more)
+
+
 @pytest.fixture
-def timed(bert: ir.Model, groups: list[BlockGroup]) -> dict[Block, BlockLatency]:
-    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD, Count()), feeds[:1], feeds[1:])
-    return timer.time_blocks(groups)
+def timed(tiny_graph: ir.Model, groups: list[BlockGroup]) -> dict[Block, BlockLatency]:
+    table = LatencyTable(None, ONE_THREAD, Count())
+    return timer_of(tiny_graph, table, 32).time_blocks(groups)
 
 
 def test_time_blocks_times_every_configuration(
@@ -149,7 +149,7 @@ def test_time_blocks_selects_fastest_implementation(
 
 
 def test_time_blocks_skips_operator_without_kernel(
-    bert: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
+    tiny_graph: ir.Model, groups: list[BlockGroup], monkeypatch: pytest.MonkeyPatch
 ):
     """ONNX Runtime says so when a session is opened."""
 
@@ -159,8 +159,7 @@ def test_time_blocks_skips_operator_without_kernel(
         return open_session(part, *given, **named)
 
     monkeypatch.setattr("attnserve.planning.search.part_timing.open_session", lacks)
-    feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, LatencyTable(None, timer=Count()), feeds).time_blocks(groups)
+    found = timer_of(tiny_graph, LatencyTable(None, timer=Count())).time_blocks(groups)
     forms = {found[g.blocks[0]].operator for g in groups if g.kind == "attention"}
     assert forms == {"multi_head"}
 
@@ -175,12 +174,11 @@ class SlowAtSecondShape(LatencyTable):
 
 
 def test_time_blocks_skips_implementation_slower_at_any_length(
-    bert: ir.Model, groups: list[BlockGroup]
+    tiny_graph: ir.Model, groups: list[BlockGroup]
 ):
     """One operator is faster at the requested length, and slower at another."""
-    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, SlowAtSecondShape(None, timer=Count()), feeds[:1], feeds[1:])
-    found = timer.time_blocks(groups)
+    table = SlowAtSecondShape(None, timer=Count())
+    found = timer_of(tiny_graph, table, 32).time_blocks(groups)
     for group in groups:
         assert found[group.blocks[0]].operator is None
         configs = Estimates(found, {}).unit(group).configs
@@ -241,10 +239,11 @@ def test_checkpoint_losses_round_trip(
     written = {key: replace(curve, changed=changes) for key, curve in curves.items()}
     timed, other = ReusePair(*groups[:2], {}, 1.0), ReusePair(*groups[1::-1], {}, 1.0)
     pair = replace(timed, heads=(2, 3, 0, 1), loss=0.1)
-    assert SearchCheckpoint("x").losses([timed]) is None
-    SearchCheckpoint("x").put_losses(BlockLosses(written, (pair,), {"a": 0.5}))
-    SearchCheckpoint("x").add_build("a", 0.1, 0.9)
-    again = SearchCheckpoint("x")
+    file = Checkpoint("plans", "x")
+    assert SearchCheckpoint(file).losses([timed]) is None
+    SearchCheckpoint(file).put_losses(BlockLosses(written, (pair,), {"a": 0.5}))
+    SearchCheckpoint(file).add_build("a", 0.1, 0.9)
+    again = SearchCheckpoint(file)
     losses = again.losses([timed, other])
     assert losses is not None and losses.conversion == {"a": 0.5}
     assert {k: vars(v) for k, v in losses.curves.items()} == {
@@ -254,8 +253,10 @@ def test_checkpoint_losses_round_trip(
     assert again.build("a") == (0.1, 0.9) and again.build("b") is None
 
 
-def test_loss_curves_of_one_text(bert: ir.Model, groups: list[BlockGroup], data: Any):
-    found = loss_curves(bert, groups, data[:1], new_meter=meters(bert), context=CONTEXT).curves
+def test_loss_curves_of_one_text(tiny_graph: ir.Model, groups: list[BlockGroup], tiny_batches: Any):
+    found = loss_curves(
+        tiny_graph, groups, tiny_batches[:1], new_meter=meters(tiny_graph), context=CONTEXT
+    ).curves
     assert set(found) == {group.key for group in groups}
 
 
@@ -372,10 +373,10 @@ class FastSharing(LatencyTable):
 
 
 def test_time_blocks_times_fewer_heads_that_share_dimensions_if_sharing_is_fast(
-    short_enough: None, bert: ir.Model, groups: list[BlockGroup]
+    short_enough: None, tiny_graph: ir.Model, groups: list[BlockGroup]
 ):
-    feeds = [example_inputs(bert, Workload.of(1, 16))]
-    found = BlockTimer(bert, FastSharing(None, ONE_THREAD, Count()), feeds).time_blocks(groups)
+    table = FastSharing(None, ONE_THREAD, Count())
+    found = timer_of(tiny_graph, table).time_blocks(groups)
     for group in filter(cut_attention, groups):
         configs = found[group.blocks[0]].configs
         shared = {config for config in configs if type(config) is Shared}
@@ -484,24 +485,30 @@ SLOW_OPERATORS = Count(fused=2.0, standard=2.0)
 
 
 def handed_on(
-    bert: ir.Model, groups: list[BlockGroup], count: Count
+    tiny_graph: ir.Model, groups: list[BlockGroup], count: Count
 ) -> tuple[dict[Block, BlockLatency], list[ReusePair]]:
-    feeds = [example_inputs(bert, Workload.of(1, length)) for length in (16, 32)]
-    timer = BlockTimer(bert, LatencyTable(None, ONE_THREAD, count), feeds[:1], feeds[1:])
+    timer = timer_of(tiny_graph, LatencyTable(None, ONE_THREAD, count), 32)
     timed = timer.time_blocks(groups)
     return timed, timer.time_pairs(groups, timed)
 
 
 def test_time_pairs_and_configs_of_reuse(
-    bert: ir.Model, groups: list[BlockGroup], data: list[Batch]
+    tiny_graph: ir.Model, groups: list[BlockGroup], tiny_batches: list[Batch]
 ):
-    timed, (pair,) = handed_on(bert, groups, SLOW_OPERATORS)
+    timed, (pair,) = handed_on(tiny_graph, groups, SLOW_OPERATORS)
     attention = [group for group in groups if group.kind == "attention"]
     assert [pair.source, pair.reader] == attention
     assert sorted(pair.times) == [1, 2, 3, 4] and pair.saved_ms > 0
     both = sum(timed[group.blocks[0]].configs[BlockConfig(4)].mean for group in attention)
     assert pair.times[4].mean == pytest.approx(both - pair.saved_ms)
-    found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
+    found = loss_curves(
+        tiny_graph,
+        groups,
+        tiny_batches,
+        pairs=[pair],
+        new_meter=meters(tiny_graph),
+        context=CONTEXT,
+    )
     (pair_losses,) = found.pairs
     assert sorted(pair_losses.heads) == [0, 1, 2, 3]  # each head of the source is taken by one
     assert 0 < pair_losses.loss < 1
@@ -521,23 +528,30 @@ def test_time_pairs_and_configs_of_reuse(
 
 @pytest.mark.parametrize("is_slow", [True, False])
 def test_loss_curves_pair_that_is_slow_or_without_edges_is_left_out(
-    is_slow: bool, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    is_slow: bool, tiny_graph: ir.Model, groups: list[BlockGroup], tiny_batches: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     """A slow pair is timed once; where no similarity could be measured there are no edges."""
-    _, (pair,) = handed_on(bert, groups, Count(fused=0.1) if is_slow else SLOW_OPERATORS)
+    _, (pair,) = handed_on(tiny_graph, groups, Count(fused=0.1) if is_slow else SLOW_OPERATORS)
     if is_slow:
         assert list(pair.times) == [4] and pair.saved_ms < 0
         assert paired_groups(groups, [pair]) == groups
     else:
         monkeypatch.setattr("attnserve.planning.blocks.change_losses.edges_of", lambda *_, **__: {})
-    found = loss_curves(bert, groups, data, pairs=[pair], new_meter=meters(bert), context=CONTEXT)
+    found = loss_curves(
+        tiny_graph,
+        groups,
+        tiny_batches,
+        pairs=[pair],
+        new_meter=meters(tiny_graph),
+        context=CONTEXT,
+    )
     assert found.pairs == ()
 
 
 @pytest.mark.parametrize("is_pair", [False, True])
 def test_loss_curves_defect_of_a_pass_is_an_error(
-    is_pair: bool, bert: ir.Model, groups: list[BlockGroup], data: list[Batch],
+    is_pair: bool, tiny_graph: ir.Model, groups: list[BlockGroup], tiny_batches: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     """It is no change that is left out."""
@@ -545,11 +559,19 @@ def test_loss_curves_defect_of_a_pass_is_an_error(
     def defect(*_: object, **__: object) -> None:
         raise InvariantBroken("a pass violates an invariant")
 
-    _, pairs = handed_on(bert, groups, SLOW_OPERATORS)
+    _, pairs = handed_on(tiny_graph, groups, SLOW_OPERATORS)
     monkeypatch.setattr("attnserve.planning.blocks.change_losses.apply_config", defect)
     pairs, changes = (pairs, {}) if is_pair else ([], {groups[0].key: [REPLACED]})
     with raises(InvariantBroken, "internal.invariant"):
-        loss_curves(bert, groups, data, changes, pairs, new_meter=meters(bert), context=CONTEXT)
+        loss_curves(
+            tiny_graph,
+            groups,
+            tiny_batches,
+            changes,
+            pairs,
+            new_meter=meters(tiny_graph),
+            context=CONTEXT,
+        )
 
 
 def test_paired_groups_overlapping_pairs_take_the_best(groups: list[BlockGroup]):

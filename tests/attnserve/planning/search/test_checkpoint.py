@@ -66,9 +66,9 @@ def test_search_whose_result_cannot_be_written_is_not_repeated(
 def test_search_ignores_damaged_checkpoint(
     planned: Planner, content: str, monkeypatch: pytest.MonkeyPatch
 ):
-    def damaged(key: str) -> SearchCheckpoint:
-        Checkpoint("plans", key).write(lambda file: file.write(content.encode()))
-        return SearchCheckpoint(key)
+    def damaged(file: Checkpoint) -> SearchCheckpoint:
+        file.write(lambda opened: opened.write(content.encode()))
+        return SearchCheckpoint(file)
 
     monkeypatch.setattr(chosen, "SearchCheckpoint", damaged)
     assert planned(keep=0.97).gain

@@ -12,7 +12,6 @@ import pytest
 from attnserve.checks.held_out import HeldOut
 from attnserve.limits import SAME_MS
 from attnserve.literals import Precision
-from attnserve.models.measured import ShapeLatency
 from attnserve.models.search_record import GoalRecord, HeldOutComparison
 from attnserve.planning.blocks.loss_curves import BlockLosses
 from attnserve.planning.blocks.pareto import Choice
@@ -22,13 +21,14 @@ from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
-from attnserve.planning.search.judge import Candidate, Judge, Verified
+from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate, Verified
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
-from attnserve.planning.search.unreduced import prefer_unreduced
+from attnserve.planning.search.unreduced import time_or_replace
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.times import Speedup
+from graph_passes.errors import Refusal
 from graph_passes.passes.prune_heads import PruneHeads
 from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.jobs import job_of
@@ -75,12 +75,14 @@ class FakeJudge:
         gain: The measured speed-up of a pair of candidates.
         gains: The same by the choice of the slower one, where it differs.
         verified: The losses of the verifications, in order.
+        slow: Choices that are refused for their speed.
     """
 
     loss: Callable[[float], float] = lambda predicted: predicted
     gain: Speedup = NO_GAIN
     gains: Mapping[Choice, Speedup] = field(default_factory=dict)
     verified: Sequence[float] = ()
+    slow: Sequence[Choice] = ()
     measured: dict[tuple[int, ...], tuple[float, float]] = field(default_factory=dict)
     built: list[Choice] = field(default_factory=list)
     parts: list[HeldOut] = field(default_factory=list)
@@ -104,13 +106,9 @@ class FakeJudge:
         self.parts.append(part)
         return compared(self.verified[len(self.parts) - 1])
 
-    def time(self, candidate: Candidate) -> Sequence[ShapeLatency]:
-        return ()
-
-    def requested_speedup(self, speeds: Sequence[ShapeLatency]) -> float:
-        return 2.0
-
-    def refusal(self, candidate: Candidate, speeds: Sequence[ShapeLatency]) -> None: ...
+    def time(self, candidate: Candidate) -> TimedCandidate:
+        refusal = Refusal("slow", "it is slow") if candidate.choice in self.slow else None
+        return TimedCandidate(candidate, (), 2.0, refusal)
 
 
 def search(judge: FakeJudge, keep: float = 0.99, front: Front | None = None) -> FastestSearch:
@@ -256,12 +254,13 @@ INT8_FRONT = front_of(precision="int8")
         (Speedup(value=0.99, ci95=(0.98, 1.0)), [0.02, 0.02], True),  # by chance
     ],
 )
-def test_prefer_unreduced_gain_within_three_percent_is_unreduced(
+def test_a_gain_of_removal_within_three_percent_is_unreduced(
     gain: Speedup, losses: Sequence[float], is_reduced: bool
 ) -> None:
     """The unreduced choice may miss the goal in its own verifications."""
     judge = FakeJudge(gain=gain, verified=losses)
-    found = prefer_unreduced(search(judge, front=INT8_FRONT), REDUCED)
+    found, timed = time_or_replace(search(judge, front=INT8_FRONT), REDUCED)
+    assert timed.candidate is found.candidate
     assert len(judge.parts) == len(losses)
     if is_reduced:
         assert found is REDUCED
@@ -274,22 +273,36 @@ def test_prefer_unreduced_gain_within_three_percent_is_unreduced(
     ("gain", "is_reduced"),
     [(Speedup(value=1.5, ci95=(1.4, 1.6)), True), (Speedup(value=1.0, ci95=(0.9, 1.1)), False)],
 )
-def test_prefer_unreduced_compares_with_the_model_that_would_be_written(
+def test_removal_is_compared_with_the_unreduced_model_that_would_be_written(
     gain: Speedup, is_reduced: bool
 ) -> None:
     """The fastest choice without removal fails its verification; the one after it may be slow."""
     judge = FakeJudge(gains={FUSED: gain}, verified=[0.02, 0.0])
-    found = prefer_unreduced(search(judge, front=INT8_FRONT), REDUCED)
+    found, timed = time_or_replace(search(judge, front=INT8_FRONT), REDUCED)
+    assert timed.candidate is found.candidate
     if is_reduced:
         assert found is REDUCED
     else:
         assert found.candidate.choice == FUSED and f"{gain.value:.2f}x" in found.note
 
 
-def test_prefer_unreduced_plan_is_not_compared() -> None:
+def test_an_unreduced_candidate_is_not_compared() -> None:
     judge, verified = FakeJudge(), verified_of(candidate_of(FUSED))
-    assert prefer_unreduced(search(judge), verified) is verified
+    assert time_or_replace(search(judge), verified)[0] is verified
     assert judge.built == judge.parts == []
+
+
+@pytest.mark.parametrize(("losses", "is_reduced"), [([0.004], False), ([0.02, 0.02], True)])
+def test_a_reduced_candidate_that_is_refused_is_replaced_by_an_unreduced_one(
+    losses: Sequence[float], is_reduced: bool
+) -> None:
+    """Although it is much faster than the unreduced one; that one may miss the goal."""
+    gain = Speedup(value=1.5, ci95=(1.4, 1.6))
+    judge = FakeJudge(gain=gain, verified=losses, slow=[FRONT[3]])
+    found, timed = time_or_replace(search(judge, front=INT8_FRONT), REDUCED)
+    assert (found is REDUCED) == is_reduced == (timed.refusal is not None)
+    assert timed.candidate is found.candidate
+    assert is_reduced or (found.candidate.choice == INT8 and "it is slow" in found.note)
 
 
 LOSSES: Mapping[str, tuple[Callable[[float], float], float]] = {

@@ -60,7 +60,7 @@ def test_search_truncates_queries_and_keys(
     shared = report.plan.targets(Collaborate)
     assert {n: params.head_size for n, params in shared.items()} == {d.block: 3 for d in cut}
     assert report.fidelity.mean_cosine >= 0.9
-    timed = next(row["kept"] for row in report.latency_ms if row["kind"] == "attention")
+    timed = next(row.kept for row in report.latency_ms if row.kind == "attention")
     heads = ["1", "2", "3", "4"]
     truncated = [f"{kept} x 4" for kept in heads]
     assert [*timed][:10] == ["none", *heads, *truncated, "4 x 4 of 8 shared"]
