@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from attnserve.context import Provider
 from attnserve.models.artifact import Artifact, copy_companions, open_artifact
 from attnserve.models.example_inputs import example_inputs
 from attnserve.models.onnx_files import external_data_locations, load_model
+from attnserve.models.outputs import staging_folder
 from attnserve.models.quantized import batch_invariant
 from attnserve.models.record import write_record
 from attnserve.models.rows import fixed_axes
@@ -375,37 +375,29 @@ def _write(
         InvalidOutput: The folder cannot be written.
     """
     folder = entry.folder
-    repository = folder.parent
-    stage: Path | None = None
-    new_folders = [path for path in (repository, *repository.parents) if not path.exists()]
     try:
-        repository.mkdir(parents=True, exist_ok=True)
-        stage = Path(tempfile.mkdtemp(prefix=".attnserve-", dir=repository))
-        new_folder = stage / "new"
-        (new_folder / VERSION).mkdir(parents=True)
-        _copy_model(artifact, new_folder / VERSION)
-        (new_folder / "warmup").mkdir()
-        for index, value in enumerate(entry.inputs):
-            content = np.ascontiguousarray(warm_up[value.name]).tobytes()
-            (new_folder / "warmup" / f"input_{index}").write_bytes(content)
-        (new_folder / "config.pbtxt").write_text(_config(entry, warm_up), encoding="ascii")
-        if folder.exists():  # empty, or `force` is set
-            folder.rename(stage / "old")
-        new_folder.rename(folder)
+        with staging_folder(folder.parent) as stage:
+            new_folder, old_folder = stage / "new", stage / "old"
+            (new_folder / VERSION).mkdir(parents=True)
+            _copy_model(artifact, new_folder / VERSION)
+            (new_folder / "warmup").mkdir()
+            for index, value in enumerate(entry.inputs):
+                content = np.ascontiguousarray(warm_up[value.name]).tobytes()
+                (new_folder / "warmup" / f"input_{index}").write_bytes(content)
+            (new_folder / "config.pbtxt").write_text(_config(entry, warm_up), encoding="ascii")
+            try:
+                if folder.exists():  # empty, or `force` is set
+                    folder.rename(old_folder)
+                new_folder.rename(folder)
+            finally:
+                if old_folder.exists() and not folder.exists():
+                    old_folder.rename(folder)
     except OSError as error:
         raise InvalidOutput(
             f"{folder}: writing failed: {error.strerror or error}",
             "free some space, or choose another `repository`",
             code="output.write_failed",
         ) from error
-    finally:
-        if stage is not None:
-            if (stage / "old").exists() and not folder.exists():
-                (stage / "old").rename(folder)
-            shutil.rmtree(stage, ignore_errors=True)
-        with suppress(OSError):  # remove new folders that are empty
-            for path in new_folders:
-                path.rmdir()
 
 
 def _copy_model(artifact: Artifact, folder: Path) -> None:

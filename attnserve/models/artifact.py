@@ -75,6 +75,11 @@ class Artifact:
         return self.model.parent
 
     @property
+    def folders(self) -> list[Path]:
+        """The folders of the model's files, in the order in which they are searched."""
+        return [self.folder, *filter(None, [self.companion_folder])]
+
+    @property
     def name(self) -> str:
         """The name of the folder for model.onnx, else the file name without its suffix.
 
@@ -94,8 +99,7 @@ class Artifact:
 
     def companion(self, name: str) -> Path | None:
         """The path of a companion file; None if it does not exist."""
-        folders = [self.folder, *filter(None, [self.companion_folder])]
-        return next((path for folder in folders if (path := folder / name).is_file()), None)
+        return next((path for folder in self.folders if (path := folder / name).is_file()), None)
 
     @property
     def pooling(self) -> Pooling:

@@ -47,6 +47,7 @@ __all__ = [
     "output_file",
     "remove_earlier_openvino",
     "staged",
+    "staging_folder",
     "write_for_libraries",
     "write_rewritten",
 ]
@@ -201,14 +202,10 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
     Raises:
         InvalidOutput: ``folder`` cannot be created or written.
     """
-    new_folders = [
-        path for path in (folder, *folder.parents) if not path.exists()
-    ]  # innermost first
     try:
         with ExitStack() as opened:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                stage = opened.enter_context(_stage(folder))
+                stage = opened.enter_context(staging_folder(folder))
             except OSError as error:
                 raise _not_writable(folder, "cannot be written", error) from error
             yield stage
@@ -224,10 +221,6 @@ def staged(folder: Path, finish: Callable[[Path], None] = lambda _: None) -> Gen
             "check the path and the free space, or choose another `output`",
             code="output.write_failed",
         ) from error
-    finally:
-        with suppress(OSError):  # folders that are not empty stay
-            for path in new_folders:
-                path.rmdir()
 
 
 def _not_writable(folder: Path, what: str, error: OSError) -> InvalidOutput:
@@ -239,16 +232,27 @@ def _not_writable(folder: Path, what: str, error: OSError) -> InvalidOutput:
 
 
 @contextmanager
-def _stage(folder: Path) -> Generator[Path]:
-    """A temporary folder in ``folder``. If this process is killed, a later one deletes it."""
-    _delete_abandoned(folder)
-    stage = Path(tempfile.mkdtemp(prefix=PREFIX, dir=folder))
+def staging_folder(parent: Path) -> Generator[Path]:
+    """Yield a new folder in ``parent``, which is created, and delete it afterwards.
+
+    Created folders that stay empty are deleted too. If this process is killed, a later one deletes
+    the new folder.
+    """
+    new_folders = [path for path in (parent, *parent.parents) if not path.exists()]
     try:
-        with open_folder(stage) as descriptor:
-            try_lock(descriptor)
-            yield stage
+        parent.mkdir(parents=True, exist_ok=True)
+        _delete_abandoned(parent)
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        try:
+            with open_folder(folder) as descriptor:
+                try_lock(descriptor)
+                yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        with suppress(OSError):  # folders that are not empty stay
+            for path in new_folders:  # innermost first
+                path.rmdir()
 
 
 def _move(stage: Path, folder: Path) -> None:
@@ -400,8 +404,7 @@ def _gets_library_files(file: Path, source: Artifact) -> bool:
 
     They describe the one model of a folder. In the folder of the source, they are the user's.
     """
-    folders = [source.folder, *filter(None, [source.companion_folder])]
-    is_own = any(_same(file.parent, folder) for folder in folders)
+    is_own = any(_same(file.parent, folder) for folder in source.folders)
     return file.name == "model.onnx" and not is_own
 
 
