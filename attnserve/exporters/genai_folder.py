@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from attnserve.models.json_files import json_object
 from attnserve.models.onnx_files import data_file, load_model, save_model
 from attnserve.models.outputs import check_output, staged
 from attnserve.models.record import RECORD
+from attnserve.models.tokenizer import TextInput
 from attnserve.paths import StrPath
 from attnserve.runtime.external_data import external_files
 from graph_passes.errors import InvalidModel
@@ -98,8 +99,7 @@ def write_genai_folder(
         InvalidOutput: ``folder`` exists, is the model's folder, or cannot be written.
     """
     artifact = open_artifact(model)
-    sources = [path for path in (artifact.folder, artifact.companion_folder) if path is not None]
-    for source in sources:
+    for source in artifact.folders:
         check_output(folder, source=source, force=force)
     graph = load_model(artifact)
     described = _describe(artifact, graph, provider)
@@ -125,39 +125,10 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
         InvalidModel: onnxruntime-genai cannot run the model, or a setting is missing.
     """
     inputs = wanted_inputs(graph)
-    caches = [name for name, one in inputs.items() if one.cache is not None]
-    if extra_inputs := [name for name in inputs if name not in TOKENS and name not in caches]:
-        raise InvalidModel(
-            f"{artifact.model}: onnxruntime-genai does not fill the input {extra_inputs[0]!r}",
-            f"export a decoder whose inputs are {', '.join(TOKENS)} and caches",
-            code="genai.input",
-        )
     outputs = {value.name or "": value for value in graph.graph.outputs}
-    logits = outputs.pop("logits", None)
-    if logits is None or logits.shape is None or "input_ids" not in inputs:
-        raise InvalidModel(
-            f"{artifact.model}: there is no input input_ids, or no output logits",
-            "export the model for text generation, with a cache",
-            code="genai.logits",
-        )
-    past, present = (_caches(artifact, names) for names in (caches, outputs))
-    if past.layers != present.layers:
-        raise InvalidModel(
-            f"{artifact.model}: {past.layers} layers have a cache as input, {present.layers} as"
-            " output",
-            "export the model again, with one cache of each layer as input and output",
-            code="genai.caches",
-        )
-    for layer in range(past.layers):
-        keys, values = (inputs[name % layer].cache for name in (past.keys, past.values))
-        if keys != values:
-            raise InvalidModel(
-                f"{artifact.model}: the cached keys of layer {layer} have another shape than its"
-                " values, which onnxruntime-genai cannot hold",
-                "use a model that was made without `collab_cache`",
-                code="genai.cache_shape",
-            )
-    tokens, search = _token_settings(artifact, logits.shape[-1])
+    width = _vocabulary_axis(artifact, inputs, outputs.pop("logits", None))
+    past, present = _paired_caches(artifact, inputs, outputs)
+    tokens, search = _token_settings(artifact, width)
     cache = inputs[past.keys % 0].cache or (0, 0)
     facts = {
         "hidden_size": artifact.config.get("hidden_size"),
@@ -194,6 +165,59 @@ def _describe(artifact: Artifact, graph: ir.Model, provider: Provider) -> dict[s
             "past_present_share_buffer": False,  # the graph may concatenate past and new keys
         },
     }
+
+
+def _vocabulary_axis(
+    artifact: Artifact, inputs: Mapping[str, TextInput], logits: ir.Value | None
+) -> Any:
+    """The last axis of the logits, after checks that the graph reads tokens and returns logits.
+
+    Raises:
+        InvalidModel: There are other inputs than tokens and caches, or no logits.
+    """
+    others = [name for name, one in inputs.items() if name not in TOKENS and one.cache is None]
+    if others:
+        raise InvalidModel(
+            f"{artifact.model}: onnxruntime-genai does not fill the input {others[0]!r}",
+            f"export a decoder whose inputs are {', '.join(TOKENS)} and caches",
+            code="genai.input",
+        )
+    if logits is None or logits.shape is None or "input_ids" not in inputs:
+        raise InvalidModel(
+            f"{artifact.model}: there is no input input_ids, or no output logits",
+            "export the model for text generation, with a cache",
+            code="genai.logits",
+        )
+    return logits.shape[-1]
+
+
+def _paired_caches(
+    artifact: Artifact, inputs: Mapping[str, TextInput], outputs: Iterable[str]
+) -> tuple[_Caches, _Caches]:
+    """The caches among the inputs, and those among the outputs, of the same layers.
+
+    Raises:
+        InvalidModel: A layer lacks a cache, or its keys have another shape than its values.
+    """
+    past = _caches(artifact, [name for name, one in inputs.items() if one.cache is not None])
+    present = _caches(artifact, outputs)
+    if past.layers != present.layers:
+        raise InvalidModel(
+            f"{artifact.model}: {past.layers} layers have a cache as input, {present.layers} as"
+            " output",
+            "export the model again, with one cache of each layer as input and output",
+            code="genai.caches",
+        )
+    for layer in range(past.layers):
+        keys, values = (inputs[name % layer].cache for name in (past.keys, past.values))
+        if keys != values:
+            raise InvalidModel(
+                f"{artifact.model}: the cached keys of layer {layer} have another shape than its"
+                " values, which onnxruntime-genai cannot hold",
+                "use a model that was made without `collab_cache`",
+                code="genai.cache_shape",
+            )
+    return past, present
 
 
 def _caches(artifact: Artifact, names: Iterable[str]) -> _Caches:
