@@ -111,22 +111,24 @@ def scorer(torch: Any, network: Any, score: LogitScore) -> tuple[Any, Any]:
     """
     base = network.base_model
     output = network.get_output_embeddings()
-    weight = output.weight[[score.true_token_id]]
-    bias: Any = None if output.bias is None else output.bias[[score.true_token_id]]
-    if score.false_token_id is not None:
-        weight = weight - output.weight[[score.false_token_id]]
-        bias = None if output.bias is None else bias - output.bias[[score.false_token_id]]
-    linear = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None)
-    linear.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": bias}))
+
+    def score_of(rows: Any) -> Any:
+        """The row of the first token, minus that of the second token if there is one: (1, ...)."""
+        row = rows[[score.true_token_id]]
+        return row if score.false_token_id is None else row - rows[[score.false_token_id]]
+
+    weights = {"weight": score_of(output.weight)}
+    if output.bias is not None:
+        weights["bias"] = score_of(output.bias)
+    linear = torch.nn.Linear(output.weight.shape[1], 1, bias="bias" in weights)
+    linear.load_state_dict(weights)
     vector = "sentence_embedding"
     pool = _Step("token_embeddings", vector, _pooling(torch, ["lasttoken"]))
     head = _head(torch, [pool, _Step(vector, vector, _layer(torch, linear))])
     ids = torch.arange(8)[None] % network.config.vocab_size
     with torch.no_grad():
-        logits = network(input_ids=ids).logits[:, -1]
-        score_logits = logits[:, score.true_token_id]
-        if score.false_token_id is not None:
-            score_logits = score_logits - logits[:, score.false_token_id]
+        logits = network(input_ids=ids).logits[:, -1]  # 1 V
+        score_logits = score_of(logits.T)[0]
         hidden = base(input_ids=ids).last_hidden_state
         own_scores = head(hidden, torch.ones_like(ids))[:, 0]
     if float((own_scores - score_logits).abs().max()) > LINEAR * float(logits.abs().max()):
