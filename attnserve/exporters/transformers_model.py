@@ -64,6 +64,12 @@ TASKS = {
 SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 """The task "rerank" of a language model whose score is the logit of one token after the pair."""
 
+OFFLINE = {"local_files_only": True, "trust_remote_code": False}
+"""Arguments of every ``from_pretrained``."""
+
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+"""The files of weights, in the order of preference."""
+
 
 @contextmanager
 def quiet() -> Generator[None]:
@@ -114,7 +120,7 @@ def find_folder(model: str) -> Path:
         snapshot = Path(
             snapshot_download(model, allow_patterns=patterns, ignore_patterns=elsewhere)
         )
-        for weights in ("*.safetensors", "pytorch_model*.bin"):
+        for weights in WEIGHTS:
             if not any(snapshot.glob("*.safetensors")):
                 snapshot_download(model, allow_patterns=weights, ignore_patterns=elsewhere)
     except Exception as error:  # OSError, HfHubHTTPError, HFValidationError, ...
@@ -149,9 +155,19 @@ def load_network(
             "pip install peft, or remove adapter_config.json to use the model without the adapter",
             code="export.adapter",
         )
-    options = {"local_files_only": True, "trust_remote_code": False}
+    network = _network(transformers, source, task, attention)
+    return network.eval(), _tokenizer(transformers, source)
+
+
+def _network(transformers: Any, source: Path, task: Task, attention: Attention) -> Any:
+    """Load the network of a text model with all of its weights.
+
+    Raises:
+        InvalidModel: A file is invalid, or weights are missing.
+        InvalidArgument: The input is not text, or the model is an encoder-decoder.
+    """
     try:
-        config = transformers.AutoConfig.from_pretrained(source, **options)
+        config = transformers.AutoConfig.from_pretrained(source, **OFFLINE)
         config.use_cache = False  # past keys and values are not exported
         if getattr(config, "is_encoder_decoder", False):
             raise InvalidArgument(
@@ -165,7 +181,7 @@ def load_network(
             attn_implementation=attention,
             dtype="float32",
             output_loading_info=True,
-            **options,
+            **OFFLINE,
         )
     except InvalidArgument:
         raise
@@ -186,8 +202,17 @@ def load_network(
             "choose the `task` that the model was trained for",
             code="export.missing_weights",
         )
+    return network
+
+
+def _tokenizer(transformers: Any, source: Path) -> Any:
+    """Load a tokenizer that can be saved as tokenizer.json.
+
+    Raises:
+        InvalidModel: There is none, or it cannot be loaded.
+    """
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **OFFLINE)
     except Exception as error:
         raise InvalidModel(
             f"{source}: the tokenizer cannot be loaded: {first_line(error)}",
@@ -202,7 +227,7 @@ def load_network(
             "put the model's tokenizer.json into the folder",
             code="export.no_tokenizer",
         )
-    return network.eval(), tokenizer
+    return tokenizer
 
 
 def _load_error(source: Path, attention: Attention, error: Exception) -> InvalidModel:
@@ -234,12 +259,10 @@ def _load_error(source: Path, attention: Attention, error: Exception) -> Invalid
 
 def weights_sha256(source: Path) -> str | None:
     """The checksum of the file of weights, or of all files of weights; None without weights."""
-    patterns = ("*.safetensors", "pytorch_model*.bin")
-    pattern = next((pattern for pattern in patterns if any(source.glob(pattern))), "")
-    files = [*source.glob(pattern)] if pattern else []
-    if not files:
-        return None
-    return sha256(files[0]) if len(files) == 1 else path_sha256(source, pattern)
+    for pattern in WEIGHTS:
+        if files := [*source.glob(pattern)]:
+            return sha256(files[0]) if len(files) == 1 else path_sha256(source, pattern)
+    return None
 
 
 def position_limit(network: Any) -> int | None:
