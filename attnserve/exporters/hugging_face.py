@@ -14,7 +14,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,12 +30,10 @@ from attnserve.exporters.heads import (
     token_score,
 )
 from attnserve.exporters.torch_graph import (
-    CHECKED,
-    EXAMPLE,
+    PositionalModule,
     compare,
-    input_names,
     positional_module,
-    random_inputs,
+    random_feeds,
     trace,
 )
 from attnserve.exporters.transformers_model import (
@@ -128,11 +127,11 @@ class ExportReport:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and those of the record, for the output of the command."""
-        unknown = dict.fromkeys(("activation", "template"))
         fields = ("inputs", "outputs", "relative_error", "seconds")
         return {
             "path": str(self.path),
-            **unknown,
+            "activation": None,
+            "template": None,
             **self.record.to_json("source", "versions"),
             **{name: getattr(self, name) for name in fields},
         }
@@ -180,72 +179,39 @@ def export(
         CheckFailed: ONNX Runtime and PyTorch disagree; nothing is written.
     """
     start = time.perf_counter()
-    name = task or "feature-extraction"
+    model, folder = os.fspath(model), Path(folder)
+    task = task or "feature-extraction"
     opset = DEFAULT_OPSET.get(exporter, 0) if opset is None else opset
     check_seed(seed)
-    _check_options(name, exporter, opset, attention, dimensions)
-    model = os.fspath(model)
-    folder = Path(folder)
+    _check_options(task, exporter, opset, attention, dimensions)
     check_output(folder, source=Path(model), force=force)
-    torch, transformers = require_torch()
-    source = find_folder(model)
-    settings = read_settings(source)
-    source = source / settings.encoder
-    is_scoring = name == "rerank" and settings.is_language_model
-    if openvino:
-        _check_openvino(name, is_scoring=is_scoring)
-    kind = SCORING if is_scoring else TASKS[name]
-    network, tokenizer = load_network(transformers, source, kind, attention)
-    if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
-        lower_case(tokenizer.backend_tokenizer)
-    limit = position_limit(network)
-    if name == "feature-extraction":
-        module = _embeddings(torch, settings, network, dimensions, source)
-        if settings.infers_messages and tokenizer.chat_template:
-            log.warning(
-                "%s: texts are read as they are; sentence-transformers writes them by the chat"
-                " template, as the folder has no modules.json",
-                model,
-            )
-    elif is_scoring:
-        module = _pair_scores(torch, settings, network, tokenizer)
+    loaded = _load(model, task, attention, openvino=openvino)
+    if task == "feature-extraction":
+        wrapped, fields = _embeddings(loaded, dimensions)
+    elif loaded.kind is SCORING:
+        wrapped, fields = _pair_scores(loaded)
     else:
-        module = _logits(settings, network, tokenizer, name, model)
-    max_length = _max_length(settings, tokenizer, limit)
+        wrapped, fields = _logits(loaded)
+    tokenizer = loaded.tokenizer
+    limit = position_limit(loaded.network)
+    max_length = _max_length(loaded.settings, tokenizer, limit)
     limit = limit and max(limit, max_length or 0)
-    inputs = input_names(module.network, tokenizer)
-    wrapper = positional_module(torch, inputs, module.network, module.head, module.kind.outputs)
-    example, *feeds = (
-        random_inputs(
-            module.network, tokenizer, inputs, batch, min(sequence, limit or sequence), seed
-        )
-        for batch, sequence in (EXAMPLE, *CHECKED)
-    )
+    example, *feeds = random_feeds(wrapped, tokenizer, limit, seed)
     finish = partial(remove_earlier_openvino, folder=folder)
     with staged(folder, finish) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
         scratch = Path(temporary)
-        try:
-            graph = trace(torch, wrapper, example, module.kind, exporter, opset, limit, scratch)
-        except AttnserveError:
-            raise
-        except Exception as error:
-            raise InvalidModel(
-                f"{model}: the {exporter} exporter failed at opset {opset}: {first_line(error)}",
-                "try the other `exporter`, eager `attention`, or another `opset`",
-                code="export.failed",
-            ) from error
-        state_provenance(graph, parent=weights_sha256(source))
+        with _exporter_errors(model, exporter, opset):
+            graph = trace(wrapped, example, exporter, opset, limit, scratch)
+        state_provenance(graph, parent=weights_sha256(loaded.source))
         save_model(graph, stage / "model.onnx")
-        _copy_companions(tokenizer, source, stage, scratch)
-        absolute, relative = compare(
-            torch, wrapper, stage / "model.onnx", feeds, module.kind.per_token
-        )
+        _copy_companions(tokenizer, loaded.source, stage, scratch)
+        absolute, relative = compare(wrapped, stage / "model.onnx", feeds)
         record = Record.model_validate(
             {
-                **settings.stated_of_text(),
-                **module.fields,
+                **loaded.settings.stated_of_text(),
+                **fields,
                 "max_length": max_length,
-                "task": name,
+                "task": task,
                 "exporter": exporter,
                 "opset": opset,
                 "attention": attention,
@@ -260,36 +226,84 @@ def export(
         write_for_libraries(written, graph, stage, folder, openvino=fused)
     seconds = time.perf_counter() - start
     return ExportReport(
-        folder / "model.onnx", record, inputs, module.kind.outputs, relative, seconds
+        folder / "model.onnx", record, wrapped.inputs, wrapped.task.outputs, relative, seconds
     )
 
 
 @dataclass(frozen=True)
-class _Outputs:
-    """The outputs of the graph, and their interpretation.
+class _Loaded:
+    """A model in PyTorch.
 
     Attributes:
-        kind: The fields of the network's output, and whether they have an axis of tokens.
+        name: The folder or the id of the model.
+        source: The folder of the network.
+        task: The requested task.
+        kind: The class of the network, and its outputs.
+        settings: The settings of sentence-transformers.
+        torch: The package.
         network: The module of transformers.
-        head: A module that computes the output from the hidden states; None for the network's own.
-        fields: The fields of the record that turn the outputs into embeddings or scores.
+        tokenizer: The tokenizer of transformers.
     """
 
+    name: str
+    source: Path
+    task: str
     kind: Task
+    settings: FolderSettings
+    torch: Any
     network: Any
-    head: Any
-    fields: Mapping[str, Any]
+    tokenizer: Any
 
 
-def _embeddings(
-    torch: Any, settings: FolderSettings, network: Any, dimensions: int | None, source: Path
-) -> _Outputs:
+def _load(name: str, task: str, attention: Attention, *, openvino: bool) -> _Loaded:
+    """Find a model, and load it for a task.
+
+    Raises:
+        InvalidArgument: The type of model is not supported, or ``openvino`` does not fit it.
+        InvalidModel: The model cannot be found or loaded.
+        MissingExtra: A package is not installed.
+    """
+    torch, transformers = require_torch()
+    folder = find_folder(name)
+    settings = read_settings(folder)
+    source = folder / settings.encoder
+    is_scoring = task == "rerank" and settings.is_language_model
+    if openvino:
+        _check_openvino(task, is_scoring=is_scoring)
+    kind = SCORING if is_scoring else TASKS[task]
+    network, tokenizer = load_network(transformers, source, kind, attention)
+    if settings.transformer.do_lower_case:  # also for programs that read tokenizer.json alone
+        lower_case(tokenizer.backend_tokenizer)
+    return _Loaded(name, source, task, kind, settings, torch, network, tokenizer)
+
+
+@contextmanager
+def _exporter_errors(model: str, exporter: Exporter, opset: int) -> Generator[None]:
+    """Raise errors of PyTorch's exporters, which have many types, as ``InvalidModel``."""
+    try:
+        yield
+    except AttnserveError:
+        raise
+    except Exception as error:
+        raise InvalidModel(
+            f"{model}: the {exporter} exporter failed at opset {opset}: {first_line(error)}",
+            "try the other `exporter`, eager `attention`, or another `opset`",
+            code="export.failed",
+        ) from error
+
+
+_Wrapped = tuple[PositionalModule, Mapping[str, Any]]
+"""A module, and the fields of the record that turn its outputs into embeddings or scores."""
+
+
+def _embeddings(loaded: _Loaded, dimensions: int | None) -> _Wrapped:
     """Hidden states, or embeddings if pooling and normalization cannot express the modules.
 
     Raises:
         InvalidModel: The weights of a module have other sizes, or the model scores pairs.
         InvalidArgument: ``dimensions`` is more than the size of the embeddings.
     """
+    settings = loaded.settings
     if settings.is_cross_encoder:
         raise InvalidModel(
             f"{settings.folder}: the model is a CrossEncoder, which has no embeddings",
@@ -297,56 +311,50 @@ def _embeddings(
             code="export.cross_encoder",
         )
     embedding = settings.embedding | given(dimensions=dimensions)
-    kind = TASKS["feature-extraction"]
-    head = None
-    width = network.config.hidden_size
+    kind, head = loaded.kind, None
+    width = loaded.network.config.hidden_size
     if settings.head:
-        head = embedding_head(torch, settings.head)
+        head = embedding_head(loaded.torch, settings.head)
         kind = Task(kind.auto_class, ("sentence_embedding",), per_token=False)
-        width = _head_width(torch, head, width, source)
+        width = _head_width(loaded.torch, head, width, loaded.source)
     if (kept := embedding.get("dimensions", 0)) > width:
         raise InvalidArgument(
             f"`dimensions` is {kept}: expected at most {width}, the size of the embeddings",
             "reduce it",
             code="export.dimensions",
         )
-    return _Outputs(kind, network, head, embedding)
+    if settings.infers_messages and loaded.tokenizer.chat_template:
+        log.warning(
+            "%s: texts are read as they are; sentence-transformers writes them by the chat"
+            " template, as the folder has no modules.json",
+            loaded.name,
+        )
+    wrapped = positional_module(loaded.torch, loaded.network, loaded.tokenizer, kind, head)
+    return wrapped, embedding
 
 
-def _pair_scores(torch: Any, settings: FolderSettings, network: Any, tokenizer: Any) -> _Outputs:
-    """The logit of one token after a pair of texts, from a language model."""
-    fields = given(activation=settings.activation(1, of_problem=False))
-    if settings.states_messages or settings.transformer.modality_config is None:
-        fields |= {"template": pair_template(settings, tokenizer, network.config.model_type)}
-    else:
-        fields |= _prompts(settings)
-    with quiet():
-        network, head = scorer(torch, network, token_score(settings, tokenizer))
-    return _Outputs(SCORING, network, head, NO_EMBEDDING | fields)
-
-
-def _logits(
-    settings: FolderSettings, network: Any, tokenizer: Any, task: str, model: str
-) -> _Outputs:
+def _logits(loaded: _Loaded) -> _Wrapped:
     """The outputs of a network with the head of a task.
 
     Raises:
         InvalidArgument: A reranker has several classes.
         InvalidModel: The settings state a chat template, which does not apply to pairs.
     """
+    settings, task = loaded.settings, loaded.task
+    wrapped = positional_module(loaded.torch, loaded.network, loaded.tokenizer, loaded.kind)
     if task not in ("rerank", "sequence-classification"):
-        return _Outputs(TASKS[task], network, None, NO_EMBEDDING)
-    classes = network.config.num_labels
+        return wrapped, NO_EMBEDDING
+    classes = loaded.network.config.num_labels
     if task == "rerank" and classes != 1:
         raise InvalidArgument(
-            f"{model}: the model has {classes} classes: a reranker has one score",
+            f"{loaded.name}: the model has {classes} classes: a reranker has one score",
             "set `task` to sequence-classification",
             code="export.not_reranker",
         )
     fields = given(activation=settings.activation(classes, of_problem=task != "rerank"))
     template = None
     if task == "rerank" and (settings.states_messages or settings.infers_messages):
-        template = chat_template_of_pairs(settings, tokenizer)
+        template = chat_template_of_pairs(settings, loaded.tokenizer)
     if template is None and settings.states_messages:
         raise InvalidModel(
             f"{settings.folder}: modality_config states a chat template, which writes no pair of a"
@@ -355,7 +363,21 @@ def _logits(
             code="export.no_template",
         )
     fields |= {"template": template} if template else _prompts(settings)
-    return _Outputs(TASKS[task], network, None, NO_EMBEDDING | fields)
+    return wrapped, NO_EMBEDDING | fields
+
+
+def _pair_scores(loaded: _Loaded) -> _Wrapped:
+    """The logit of one token after a pair of texts, from a language model."""
+    settings, network, tokenizer = loaded.settings, loaded.network, loaded.tokenizer
+    fields = given(activation=settings.activation(1, of_problem=False))
+    if settings.states_messages or settings.transformer.modality_config is None:
+        fields |= {"template": pair_template(settings, tokenizer, network.config.model_type)}
+    else:
+        fields |= _prompts(settings)
+    with quiet():
+        base, head = scorer(loaded.torch, network, token_score(settings, tokenizer))
+    wrapped = positional_module(loaded.torch, base, tokenizer, SCORING, head)
+    return wrapped, NO_EMBEDDING | fields
 
 
 def _prompts(settings: FolderSettings) -> dict[str, Any]:

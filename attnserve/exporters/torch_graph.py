@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,7 @@ from attnserve.runtime.interface import RunFailed
 from attnserve.runtime.session import open_session
 from graph_passes.errors import CheckFailed, InvalidModel
 
-__all__ = [
-    "CHECKED",
-    "EXAMPLE",
-    "compare",
-    "input_names",
-    "positional_module",
-    "random_inputs",
-    "trace",
-]
+__all__ = ["PositionalModule", "compare", "positional_module", "random_feeds", "trace"]
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """The possible inputs of a graph; an input is used if the model and its tokenizer have it."""
@@ -40,24 +33,34 @@ CHECKED = ((3, 11), (1, 24))
 """Batch and sequence of the checks; different from ``EXAMPLE``, to detect constant sizes."""
 
 
-def input_names(network: Any, tokenizer: Any) -> tuple[str, ...]:
-    """The inputs of a graph of this network."""
-    accepted = inspect.signature(network.forward).parameters
-    return tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
+@dataclass(frozen=True)
+class PositionalModule:
+    """A module of positional tensors that returns a tuple, in evaluation mode.
+
+    Attributes:
+        torch: The package.
+        module: The module; its ``network`` is that of transformers.
+        inputs: The names of the tensors, in their order.
+        task: The names of the outputs, and whether they have an axis of tokens.
+    """
+
+    torch: Any
+    module: Any
+    inputs: tuple[str, ...]
+    task: Task
 
 
 def positional_module(
-    torch: Any, names: tuple[str, ...], network: Any, head: Any, fields: Sequence[str]
-) -> Any:
-    """Wrap a network as a module of positional tensors that returns a tuple, in evaluation mode.
+    torch: Any, network: Any, tokenizer: Any, task: Task, head: Any = None
+) -> PositionalModule:
+    """Wrap a network as a module of the inputs that it has and its tokenizer makes.
 
     Args:
-        torch: The package.
-        names: The inputs of the network, in the order of the tensors.
-        network: The module of transformers.
-        head: A module that computes the output from the hidden states; None for the network's own.
-        fields: The returned fields of the network's output, if there is no head.
+        head: A module that computes the output from the hidden states; None for the fields
+            ``task.outputs`` of the network's output.
     """
+    accepted = inspect.signature(network.forward).parameters
+    names = tuple(n for n in INPUTS if n in accepted and n in tokenizer.model_input_names)
 
     class Wrapper(torch.nn.Module):
         def __init__(self) -> None:
@@ -70,36 +73,42 @@ def positional_module(
             result = self.network(**inputs, return_dict=True)
             if self.head is not None:
                 return (self.head(result.last_hidden_state, inputs["attention_mask"]),)
-            return tuple(getattr(result, field) for field in fields)
+            return tuple(getattr(result, field) for field in task.outputs)
 
     # dynamo uses the mode of the outermost module and exports Dropout nodes in training mode.
-    return Wrapper().eval()
+    return PositionalModule(torch, Wrapper().eval(), names, task)
 
 
-def random_inputs(
-    network: Any, tokenizer: Any, names: tuple[str, ...], batch: int, sequence: int, seed: int
-) -> dict[str, np.ndarray]:
-    """Random inputs; with several rows, the last one has padding."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(0, network.config.vocab_size, (batch, sequence))
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    ids[ids == pad] = (pad + 1) % network.config.vocab_size
-    mask = np.ones_like(ids)
-    if batch > 1:
-        mask[-1, sequence - sequence // 3 :] = 0
-    ids[mask == 0] = pad
-    num_types = max(min(getattr(network.config, "type_vocab_size", 2) or 1, 2), 1)
-    types = np.broadcast_to(np.arange(sequence) * num_types // sequence, ids.shape).copy()
-    values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
-    return {name: values[name] for name in names}
+def random_feeds(
+    wrapped: PositionalModule, tokenizer: Any, limit: int | None, seed: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Random inputs that trace a module, then those that check the graph.
+
+    With several rows, the last one has padding.
+
+    Args:
+        limit: The maximum number of tokens; None for no limit.
+    """
+    config, pad = wrapped.module.network.config, tokenizer.pad_token_id or 0
+    for batch, sequence in (EXAMPLE, *CHECKED):
+        sequence = min(sequence, limit or sequence)
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(0, config.vocab_size, (batch, sequence))
+        ids[ids == pad] = (pad + 1) % config.vocab_size
+        mask = np.ones_like(ids)
+        if batch > 1:
+            mask[-1, sequence - sequence // 3 :] = 0
+        ids[mask == 0] = pad
+        num_types = max(min(getattr(config, "type_vocab_size", 2) or 1, 2), 1)
+        types = np.broadcast_to(np.arange(sequence) * num_types // sequence, ids.shape).copy()
+        values = {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
+        yield {name: values[name] for name in wrapped.inputs}
 
 
 @quiet()
 def trace(
-    torch: Any,
-    wrapper: Any,
+    wrapped: PositionalModule,
     example: Mapping[str, np.ndarray],
-    task: Task,
     exporter: Exporter,
     opset: int,
     limit: int | None,
@@ -110,6 +119,7 @@ def trace(
     Raises:
         InvalidModel: A trace would be wrong for long texts.
     """
+    torch, task = wrapped.torch, wrapped.task
     values = tuple(torch.from_numpy(value) for value in example.values())
     options: dict[str, Any] = {
         "opset_version": opset,
@@ -122,7 +132,7 @@ def trace(
             1: torch.export.Dim("sequence", min=2, max=limit or 2**17),
         }
         program = torch.onnx.export(
-            wrapper,
+            wrapped.module,
             values,
             dynamo=True,
             verbose=False,
@@ -133,13 +143,18 @@ def trace(
             # Stack traces contain paths and source lines of this machine.
             node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
         return program.model
-    _check_frequencies(wrapper.network, limit)
+    _check_frequencies(wrapped.module.network, limit)
     axes = {0: "batch", 1: "sequence"}
     dynamic = dict.fromkeys(example, axes)
     dynamic |= dict.fromkeys(task.outputs, axes if task.per_token else {0: "batch"})
     with torch.no_grad():
         torch.onnx.export(
-            wrapper, values, scratch / "traced.onnx", dynamo=False, dynamic_axes=dynamic, **options
+            wrapped.module,
+            values,
+            scratch / "traced.onnx",
+            dynamo=False,
+            dynamic_axes=dynamic,
+            **options,
         )
     return load_model(scratch / "traced.onnx")
 
@@ -164,20 +179,21 @@ def _check_frequencies(network: Any, limit: int | None) -> None:
 
 
 def compare(
-    torch: Any, wrapper: Any, path: Path, feeds: list[dict[str, np.ndarray]], per_token: bool
+    wrapped: PositionalModule, path: Path, feeds: Sequence[Mapping[str, np.ndarray]]
 ) -> tuple[float, float]:
     """Largest absolute and relative error of the graph against PyTorch, without padding.
 
     Raises:
         CheckFailed: The relative error is above ``TOLERANCE``, or a number is not finite.
     """
+    torch = wrapped.torch
     session = open_session(path)
     absolute = relative = 0.0
     for feed in feeds:
         with torch.no_grad(), quiet():
-            torch_outputs = wrapper(*(torch.from_numpy(value) for value in feed.values()))
+            torch_outputs = wrapped.module(*(torch.from_numpy(value) for value in feed.values()))
         real: Any = slice(None)
-        if per_token and "attention_mask" in feed:
+        if wrapped.task.per_token and "attention_mask" in feed:
             real = feed["attention_mask"] != 0
         try:
             onnx_outputs = session.run(None, feed)
