@@ -152,8 +152,8 @@ class SearchRecord(Measured, frozen=True):
         quality_to_choose: The same quality on the rows to choose, by which the plan was chosen.
         verifications: All verifications of choices, in order; all but the last missed the goal.
         speedup: The geometric mean over the requested lengths; 1 without a gain.
-        speeds: The original in the default runtime, and the result in that of its precision, at each
-            length; none without a gain.
+        speeds: The original in the default runtime, and the result in that of its precision, at
+            each length; none without a gain.
         timed_runtime: The runtime in which blocks and candidates were timed.
         front: The choices on the Pareto front.
         precisions: The compared precisions; none if the request named one.
