@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.registry import Collector
 
 from attnserve.runtime.memory_use import gpu_bytes
+from attnserve.serving.live_quality import LiveReport
 from service.engine.repository import Repository
 from service.metrics import OF_MODEL
 
 __all__ = ["PresentState"]
+
+QUALITY: Mapping[str, tuple[str, Callable[[LiveReport], float | None]]] = {
+    "value": (
+        "Quality against the original on the last compared rows.",
+        lambda report: report.value,
+    ),
+    "lower": ("Lower end of its 95 % interval.", lambda report: report.ci95 and report.ci95[0]),
+    "upper": ("Upper end of its 95 % interval.", lambda report: report.ci95 and report.ci95[1]),
+    "promise": ("Quality that the artifact guarantees.", lambda report: report.guaranteed),
+    "rows": ("Number of rows of the estimate.", lambda report: report.rows),
+    "broken": ("1 if the quality guarantee is violated, else 0.", lambda report: report.is_broken),
+}
+"""The text of each quality series, and its value; None for a report without it."""
 
 
 class PresentState(Collector):
@@ -61,20 +75,12 @@ class PresentState(Collector):
 
     def _quality(self) -> Iterator[Metric]:
         reports = self._repository.shadow.reports()
-        for key, text in (
-            ("value", "Quality against the original on the last compared rows."),
-            ("lower", "Lower end of its 95 % interval."),
-            ("upper", "Upper end of its 95 % interval."),
-            ("promise", "Quality that the artifact guarantees."),
-            ("rows", "Number of rows of the estimate."),
-            ("broken", "1 if the quality guarantee is violated, else 0."),
-        ):
+        for name, (text, value_of) in QUALITY.items():
             gauge = GaugeMetricFamily(
-                f"attnserve_quality_{key}", text, labels=(*OF_MODEL, "measure")
+                f"attnserve_quality_{name}", text, labels=(*OF_MODEL, "measure")
             )
             for of, report in reports.items():
-                lower, upper = report["ci95"] or (None, None)
-                value = {**report, "lower": lower, "upper": upper}[key]
+                value = value_of(report)
                 if value is not None:
-                    gauge.add_metric((*of, report["measure"]), value)
+                    gauge.add_metric((*of, report.measure), value)
             yield gauge

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -22,7 +22,7 @@ from attnserve.models.checksums import check_checksums
 from attnserve.models.tokenizer import Encoding
 from attnserve.runtime.interface import Feed
 from attnserve.runtime.isolation import Worker, WorkerCrashed, allowed_environment
-from attnserve.serving.live_quality import LiveComparison
+from attnserve.serving.live_quality import LiveComparison, QualityUpdate
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, InvalidModel
@@ -166,7 +166,7 @@ class ComparisonProcess:
         """End the child and do not restart it."""
         self._end_child(math.inf)
 
-    def compare(self, row: ServedRow) -> dict[str, Any] | None:
+    def compare(self, row: ServedRow) -> QualityUpdate | None:
         """Run the original on a row; see ``LiveComparison.compare``.
 
         Returns:
@@ -200,7 +200,7 @@ class ComparisonProcess:
                 return None
             model, payload = served.model, row.payload
             inputs = model.text_inputs([payload]) if isinstance(payload, Encoding) else payload
-            return self._child.call(
+            update = self._child.call(
                 "compare",
                 str(row.key),
                 row.task,
@@ -208,6 +208,7 @@ class ComparisonProcess:
                 dict(row.outputs),
                 timeout_s=RUN_TIMEOUT_S,
             )
+            return None if update is None else QualityUpdate.model_validate(update)
         except WorkerCrashed:
             self._end_child(monotonic() + RESTART_S)
             raise

@@ -16,10 +16,11 @@ for correlations of similarities.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, cast, get_args
 
 import numpy as np
+from pydantic import Field
 
 from attnserve.checks.meters import new_meter
 from attnserve.context import Device
@@ -30,6 +31,7 @@ from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import last_rewrite_of
 from attnserve.models.embeddings import BY_COSINE, Embedding
 from attnserve.models.lineage import LineageEntry, search_of
+from attnserve.models.recorded import Recorded
 from attnserve.runtime.interface import Batch
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.loaded_model import Model
@@ -43,6 +45,7 @@ __all__ = [
     "LiveComparison",
     "LiveQuality",
     "LiveReport",
+    "QualityUpdate",
     "read_guarantee",
 ]
 
@@ -122,27 +125,34 @@ def _guaranteed(entry: LineageEntry) -> float | None:
     return quality.guaranteed if goal is None else goal
 
 
-@dataclass(frozen=True)
-class LiveReport:
-    """The quality of the last rows. The fields are keys of /stats.json.
+class LiveReport(Recorded, frozen=True):
+    """The quality of the last rows, "quality" in /stats.json.
 
     Attributes:
         measure: The name of the measure.
         value: The quality; None before the first four rows.
         ci95: The two-sided interval; None for less than ``measures.MIN_ROWS`` rows.
-        promise: The guaranteed quality; None without a guarantee.
-        broken: Whether a violation of the guarantee was detected, and it was not met again since.
+        guaranteed: The guaranteed quality; None without a guarantee.
+        is_broken: Whether a violation of the guarantee was detected, and it was not met again
+            since.
         rows: The number of measured rows, at most ``WINDOW``.
-        also: Other measures of the same rows, by name.
+        also: Other measures of the same rows, by name; None for NaN, which JSON lacks.
     """
 
     measure: Measure
     value: float | None
     ci95: tuple[float, float] | None
-    promise: float | None
-    broken: bool
+    guaranteed: Annotated[float | None, Field(alias="promise")]
+    is_broken: Annotated[bool, Field(alias="broken")]
     rows: int
-    also: Mapping[str, float] = field(default_factory=dict[str, float])
+    also: Mapping[str, float | None]
+
+
+class QualityUpdate(Recorded, frozen=True):
+    """The report after the comparison of a row, and whether its ``is_broken`` has changed."""
+
+    report: LiveReport
+    is_changed: bool
 
 
 class LiveQuality:
@@ -164,14 +174,22 @@ class LiveQuality:
         self._meter = new_meter(measure, embedding, window)
         self._rows = self._looks = self._measured_at = 0
         self._next_look = FIRST_LOOK
-        self.report = LiveReport(measure, None, None, guaranteed, False, 0)
+        self.report = LiveReport(
+            measure=measure,
+            value=None,
+            ci95=None,
+            guaranteed=guaranteed,
+            is_broken=False,
+            rows=0,
+            also={},
+        )
         """The last estimate."""
 
     def add(self, original: np.ndarray, served: np.ndarray, inputs: Batch) -> bool:
         """Add the outputs (1, ...) of both models for one row.
 
         Returns:
-            Whether ``report.broken`` has changed: a violation was detected, or the value of the
+            Whether ``report.is_broken`` has changed: a violation was detected, or the value of the
             window meets the guarantee again.
         """
         self._meter.add(original, served, inputs)
@@ -183,19 +201,23 @@ class LiveQuality:
         self._measured_at = self._rows
         scores = self._meter.scores()
         report = self.report
-        rows = len(scores.influence)
-        guaranteed = report.promise
-        broken = report.broken
+        is_broken = report.is_broken
         if is_look:
             self._looks += 1
             grown = min(int(self._rows * LOOK_GROWTH), WINDOW)
             self._next_look = grown if grown > self._rows else self._rows + LOOK_STEP
-            if guaranteed is not None:
-                broken = self._is_broken(scores.influence, guaranteed, broken)
+            if report.guaranteed is not None:
+                is_broken = self._is_broken(scores.influence, report.guaranteed, is_broken)
         self.report = LiveReport(
-            report.measure, scores.value, scores.ci95, guaranteed, broken, rows, scores.also
+            measure=report.measure,
+            value=scores.value,
+            ci95=scores.ci95,
+            guaranteed=report.guaranteed,
+            is_broken=is_broken,
+            rows=len(scores.influence),
+            also=scores.also,
         )
-        return broken != report.broken
+        return is_broken != report.is_broken
 
     def _is_broken(self, influence: np.ndarray, guaranteed: float, was_broken: bool) -> bool:
         """Whether the guarantee is violated at the present look, by the influences of the rows."""
@@ -216,10 +238,7 @@ MEASURES: Mapping[TextTask, Sequence[Measure]] = {
 
 
 class LiveComparison:
-    """Compares served artifacts with their original.
-
-    Results are JSON values, so that an ``isolation.Worker`` can call the methods.
-    """
+    """Compares served artifacts with their original, as the object of an ``isolation.Worker``."""
 
     def __init__(self, artifact: Artifact, device: Device) -> None:
         self._model = Model(artifact, RunnerOptions(replace(device, threads=1)))
@@ -264,10 +283,10 @@ class LiveComparison:
         inputs: Mapping[str, np.ndarray],
         served: Mapping[str, np.ndarray],
     ) -> dict[str, Any] | None:
-        """Run the original on a row; None if the served outputs cannot be measured.
+        """Run the original on a row.
 
         Returns:
-            The fields of ``LiveReport``, and "changed": whether its field "broken" has changed.
+            The JSON of a ``QualityUpdate``; None if the served outputs cannot be measured.
         """
         quality, name = self._watched[key]
         served_output = served.get(name)
@@ -278,4 +297,4 @@ class LiveComparison:
         original_output = self._model.run(inputs, [name])[name][:1]
         row = {name: array[:1] for name, array in inputs.items()}
         is_changed = quality.add(original_output, served_output, row)
-        return {**asdict(quality.report), "changed": is_changed}
+        return QualityUpdate(report=quality.report, is_changed=is_changed).to_json()

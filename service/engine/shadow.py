@@ -13,14 +13,14 @@ import logging
 import pickle
 import random
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
-import orjson
+from pydantic import TypeAdapter
 
 from attnserve.data.text_sample import TextSample
 from attnserve.models.tokenizer import Encoding
@@ -32,6 +32,7 @@ from attnserve.serving.comparison_process import (
     ServedModel,
     ServedRow,
 )
+from attnserve.serving.live_quality import LiveReport, QualityUpdate
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError
 from service.engine.answer import FollowUp, RowOutputs
@@ -51,6 +52,12 @@ MAX_FILES = 64
 """Maximum number of rows of other workers that wait for worker 0."""
 
 IDLE_POLL_S = 0.1
+
+Reports = dict[str, tuple[str, LiveReport]]
+"""The checksum of a model's files, and its report, by name and version with "\\0" between them."""
+
+REPORTS: TypeAdapter[Reports] = TypeAdapter(Reports)
+"""The JSON of reports.json, from which other workers read the reports."""
 
 log = logging.getLogger("attnserve")
 
@@ -92,8 +99,7 @@ class Shadow:
                 _warn,
                 timeout_s=settings.probe_timeout_s,
             )
-        # The checksum of the model's files, and its report, by version.
-        self._reports: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._reports: Reports = {}
         self._pool = ThreadPoolExecutor(1, "shadow")
         self._pending: set[asyncio.Task[None]] = set()
         self._can_write = self._can_compare = True
@@ -116,18 +122,18 @@ class Shadow:
         if self._original is not None:
             self._original.close()
 
-    def reports(self) -> dict[Version, dict[str, Any]]:
-        """The quality report of each compared model; see ``LiveReport``."""
-        written = self._reports
+    def reports(self) -> dict[Version, LiveReport]:
+        """The quality report of each compared model."""
+        published = self._reports
         if self._folder is not None and not self._is_first:
             with suppress(OSError, ValueError):
-                written = orjson.loads((self._folder / "reports.json").read_bytes())
-        reports: dict[Version, dict[str, Any]] = {}
+                published = REPORTS.validate_json((self._folder / "reports.json").read_bytes())
+        reports: dict[Version, LiveReport] = {}
         for engine in self._engines():
             key = (engine.name, engine.version)
-            identity, quality = written.get("\0".join(key), ("", {}))
-            if quality and identity == engine.identity:
-                reports[key] = quality
+            identity, report = published.get("\0".join(key), ("", None))
+            if report is not None and identity == engine.identity:
+                reports[key] = report
         return reports
 
     # -- on the event loop ------------------------------------------------------------------------
@@ -240,42 +246,42 @@ class Shadow:
     def _compare(self, sample: ServedRow) -> Literal["compared", "skipped", "failed"]:
         assert self._original is not None
         try:
-            quality = self._original.compare(sample)
+            update = self._original.compare(sample)
         except Exception as error:
             if self._can_compare:
                 log.warning("a comparison with the original failed: %s", str(error).split("\n")[0])
             self._can_compare = False
             return "failed"
-        if quality is None:
+        if update is None:
             return "skipped"
         self._can_compare = True
-        self._publish(sample, quality)
+        self._publish(sample, update)
         return "compared"
 
-    def _publish(self, sample: ServedRow, quality: dict[str, Any]) -> None:
-        if quality.pop("changed"):
-            _log_change(sample.key, quality)
-        self._reports = {**self._reports, "\0".join(sample.key): (sample.identity, quality)}
+    def _publish(self, sample: ServedRow, update: QualityUpdate) -> None:
+        if update.is_changed:
+            _log_change(sample.key, update.report)
+        self._reports = {**self._reports, "\0".join(sample.key): (sample.identity, update.report)}
         if self._folder is not None:
             with suppress(OSError):
-                write_atomically(self._folder / "reports.json", orjson.dumps(self._reports))
+                write_atomically(self._folder / "reports.json", REPORTS.dump_json(self._reports))
 
 
 def _warn(error: AttnserveError) -> None:
     log.warning("not compared with the original: %s", str(error).replace("\n", "; "))
 
 
-def _log_change(key: Version, quality: Mapping[str, Any]) -> None:
-    if quality["broken"]:
+def _log_change(key: Version, report: LiveReport) -> None:
+    if report.is_broken:
         log.warning(
             "%s version %s violates its quality guarantee: %s %.4f on the last %d compared rows,"
             " guaranteed %.4f; calibrate on texts like these (ATTNSERVE_SAMPLE_TEXTS), or serve the"
             " original",
             *key,
-            quality["measure"],
-            quality["value"],
-            quality["rows"],
-            quality["promise"],
+            report.measure,
+            report.value,
+            report.rows,
+            report.guaranteed,
         )
     else:
         log.info("%s version %s meets its quality guarantee again", *key)

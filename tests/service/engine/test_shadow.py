@@ -313,8 +313,8 @@ def test_scores_of_an_equal_classifier_meet_the_guarantee(activation: str, tmp_p
         inputs = served.text_inputs(served.encode(["a " * (1 + place % 5) + "b"]))
         logits = served.run(inputs, ["logits"])["logits"]
         scores = served.vectors("classify", inputs, logits)
-        report = comparison.compare("c", "classify", inputs, {"logits": scores})
-    assert report is not None and report["value"] == pytest.approx(1, abs=1e-6)
+        update = comparison.compare("c", "classify", inputs, {"logits": scores})
+    assert update is not None and update["report"]["value"] == pytest.approx(1, abs=1e-6)
     assert comparison.compare("c", None, inputs, {"another": scores}) is None
 
 
