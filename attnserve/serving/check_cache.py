@@ -20,6 +20,7 @@ import orjson
 
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_files import data_file
+from attnserve.models.recorded import Recorded
 from attnserve.runtime.cache import cache_folder, private_folder, read_private, write_atomically
 from attnserve.runtime.locks import open_folder, try_lock
 from attnserve.runtime.machine import available_cores, cpu_flags
@@ -42,6 +43,20 @@ ABANDONED_S = 86_400
 LOCK_POLL_S = 0.2
 
 
+class _Entry(Recorded, frozen=True):
+    """The content of the file of an entry.
+
+    Attributes:
+        fused: The checksums of the fused model and of its data file; None without a fused model.
+        until: The time until which the result is valid, in seconds; None for no limit.
+        result: The stored result.
+    """
+
+    fused: tuple[str, ...] | None
+    until: float | None
+    result: Mapping[str, Any]
+
+
 class CheckCache:
     """Entries of checks with the same settings, and their files.
 
@@ -56,9 +71,9 @@ class CheckCache:
         machine = [package_versions(PACKAGES), sorted(cpu_flags()), available_cores()]
         self._setting = orjson.dumps([*machine, settings], option=orjson.OPT_SORT_KEYS)
 
-    def file(self, content: str) -> Path | None:
-        """The path of the fused model of a content; None without a folder."""
-        key = hashlib.sha256(self._setting + content.encode()).hexdigest()
+    def file(self, checksum: str) -> Path | None:
+        """The path of the fused model for a checksum of files; None without a folder."""
+        key = hashlib.sha256(self._setting + checksum.encode()).hexdigest()
         return self.folder and self.folder / f"{key}.onnx"
 
     @contextmanager
@@ -79,13 +94,13 @@ class CheckCache:
             yield False
 
     @contextmanager
-    def new_file(self, content: str) -> Generator[Path | None]:
-        """Yield a path for writing the fused model of a content; None without a folder.
+    def new_file(self, checksum: str) -> Generator[Path | None]:
+        """Yield a path for writing the fused model; None without a folder.
 
         The name of the data file beside it follows from the path. ``keep`` stores the written
         files; the end of the context deletes files that were not kept.
         """
-        file = self.file(content)
+        file = self.file(checksum)
         folder = None
         with suppress(OSError):  # the disk is full
             if file is not None:
@@ -109,23 +124,22 @@ class CheckCache:
                 path.replace(self.folder / path.name)
         return self.folder / new.name
 
-    def read(self, content: str) -> Mapping[str, Any] | None:
-        """Read the stored result of a content, if it is valid and the fused model is unchanged."""
-        file = self.file(content)
+    def read(self, checksum: str) -> Mapping[str, Any] | None:
+        """Read the stored result, if it is valid and the fused model is unchanged."""
+        file = self.file(checksum)
         text = None if file is None else read_private(file.with_suffix(".json"))
         if file is None or text is None:
             return None
-        with suppress(OSError, ValueError, KeyError, TypeError, InvalidModel):
-            entry = orjson.loads(text)
-            is_valid = entry["until"] is None or time() < entry["until"]
-            is_valid = is_valid and (entry["fused"] is None or entry["fused"] == _checksums(file))
-            if is_valid:
+        with suppress(OSError, ValueError, InvalidModel):
+            entry = _Entry.model_validate_json(text)
+            is_valid = entry.until is None or time() < entry.until
+            if is_valid and (entry.fused is None or entry.fused == _checksums(file)):
                 os.utime(file.with_suffix(".json"))
-                return entry["result"]
+                return entry.result
         return None
 
     def write(
-        self, content: str, result: Mapping[str, Any], *, fused: bool, is_final: bool = True
+        self, checksum: str, result: Mapping[str, Any], *, fused: bool, is_final: bool = True
     ) -> None:
         """Store a result, and the checksum of the fused model if there is one.
 
@@ -133,14 +147,14 @@ class CheckCache:
             is_final: Whether a new check would have the same result; otherwise the result is valid
                 for ``RETRY_S``.
         """
-        file = self.file(content)
+        file = self.file(checksum)
         if file is None:
             return
         with suppress(OSError):  # the cache is optional
             until = None if is_final else time() + RETRY_S
             checksums = _checksums(file) if fused else None
-            entry = {"fused": checksums, "until": until, "result": result}
-            write_atomically(file.with_suffix(".json"), orjson.dumps(entry))
+            entry = _Entry(fused=checksums, until=until, result=result)
+            write_atomically(file.with_suffix(".json"), entry.model_dump_json().encode())
             self._delete_old(file.parent)
 
     def _delete_old(self, folder: Path) -> None:
@@ -165,6 +179,6 @@ def compiled_file(model: Path) -> Path:
     return model.with_suffix(".compiled")
 
 
-def _checksums(file: Path) -> list[str]:
+def _checksums(file: Path) -> tuple[str, ...]:
     """The checksums of a model and of its data file, if there is one."""
-    return [sha256(path) for path in (file, data_file(file)) if path.exists()]
+    return tuple(sha256(path) for path in (file, data_file(file)) if path.exists())

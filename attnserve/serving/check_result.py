@@ -8,15 +8,19 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from attnserve.models.artifact import Artifact
 from attnserve.models.checksums import sha256
 from attnserve.models.onnx_validation import external_file
-from attnserve.serving.graph_facts import GraphFacts
+from attnserve.models.recorded import Recorded
+from attnserve.serving.graph_facts import GraphCost, GraphFacts
 from attnserve.serving.operator_report import OperatorReport
 from graph_passes.errors import InvalidModel
 
-__all__ = ["FIX", "CheckResult", "content_of", "identify"]
+__all__ = ["FIX", "CachedResult", "CheckResult", "checksum_of", "identify"]
 
 CONFIGURATION_FILES = ("tokenizer.json", "tokenizer_config.json", "attnserve.json", "config.json")
 """Files beside the model that change its results."""
@@ -29,28 +33,28 @@ class CheckResult:
     """A model that passed the check.
 
     Attributes:
-        content: A checksum of the model's files except the external data (``content_of``).
+        checksum: A checksum of the model's files except the external data (``checksum_of``).
         identity: A checksum of all files of the model.
         external: The external data files of the model with their checksums.
         fused_file: The model with fused operators; None if the original is run.
         operators: The operators of the model that is run.
         facts: Facts of the original.
-        fused_facts: Facts of the fused model; None if the original is run.
+        fused_cost: The cost of the fused model; None if the original is run.
         fusion: Future result of the fusion in the background; None if no fusion runs.
     """
 
-    content: str
+    checksum: str
     identity: str
     external: tuple[tuple[Path, str], ...]
     fused_file: Path | None
     operators: OperatorReport
     facts: GraphFacts = field(compare=False)
-    fused_facts: GraphFacts | None = field(default=None, compare=False)
+    fused_cost: GraphCost | None = field(default=None, compare=False)
     fusion: Future[CheckResult] | None = field(default=None, compare=False)
 
     @classmethod
     def of(
-        cls, artifact: Artifact, content: str, facts: GraphFacts, operators: OperatorReport
+        cls, artifact: Artifact, checksum: str, facts: GraphFacts, operators: OperatorReport
     ) -> CheckResult:
         """The result for a model that is run without operator fusion.
 
@@ -63,17 +67,17 @@ class CheckResult:
                 FIX,
                 code="artifact.external_outside",
             )
-        external = (artifact.folder / location for location in facts.external)
-        checksums = tuple((path, sha256(path)) for path in external)
-        digest = hashlib.sha256(content.encode())
-        for path, checksum in checksums:
-            digest.update(f" {path.name} {checksum}".encode())
-        return cls(content, digest.hexdigest(), checksums, None, operators, facts)
+        paths = (artifact.folder / location for location in facts.external)
+        external = tuple((path, sha256(path)) for path in paths)
+        digest = hashlib.sha256(checksum.encode())
+        for path, data_checksum in external:
+            digest.update(f" {path.name} {data_checksum}".encode())
+        return cls(checksum, digest.hexdigest(), external, None, operators, facts)
 
     def is_current(self, artifact: Artifact) -> bool:
         """Whether all files of the model are unchanged."""
         with suppress(InvalidModel, OSError):
-            now = self.of(artifact, content_of(artifact), self.facts, self.operators)
+            now = self.of(artifact, checksum_of(artifact), self.facts, self.operators)
             return now.identity == self.identity
         return False
 
@@ -86,7 +90,33 @@ class CheckResult:
 
     def unfused(self, why: str) -> CheckResult:
         """The result for the model without operator fusion, for the reason ``why``."""
-        return replace(self, fused_file=None, operators=OperatorReport(why=why), fused_facts=None)
+        return replace(self, fused_file=None, operators=OperatorReport(why=why), fused_cost=None)
+
+    @property
+    def running_facts(self) -> GraphFacts:
+        """Facts of the model that is run."""
+        return self.facts if self.fused_cost is None else self.facts.with_cost(self.fused_cost)
+
+
+def _cost_to_json(cost: GraphCost | None) -> dict[str, Any]:
+    return {} if cost is None else cost.to_json()
+
+
+class CachedResult(Recorded, frozen=True):
+    """The part of a ``CheckResult`` that the cache stores; the others follow from the files.
+
+    JSON has an empty object if there is no ``fused_cost``.
+    """
+
+    identity: str
+    facts: GraphFacts
+    operators: OperatorReport
+    fused_cost: Annotated[
+        GraphCost | None,
+        BeforeValidator(lambda content: content or None),
+        PlainSerializer(_cost_to_json),
+        Field(alias="running"),
+    ]
 
 
 def identify(artifact: Artifact) -> CheckResult:
@@ -95,13 +125,13 @@ def identify(artifact: Artifact) -> CheckResult:
     Raises:
         InvalidModel: The model cannot be read.
     """
-    content = content_of(artifact)
+    checksum = checksum_of(artifact)
     facts = GraphFacts.read(artifact)
     operators = OperatorReport(why="the load check is off")
-    return CheckResult.of(artifact, content, facts, operators)
+    return CheckResult.of(artifact, checksum, facts, operators)
 
 
-def content_of(artifact: Artifact) -> str:
+def checksum_of(artifact: Artifact) -> str:
     """A checksum of a model without external data, whose list needs the graph, which may crash."""
     digest = hashlib.sha256(sha256(artifact.model).encode())
     for name in CONFIGURATION_FILES:

@@ -73,7 +73,7 @@ def _open(artifact: Artifact, checked: CheckResult, open_model: Callable[..., Mo
             artifact,
             graph=checked.fused_file,
             operators=checked.operators,
-            facts=checked.fused_facts or checked.facts,
+            facts=checked.running_facts,
         )
         model.warm_up()
         model.prepare_batches()

@@ -27,8 +27,12 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from attnserve.context import AUTO, Device
 from attnserve.models.artifact import Artifact
+from attnserve.models.onnx_files import load_model
+from attnserve.planning.served_graph.fusion_report import FusionReport
 from attnserve.runtime.isolation import (
     Worker,
     WorkerCrashed,
@@ -41,8 +45,8 @@ from attnserve.runtime.memory_use import available_bytes, peak_bytes
 from attnserve.runtime.temporary import temporary_folder
 from attnserve.serving.backends import RunnerOptions
 from attnserve.serving.check_cache import CheckCache
-from attnserve.serving.check_result import FIX, CheckResult, content_of
-from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphFacts
+from attnserve.serving.check_result import FIX, CachedResult, CheckResult, checksum_of
+from attnserve.serving.graph_facts import WARM_UP_LENGTHS, WARM_UP_ROWS, GraphCost, GraphFacts
 from attnserve.serving.loaded_model import Model
 from attnserve.serving.operator_report import NOT_REWRITTEN, PENDING, OperatorReport
 from graph_passes.errors import (
@@ -95,6 +99,12 @@ several copies in each runtime."""
 
 NICE = 5
 """Nice value of the fusion, so that requests have priority."""
+
+FusedModel = tuple[FusionReport, GraphCost]
+"""The report of a fusion, and the cost of the fused model."""
+
+FUSED_MODEL: TypeAdapter[FusedModel] = TypeAdapter(FusedModel)
+"""The JSON with which the child of a fusion answers."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 """Signals that end a server and its child processes, without a fault of the model."""
@@ -153,8 +163,8 @@ class LoadChecker:
             InvalidModel: The model cannot be loaded, crashes the runtime, or takes too long.
             InvalidArgument: The provider is not available.
         """
-        content = content_of(artifact)
-        result = self._recall(artifact, content) or self._try(artifact, content)
+        checksum = checksum_of(artifact)
+        result = self._recall(artifact, checksum) or self._try(artifact, checksum)
         if result.operators != PENDING:
             return result
         idle_s = _idle_fusion_s(result.facts)
@@ -178,26 +188,22 @@ class LoadChecker:
             if self.is_closed:
                 child.kill()
 
-    def _recall(self, artifact: Artifact, content: str) -> CheckResult | None:
+    def _recall(self, artifact: Artifact, checksum: str) -> CheckResult | None:
         """Read the result of an earlier check; None if no result fits the model."""
-        entry = self._cache.read(content)
+        entry = self._cache.read(checksum)
         if entry is None:
             return None
         try:
-            operators = OperatorReport.from_json(entry["operators"])
-            costs = entry["running"]
-            facts = GraphFacts.from_json(entry["facts"])
-            result = CheckResult.of(artifact, content, facts, operators)
-            is_fused = operators.fused is not None
-            fused_facts = facts.with_costs(costs) if is_fused else None
+            cached = CachedResult.model_validate(entry)
+            result = CheckResult.of(artifact, checksum, cached.facts, cached.operators)
         except Exception:  # the entry is damaged, or from another version
             return None
-        if result.identity != entry["identity"]:
+        if result.identity != cached.identity:
             return None
-        fused = self._cache.file(content) if is_fused else None
-        return replace(result, fused_file=fused, fused_facts=fused_facts)
+        fused_file = None if cached.fused_cost is None else self._cache.file(checksum)
+        return replace(result, fused_file=fused_file, fused_cost=cached.fused_cost)
 
-    def _try(self, artifact: Artifact, content: str) -> CheckResult:
+    def _try(self, artifact: Artifact, checksum: str) -> CheckResult:
         """Run a new check, with the errors of ``check``."""
         name = artifact.model
         deadline = monotonic() + self._timeout_s
@@ -212,9 +218,10 @@ class LoadChecker:
                 on_start=self._on_start,
                 silent=True,
             ) as child:
-                facts = GraphFacts.from_json(child.call("facts", timeout_s=deadline - monotonic()))
+                content = child.call("facts", timeout_s=deadline - monotonic())
+                facts = GraphFacts.model_validate(content)
                 # Before the run, so that a file that is replaced meanwhile is detected.
-                result = CheckResult.of(artifact, content, facts, self._first_report)
+                result = CheckResult.of(artifact, checksum, facts, self._first_report)
                 child.call("run", timeout_s=deadline - monotonic())
         except FORWARDED_ERRORS:
             raise
@@ -241,14 +248,14 @@ class LoadChecker:
         return PENDING
 
     def _write(self, result: CheckResult, *, is_final: bool = True) -> None:
-        stored = {
-            "identity": result.identity,
-            "facts": result.facts.to_json(),
-            "operators": result.operators.to_json(),
-            "running": {} if result.fused_facts is None else result.fused_facts.cost_json(),
-        }
+        cached = CachedResult(
+            identity=result.identity,
+            facts=result.facts,
+            operators=result.operators,
+            fused_cost=result.fused_cost,
+        )
         is_fused = result.fused_file is not None
-        self._cache.write(result.content, stored, fused=is_fused, is_final=is_final)
+        self._cache.write(result.checksum, cached.to_json(), fused=is_fused, is_final=is_final)
 
     def _limits(self, artifact: Artifact, timeout_s: float) -> tuple[int, int]:
         """Limits of a child: bytes of memory (0 for none) and seconds of processor time.
@@ -291,7 +298,7 @@ class LoadChecker:
         with self._cache.lock(lambda: self.is_closed) as is_locked:
             if not is_locked:
                 return result.unfused("the server stops")
-            entry = self._recall(artifact, result.content)
+            entry = self._recall(artifact, result.checksum)
             if (
                 entry is not None
                 and entry.identity == result.identity
@@ -306,33 +313,31 @@ class LoadChecker:
         Results that depend on the state of the machine are cached for a limited time, or not at
         all.
         """
-        with self._cache.new_file(result.content) as file:
+        with self._cache.new_file(result.checksum) as file:
             if file is None:
                 return result.unfused("there is no folder for it")
             runtimes = 2 if self._device.runtime == AUTO else 1
             if refusal := _resource_refusal(result.facts.weight_bytes, file.parent, runtimes):
                 return result.unfused(refusal.reason)
             try:
-                operators, costs = self._run_fusion(artifact, file, timeout_s)
+                report, fused_cost = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
                 if self._is_stopped(error):
                     return result.unfused(f"the fusion was stopped: {error.what}")
                 fused_result = result.unfused(error.what)
                 is_final = isinstance(error, CannotRewrite)
             else:
-                facts = result.facts.with_costs(costs)
+                operators = OperatorReport(fused=report)
+                fused_result = replace(result, operators=operators, fused_cost=fused_cost)
                 is_final = True
-                fused_result = replace(result, operators=operators, fused_facts=facts)
             if not result.is_current(artifact):
                 return result.unfused("the files changed during the fusion")
-            if fused_result.fused_facts is not None:
+            if fused_result.fused_cost is not None:
                 fused_result = replace(fused_result, fused_file=self._cache.keep(file))
         self._write(fused_result, is_final=is_final)
         return fused_result
 
-    def _run_fusion(
-        self, artifact: Artifact, file: Path, timeout_s: float
-    ) -> tuple[OperatorReport, dict[str, Any]]:
+    def _run_fusion(self, artifact: Artifact, file: Path, timeout_s: float) -> FusedModel:
         """Run ``_fuse_in_child`` in a child process.
 
         If the fusion fails during the comparison of runtimes, for example because one ends the
@@ -350,16 +355,16 @@ class LoadChecker:
             silent=True,
         )
         try:
-            operators, costs = run(_fuse_in_child, artifact, file, self._device)
+            return FUSED_MODEL.validate_python(run(_fuse_in_child, artifact, file, self._device))
         except AttnserveError as error:
             is_final = isinstance(error, CannotRewrite) or self._is_stopped(error)
             if self._device.runtime != AUTO or is_final:
                 raise
             log.warning("%s: the runtimes could not be compared: %s", artifact.model, error.what)
             first = replace(self._device, runtime=self._device.runtime_name)
-            operators, costs = run(_fuse_in_child, artifact, file, first)
-            operators["refused"] = {AUTO: error.what}
-        return OperatorReport.from_json(operators), costs
+            content = run(_fuse_in_child, artifact, file, first)
+            report, cost = FUSED_MODEL.validate_python(content)
+            return replace(report, refused={AUTO: error.what}), cost
 
     def _is_stopped(self, error: AttnserveError) -> bool:
         """Whether a child ended because the server or a user ended it."""
@@ -407,16 +412,14 @@ class _CheckProcess:
             )
 
 
-def _fuse_in_child(
-    artifact: Artifact, new: Path, device: Device
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the fused model and return its report and ``GraphFacts.cost_json``."""
+def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> Any:
+    """Write the fused model and return the JSON of a ``FusedModel``."""
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.served_graph.lossless import fuse_lossless
 
-    fused = fuse_lossless(artifact, new, device)
-    costs = GraphFacts.read(replace(artifact, model=new)).cost_json()
-    return OperatorReport(fused).to_json(), costs
+    report = fuse_lossless(artifact, new, device)
+    graph = load_model(replace(artifact, model=new), in_place=True)
+    return FUSED_MODEL.dump_python((report, GraphCost.of(graph)), mode="json")
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:
@@ -426,7 +429,7 @@ def _idle_fusion_s(facts: GraphFacts) -> float:
     texts = [array for array in example.values() if array.ndim == 2 and array.dtype.kind == "i"]
     tokens = max((text.size for text in texts), default=WARM_UP_ROWS * WARM_UP_LENGTHS[0])
     # Without a count, assume that each weight is multiplied once per token.
-    per_token = macs / tokens if example and macs else facts.cost.parameters
+    per_token = macs / tokens if example and macs else facts.parameters
     return per_token * FUSION_TOKENS / MACS_PER_S
 
 

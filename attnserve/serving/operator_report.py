@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from pydantic import BaseModel, model_serializer, model_validator
+
 from attnserve.planning.served_graph.fusion_report import FusionReport
-from attnserve.runtime.interface import LongRows
 
 __all__ = ["NOT_REWRITTEN", "PENDING", "OperatorReport"]
 
 
-@dataclass(frozen=True)
-class OperatorReport:
+class OperatorReport(BaseModel, frozen=True, extra="forbid"):
     """The operators that a loaded model runs.
+
+    JSON has "rewritten", whether operators are fused, then the fields of ``fused`` or the reason.
 
     Attributes:
         fused: The fused operators; None if the model runs without operator fusion.
@@ -26,25 +27,24 @@ class OperatorReport:
     why: str = ""
     is_pending: bool = False
 
+    @model_serializer
     def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
         if self.fused is not None:
             return {"rewritten": True, **asdict(self.fused)}
         pending = {"pending": True} if self.is_pending else {}
         return {"rewritten": False, **pending, "why": self.why}
 
+    @model_validator(mode="before")
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> OperatorReport:
-        """Read the content that ``to_json`` wrote.
-
-        Raises:
-            KeyError, TypeError: The content is not an operator report.
-        """
-        if not content["rewritten"]:
-            return cls(why=content["why"], is_pending="pending" in content)
-        values = {name: value for name, value in content.items() if name != "rewritten"}
-        if values["long_rows"] is not None:
-            values["long_rows"] = LongRows(**values["long_rows"])
-        return cls(FusionReport(**values))
+    def _read_json(cls, content: Any) -> Any:
+        match content:
+            case {"rewritten": True, **fused}:
+                return {"fused": fused}
+            case {"rewritten": False, "why": why, **others}:
+                return {"why": why, "is_pending": "pending" in others}
+            case _:  # the fields
+                return content
 
 
 NOT_REWRITTEN = OperatorReport(why="operator fusion is off")

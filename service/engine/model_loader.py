@@ -322,7 +322,8 @@ class ModelLoader:
         if fused is not None:
             refused = {name: hide(why) for name, why in fused.refused.items()}
             fused = replace(fused, refused=refused)
-        return replace(operators, fused=fused, why=hide(operators.why))
+        why = hide(operators.why)
+        return OperatorReport(fused=fused, why=why, is_pending=operators.is_pending)
 
     def _free(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())

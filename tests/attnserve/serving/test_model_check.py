@@ -24,11 +24,13 @@ import pytest
 from attnserve.context import ONE_THREAD, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import data_file
+from attnserve.planning.served_graph.fusion_report import FusionReport
+from attnserve.runtime.interface import LongRows
 from attnserve.runtime.isolation import WorkerCrashed, limit_process, run_isolated
 from attnserve.serving import check_cache, model_check
 from attnserve.serving.check_cache import CheckCache, compiled_file
-from attnserve.serving.check_result import identify
-from attnserve.serving.graph_facts import GraphFacts
+from attnserve.serving.check_result import CachedResult, identify
+from attnserve.serving.graph_facts import GraphCost, GraphFacts
 from attnserve.serving.model_check import LoadChecker
 from attnserve.serving.operator_report import OperatorReport
 from graph_passes.errors import InvalidArgument, InvalidModel
@@ -342,7 +344,7 @@ def test_check_child_processor_time_is_limited() -> None:
 
 def test_graph_facts_json_round_trip_is_equal(bert: Path) -> None:
     facts = GraphFacts.read(open_artifact(bert))
-    again = GraphFacts.from_json(json.loads(json.dumps(facts.to_json())))
+    again = GraphFacts.model_validate(json.loads(json.dumps(facts.to_json())))
     assert again.cost.macs == facts.cost.macs
     assert again.cost.node_bytes == facts.cost.node_bytes != ()
     assert {n: v.shape for n, v in again.cost.inputs.items()} == {
@@ -353,6 +355,70 @@ def test_graph_facts_json_round_trip_is_equal(bert: Path) -> None:
     assert again.id_bounds == facts.id_bounds and again.external == facts.external
     shapes = {name: array.shape for name, array in facts.examples[0].items()}
     assert again.cost.macs_of(shapes) == facts.cost.macs_of(shapes) is not None
+
+
+SCALAR_INPUT = """
+<ir_version: 8, opset_import: ["": 17]>
+scale (float[n, 2] x, float scale) => (float[n, 2] y) { y = Mul(x, scale) }
+"""
+
+FUSION = FusionReport(
+    attention=2,
+    gelu=0,
+    min_cosine=0.5,
+    max_error=1e-6,
+    speedup=1.5,
+    speedups={"1 x 8": 1.5},
+    kept=["layer 1"],
+    long_rows=LongRows(32, "openvino"),
+)
+
+
+@pytest.mark.parametrize(
+    ("operators", "written"),
+    [
+        (OperatorReport(why="no reason"), {"rewritten": False, "why": "no reason"}),
+        (
+            OperatorReport(why="later", is_pending=True),
+            {"rewritten": False, "pending": True, "why": "later"},
+        ),
+        (
+            OperatorReport(fused=FUSION),
+            {
+                "rewritten": True,
+                "attention": 2,
+                "gelu": 0,
+                "min_cosine": 0.5,
+                "max_error": 1e-6,
+                "speedup": 1.5,
+                "speedups": {"1 x 8": 1.5},
+                "kept": ["layer 1"],
+                "runtime": "onnxruntime",
+                "long_rows": {"above": 32, "runtime": "openvino"},
+                "refused": {},
+            },
+        ),
+    ],
+)
+def test_cached_result_json_round_trip_is_equal(
+    bert: Path, operators: OperatorReport, written: dict[str, Any]
+) -> None:
+    facts = GraphFacts.read(open_artifact(bert))
+    cost = None if operators.fused is None else GraphCost.model_validate(facts.to_json())
+    cached = CachedResult(identity="i", facts=facts, operators=operators, fused_cost=cost)
+    content = json.loads(json.dumps(cached.to_json()))
+    assert list(content) == ["identity", "facts", "operators", "running"]
+    assert content["operators"] == written
+    assert bool(content["running"]) == (cost is not None)
+    again = CachedResult.model_validate(content)
+    assert again.operators == operators and again.to_json() == content
+    assert (again.fused_cost is None) == (cost is None)
+
+
+def test_check_model_with_a_scalar_input_passes(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "scalar.onnx", SCALAR_INPUT)
+    facts = checker(rewrite=False).check(open_artifact(model)).facts
+    assert facts.inputs == {"x": ("n", 2), "scale": ()}
 
 
 def test_check_external_data_outside_the_folder_is_refused(bert: Path, child: Child) -> None:

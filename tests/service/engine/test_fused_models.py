@@ -23,6 +23,7 @@ from attnserve.serving.check_result import CheckResult
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.model_check import LoadChecker
 from service.api.triton import configuration
+from service.dashboard.stats import report
 from service.engine.repository import Repository
 from service.metrics import Metrics
 from service.settings import Settings
@@ -50,7 +51,8 @@ async def served(path: Path, **settings: Any) -> Mapping[str, Any]:
         found = await engine.run_task("embed", ["a man is playing a guitar", "a dog"])
         config = configuration(engine)
         told = json.loads(config["parameters"]["operators"]["string_value"])
-        assert told == engine.model.card["operators"] == engine.model.operators.to_json()
+        (stats,) = report(repository)["models"]
+        assert told == stats["card"]["operators"] == engine.model.operators.to_json()
         return {
             **told,
             "runtime": engine.model.runtime,
@@ -192,7 +194,7 @@ async def test_repository_checked_model_is_not_read_in_the_server(
     def refuse(*given: object) -> None:
         raise AssertionError("the graph was read in the server")
 
-    for module in (graph_facts, onnx_files):
+    for module in (graph_facts, model_check, onnx_files):
         monkeypatch.setattr(module, "load_model", refuse)
     found = await served(bert, rewrite=False)
     assert found["macs"] == expected["macs"] and found["config"] == expected["config"]
