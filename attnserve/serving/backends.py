@@ -35,7 +35,7 @@ __all__ = [
     "RunnerOptions",
     "RunnerPool",
     "open_runner",
-    "parts_by_least_length",
+    "sessions_by_least_length",
 ]
 
 log = logging.getLogger("attnserve")
@@ -169,7 +169,7 @@ def _open_on_cores(
     return LoadRunner(alone, open_one(replace(device, threads=share), waiting))
 
 
-def parts_by_least_length(session: Session) -> dict[int, Session]:
+def sessions_by_least_length(session: Session) -> dict[int, Session]:
     """The sessions of which a session consists, by the least length of their rows."""
     if isinstance(session, LengthRunner):
         return {0: session.short, session.above + 1: session.long}

@@ -19,7 +19,7 @@ from attnserve.context import Provider
 from attnserve.literals import Side
 from attnserve.models.artifact import Artifact
 from attnserve.models.rows import fixed_axes
-from attnserve.models.tokenizer import Encoding, Text, TextInput, model_inputs
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder, TextInput, model_inputs
 from attnserve.models.tokenizer_files import load_encoder, longest_text
 from attnserve.runtime.by_load import IS_ALONE, run_together
 from attnserve.runtime.inference_precision import precision_in
@@ -30,7 +30,7 @@ from attnserve.serving.backends import (
     ON_CPU,
     RunnerOptions,
     open_runner,
-    parts_by_least_length,
+    sessions_by_least_length,
 )
 from attnserve.serving.check_cache import compiled_file
 from attnserve.serving.graph_facts import WARM_UP_ROWS, GraphFacts
@@ -39,6 +39,7 @@ from attnserve.serving.padding import PaddingRunner, PaddingSession, run_overhea
 from attnserve.serving.row_independence import has_independent_rows, ignores_padding
 from attnserve.serving.signature import Signature
 from attnserve.serving.text_tasks import TextTask, task_vectors, tasks_of, text_output
+from graph_passes.analysis.cost import Cost
 from graph_passes.errors import (
     AttnserveError,
     CheckFailed,
@@ -107,47 +108,33 @@ class Model:
         self.provider: Provider = options.device.provider
         fused = operators.fused
         runtime = options.device.runtime_name if fused is None else fused.runtime
-        self.long_rows = long_rows = None if fused is None else fused.long_rows
+        self.long_rows = None if fused is None else fused.long_rows
+        runtimes = [runtime] if self.long_rows is None else [runtime, self.long_rows.runtime]
         facts = facts or GraphFacts.read(artifact)
-        self.precisions: dict[str, str] = {
-            name: precision_in(
-                facts.precision,
-                in_bfloat16=facts.in_bfloat16 and RUNTIMES[name].computes_bfloat16,
-            )
-            for name in (runtime, *([long_rows.runtime] if long_rows else []))
-        }
+        self.precisions = {name: _precision_in(name, facts) for name in runtimes}
         """The data types in which each runtime of the model computes (``precision_of``), by the
         name of the runtime; the runtime of short rows comes first."""
-        self.cost = cost = facts.cost
-
-        @lru_cache(SHAPES_CACHED)
-        def cost_at(shapes: tuple[tuple[str, tuple[int, ...]], ...]) -> tuple[int | None, ...]:
-            return cost.macs_of(dict(shapes)), cost.largest_node_bytes(dict(shapes))
-
-        self._cost_at = cost_at
+        self.cost = facts.cost
+        self._cost_at = lru_cache(SHAPES_CACHED)(partial(_run_cost, self.cost))
         self._examples = facts.examples
-        self._text_shapes: dict[int, dict[str, tuple[int, ...]]] = {}  # by the number of tokens
         self._example: Feed | None = None  # inputs that the model accepts
         self.int8_warning, self.batch_invariant = facts.int8_warning, facts.batch_invariant
-        copies = 1 if long_rows is None else 2  # each runtime holds the weights
-        options = options.with_concurrency(copies * facts.weight_bytes)
+        # Each runtime holds the weights.
+        options = options.with_concurrency(len(runtimes) * facts.weight_bytes)
         self.concurrency = options.concurrency
         """Maximum number of concurrent runs."""
         self._session: Session = open_runner(
             graph or artifact.model,
             replace(options, device=replace(options.device, runtime=runtime)),
             longest=longest_text(artifact),
-            long_rows=long_rows,
+            long_rows=self.long_rows,
             copied=facts.external if graph is None else (),
             compiled=graph and compiled_file(graph),
         )
-        self.signature = signature = Signature.read(self.name, self._session, facts.id_bounds)
-        self.encoder = load_encoder(artifact) if artifact.tokenizer else None
-        signature.require_different_axes(artifact.model, self._caches)
-        ids = [tensor.axes for tensor in signature.inputs if tensor.name == "input_ids"]
-        _, tokens = fixed_axes(ids)
-        if self.encoder and (tokens is None or tokens > self.encoder.special_tokens):
-            self.encoder = self.encoder.with_length(tokens)
+        self.signature = Signature.read(self.name, self._session, facts.id_bounds)
+        self.encoder = _load_encoder(artifact, self.signature)
+        self._text_shapes: dict[int, dict[str, tuple[int, ...]]] = {}  # by the number of tokens
+        self.signature.require_different_axes(artifact.model, self._caches)
         self.labels = artifact.labels
         if self.encoder:
             self._check_text_output()
@@ -157,29 +144,7 @@ class Model:
         self.run_overhead: int | None = None
         """Padding in tokens that costs half as much as starting a run; None if not measured."""
 
-    # -- description, cost and runtime ------------------------------------------------------------
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """A description of the model and of its optimization, as JSON."""
-        artifact = self.artifact
-        return {
-            "parameters": self.cost.parameters,
-            "max_length": self.encoder.max_length if self.encoder else None,
-            "pooling": artifact.pooling,
-            "normalize": artifact.normalize,
-            "dimensions": artifact.dimensions,
-            "prompts": artifact.prompts,
-            "takes_text": self.encoder is not None,
-            "classifies": self.can("classify"),
-            "provider": self.provider,
-            "runtime": self.runtime,
-            "precision": self.precision,
-            "source": artifact.source,
-            "plan": artifact.plan_id,
-            "operators": self.operators.to_json(),
-            "optimization": artifact.optimization,
-        }
+    # -- cost and runtime -------------------------------------------------------------------------
 
     def macs(self, inputs: Feed) -> int | None:
         """Multiply-accumulates of one run; None if they cannot be counted."""
@@ -272,9 +237,9 @@ class Model:
 
     def _allow_padding(self, inputs: Feed) -> None:
         """Allow sessions to pad their runs, if padding does not change the outputs."""
-        parts = parts_by_least_length(self._session).values()
-        sessions = [part for part in parts if isinstance(part, PaddingSession)]
-        if not sessions:
+        sessions = sessions_by_least_length(self._session).values()
+        padding_sessions = [each for each in sessions if isinstance(each, PaddingSession)]
+        if not padding_sessions:
             return
         padded_inputs = [
             tensor.name
@@ -283,14 +248,15 @@ class Model:
         ]
         rows = self.batch_invariant and self.rows_are_independent
         tokens = self.batch_invariant and ignores_padding(self.run, inputs, padded_inputs)
-        for session in sessions:
+        for session in padding_sessions:
             session.allow_padding(rows=rows, tokens=tokens)
 
     @property
     def size_multiple(self) -> int:
         """The tokens of runs are padded to multiples of this number, by the runtime of any row."""
-        parts = parts_by_least_length(self._session).values()
-        return max((part.multiple for part in parts if isinstance(part, PaddingRunner)), default=1)
+        sessions = sessions_by_least_length(self._session).values()
+        runners = (session for session in sessions if isinstance(session, PaddingRunner))
+        return max((runner.multiple for runner in runners), default=1)
 
     def prepare_batches(self) -> None:
         """Compile kernels before the first request, and measure the cost of starting a run."""
@@ -298,9 +264,9 @@ class Model:
         if self.provider != "cpu" or self.max_rows is not None or example is None:
             return
         try:
-            for least, part in parts_by_least_length(self._session).items():
-                if isinstance(part, PaddingRunner):
-                    part.compile_sizes(example, least, self.concurrency)
+            for least, session in sessions_by_least_length(self._session).items():
+                if isinstance(session, PaddingRunner):
+                    session.compile_sizes(example, least, self.concurrency)
             is_alone = IS_ALONE.set(self.concurrency == 1)
             try:
                 self.run_overhead = run_overhead(self._session, example)
@@ -458,6 +424,30 @@ class Model:
             return self.tasks[task] is None
         except (InvalidArgument, InvalidModel):
             return False
+
+
+def _precision_in(runtime: str, facts: GraphFacts) -> str:
+    """The data types in which a runtime computes a graph."""
+    in_bfloat16 = facts.in_bfloat16 and RUNTIMES[runtime].computes_bfloat16
+    return precision_in(facts.precision, in_bfloat16=in_bfloat16)
+
+
+def _run_cost(
+    cost: Cost, shapes: tuple[tuple[str, tuple[int, ...]], ...]
+) -> tuple[int | None, int | None]:
+    """MACs of a run with inputs of these shapes, and bytes of its largest operator."""
+    return cost.macs_of(dict(shapes)), cost.largest_node_bytes(dict(shapes))
+
+
+def _load_encoder(artifact: Artifact, signature: Signature) -> TextEncoder | None:
+    """The text encoder, of the fixed length of the graph if a text fits; None without tokenizer."""
+    if artifact.tokenizer is None:
+        return None
+    encoder = load_encoder(artifact)
+    ids = [tensor.axes for tensor in signature.inputs if tensor.name == "input_ids"]
+    _, tokens = fixed_axes(ids)
+    fits = tokens is None or tokens > encoder.special_tokens
+    return encoder.with_length(tokens) if fits else encoder
 
 
 class _Closed:

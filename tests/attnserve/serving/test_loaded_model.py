@@ -151,9 +151,9 @@ def test_a_length_that_no_text_fits_is_ignored(tmp_path: Path) -> None:
     model.close()
 
 
-def test_model_whose_record_names_a_missing_output_has_a_card(tmp_path: Path) -> None:
+def test_model_whose_record_names_a_missing_output_can_do_no_task(tmp_path: Path) -> None:
     model = load(write_encoder(tmp_path / "m", output="scores"))
-    assert model.card["classifies"] is False and not model.can("embed")
+    assert not model.can("classify") and not model.can("embed")
     with raises(InvalidArgument, "text.output", "scores"):
         _ = model.tasks
     model.close()

@@ -536,8 +536,8 @@ async def test_load_checked_files_are_not_probed_again(
         monkeypatch.setattr(
             checker,
             "_try",
-            lambda artifact, content, attempt=checker._try: (
-                tried.append(artifact.model) or attempt(artifact, content)
+            lambda artifact, checksum, attempt=checker._try: (
+                tried.append(artifact.model) or attempt(artifact, checksum)
             ),
         )
         await repository.unload("a")
@@ -798,6 +798,14 @@ def test_stats_large_number_in_record_is_answered(
     fidelity = {"mean_cosine": 1.0, "later": 10**30}
     write_encoder(tmp_path / "tiny", lineage=[{"rewrite": "x", "fidelity": fidelity}])
     assert start(tmp_path / "tiny").get("/stats.json").status_code == 200
+
+
+def test_stats_record_names_a_missing_output_is_answered(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_encoder(tmp_path / "tiny", output="scores"))
+    (model,) = client.get("/stats.json").json()["models"]
+    assert model["card"]["classifies"] is False
 
 
 def test_models_route_while_model_file_is_missing_is_answered(
