@@ -45,7 +45,7 @@ from benchmarks._common import (
     write_lines,
     write_result,
 )
-from docs.hooks.tables import PLANNER_MODELS
+from docs.hooks.tables.searches import PLANNER_MODELS
 
 GOALS: dict[str, dict[str, Any]] = {
     "attention": {"keep": 0.99, "measure": "score"},

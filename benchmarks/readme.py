@@ -31,7 +31,8 @@ from rich.console import Console
 
 from benchmarks._common import QUICK, description, number_table, write_lines
 from benchmarks.search_time import save_random_bert
-from docs.hooks.tables import ROOT, write_readme
+from docs.hooks.tables.readme import write_readme
+from docs.hooks.tables.results import ROOT
 
 STS = "--train {data}/data/sts/stsb_train.tsv --dev {data}/data/sts/stsb_dev.tsv"
 TRAIN = "--train {data}/data/sts/stsb_train.tsv"

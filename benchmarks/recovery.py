@@ -41,7 +41,7 @@ from benchmarks._common import (
     write_result,
 )
 from benchmarks.planner import other_tools
-from docs.hooks.tables import vs_fastest
+from docs.hooks.tables.recovery import vs_fastest
 
 SEARCH: dict[str, Any] = {"allow": ["ffn"], "sequence": 128, "threads": 1}
 

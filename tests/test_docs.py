@@ -27,7 +27,8 @@ from attnserve.limits import (
     SAME_ERROR,
     SELECTION_CONFIDENCE,
 )
-from docs.hooks import reference, tables
+from docs.hooks import reference
+from docs.hooks.tables import peers, readme, results, searches, serving
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.public import PASSES
 from service.settings import RaySettings, Settings
@@ -140,49 +141,49 @@ def test_readme_quick_start_has_the_promised_commands():
 
 def test_readme_results_equal_the_result_files():
     text = README.read_text(encoding="utf-8")
-    assert tables.README_TABLE.search(text), "the markers of the table are missing"
-    assert tables.with_results(text) == text, "run python -m docs.hooks.tables"
+    assert readme.README_TABLE.search(text), "the markers of the table are missing"
+    assert readme.with_results(text) == text, "run python -m docs.hooks.tables.readme"
 
 
 def test_readme_results_begin_with_the_default_goal_and_name_what_they_are_from():
-    first, *others = tables.results().split("\n\n")[0].splitlines()[2:]
+    first, *others = readme.results().split("\n\n")[0].splitlines()[2:]
     assert "`--keep 0.99" in first
     assert len(others) >= 8
-    for line in tables.results().split("\n\n")[1:]:
+    for line in readme.results().split("\n\n")[1:]:
         assert "benchmarks/results/" in line and "1 thread" in line
 
 
 def test_rows_that_an_older_result_lacks_come_from_the_planner(tmp_path: Path, monkeypatch: Any):
-    stored = tables.load("peers")
+    stored = results.load("peers")
     measured = {"speedup": [1.5, 1.4, 1.6], "p50_ms": 1.0}
-    cells = dict.fromkeys(tables.PEER_LENGTHS, measured)
+    cells = dict.fromkeys(peers.PEER_LENGTHS, measured)
     kept = {"sentences": 0.5, "paragraphs": 0.5}
     every: list[dict[str, Any]] = [
-        {"model": name, "turns": cells, "overlap": kept} for name in tables.README_MODELS
+        {"model": name, "turns": cells, "overlap": kept} for name in readme.README_MODELS
     ]
     for rows, places in ((stored["rows"][:1], ["peers", "planner"]), (every, ["peers"])):
         (tmp_path / "peers.json").write_text(json.dumps({**stored, "rows": rows}), "utf-8")
-        shutil.copy(tables.RESULTS / "planner.json", tmp_path)
+        shutil.copy(results.RESULTS / "planner.json", tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(tables, "RESULTS", tmp_path)
-            shown, *sources = tables.results().split("\n\n")
+            patch.setattr(results, "RESULTS", tmp_path)
+            shown, *sources = readme.results().split("\n\n")
         assert [re.findall(r"results/(\w+)\.json", line)[0] for line in sources] == places
-        expected = set(tables.STAND_INS) | {row["model"] for row in rows}
-        assert len(shown.splitlines()) - 2 == len(expected & set(tables.README_MODELS))
+        expected = set(readme.STAND_INS) | {row["model"] for row in rows}
+        assert len(shown.splitlines()) - 2 == len(expected & set(readme.README_MODELS))
 
 
 def test_planner_table_shows_every_model_that_was_timed():
     """Slow ones too."""
-    shown = tables.planner_speed().splitlines()
-    for row in tables.load("planner")["speeds"]:
-        name = tables.PLANNER_MODELS[row["model"]]
+    shown = searches.planner_speed().splitlines()
+    for row in results.load("planner")["speeds"]:
+        name = searches.PLANNER_MODELS[row["model"]]
         assert [line for line in shown if line.startswith(f"| {name} |")]
 
 
 def test_table_of_rerankers_names_the_goal_and_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
     torch = "sentence-transformers, torch"
     measures = {"tau": 0.99, "top1": 1.0, "ndcg_at_10": 0.9}
     row = {
@@ -197,7 +198,7 @@ def test_table_of_rerankers_names_the_goal_and_the_machine(
         "cpu_flags": ["avx2"],
     }  # fmt: skip
     (tmp_path / "rerank.json").write_text(json.dumps(result), encoding="utf-8")
-    shown = tables.rerank("rerank")
+    shown = peers.rerank("rerank")
     for text in ("| 20.0 ms | 30.0 ms | 2.50x |", "2.25 to 2.75", "a CPU (avx2), 2 threads"):
         assert text in shown
 
@@ -222,7 +223,7 @@ EXPLAINED = {
     f"{SAME_ERROR} times the error": "limits.py",
     f"(?:below|less than) {ROUNDING:.4f}": "limits.py",
     "worst 5% of texts": "limits.TAIL",
-    f"{tables.UTILIZATION:.0%} utilization|{tables.UTILIZATION} x texts": "a planned share",
+    f"{serving.UTILIZATION:.0%} utilization|{serving.UTILIZATION} x texts": "a planned share",
     "in at least 93% of": "tests/attnserve/checks/test_quality.py",
     r"0\.05 / \(k|sum to 5%|at most 5% for|at most 4%|at least 95% of runs":
         "tests/attnserve/serving/test_live_quality.py",
@@ -236,7 +237,7 @@ def test_sentences_contain_no_measured_numbers():
     """Measurements stand in generated tables, or in the checked table of the README."""
     unused, found = set(EXPLAINED), list[tuple[str, str]]()
     for page in PAGES:
-        text = FENCE.sub("", tables.README_TABLE.sub("", page.read_text(encoding="utf-8")))
+        text = FENCE.sub("", readme.README_TABLE.sub("", page.read_text(encoding="utf-8")))
         text = " ".join(re.sub(r"`(?!\d+\.\d+x`)[^`]*`|(?<=\])\([^)]*\)", "", text).split())
         for pattern in EXPLAINED:
             text, count = re.subn(pattern, "", text)

@@ -1,8 +1,8 @@
 """MkDocs hook: insert generated parts into pages, and write equations as MathML.
 
-``<!-- generate: tables.planner_speed -->`` on a line of its own is replaced by what that function
-of this folder returns. Equations ($...$ and $$...$$) become MathML, which browsers display without
-a script, so that the site loads nothing from elsewhere.
+``<!-- generate: searches.planner_speed -->`` on a line of its own is replaced by what that function
+of a module of this folder returns. Equations ($...$ and $$...$$) become MathML, which browsers
+display without a script, so that the site loads nothing from elsewhere.
 """
 
 from __future__ import annotations
@@ -13,9 +13,25 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
-from docs.hooks import reference, tables, training
+from docs.hooks import reference, training
+from docs.hooks.tables import (
+    peers,
+    readme,
+    recovery,
+    results,
+    rewrites,
+    runtimes,
+    searches,
+    serving,
+)
 
-MODULES = {"tables": tables, "reference": reference, "training": training}
+MODULES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (
+        peers, readme, recovery, results, rewrites, runtimes, searches, serving,
+        reference, training,
+    )
+}  # fmt: skip
 DIRECTIVE = re.compile(r"^<!-- generate: (\w+)\.(\w+)(?: ([\w /-]+))? -->$", re.MULTILINE)
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 

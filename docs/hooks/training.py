@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.training.variants import EXPERIMENTS, SAME, VARIANTS
-from docs.hooks.tables import RESULTS, table
+from docs.hooks.tables.results import RESULTS, table
 
 MISSING = "not measured"
 

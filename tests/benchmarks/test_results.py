@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.quality import MODELS
-from docs.hooks.tables import load
+from docs.hooks.tables.results import load
 
 
 @pytest.mark.parametrize("model", ["MiniLM", "BERT-base"])

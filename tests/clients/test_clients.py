@@ -21,12 +21,12 @@ from filelock import FileLock
 
 from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model
-from docs.hooks import tables
+from docs.hooks.tables import results
 from tests.service.processes import started
 from tests.service.tiny import write_reranker
 
 CALLS = Path(__file__).with_name("calls.py")
-RESULTS = tables.RESULTS / "clients.json"
+RESULTS = results.RESULTS / "clients.json"
 
 CLIENTS: dict[str, tuple[str, ...]] = {
     "openai": ("openai==3.57.0",),
@@ -201,7 +201,7 @@ def check(answers: dict[str, Any], model: Model) -> None:
 
 
 def test_results_are_of_the_clients_that_are_tested() -> None:
-    found = tables.load("clients")["clients"]
+    found = results.load("clients")["clients"]
     assert {name: tuple(one["packages"]) for name, one in found.items()} == CLIENTS, (
         "run make test-clients"
     )
