@@ -41,6 +41,9 @@ hypothesis.settings.load_profile("attnserve")
 EXPORTING = frozenset({"exported", "minilm_export", "tiny_bert"})
 """Fixtures that run torch: a test that uses one has the mark ``export``."""
 
+TORCH_FOLDERS = frozenset(Path(__file__).parent / "attnserve" / name for name in ("nn", "recovery"))
+"""Folders of tests that all run torch, and have the mark ``export``."""
+
 SLOWEST = 15
 """Tests, and files of tests, that the report of processor time lists."""
 
@@ -107,7 +110,8 @@ def _use_one_core(number: int) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that export, and start the longest first: none runs alone at the end."""
     for item in items:
-        if not EXPORTING.isdisjoint(getattr(item, "fixturenames", ())):
+        exports = not EXPORTING.isdisjoint(getattr(item, "fixturenames", ()))
+        if exports or not TORCH_FOLDERS.isdisjoint(item.path.parents):
             item.add_marker("export")
 
     def seconds(item: pytest.Item) -> float:
@@ -237,12 +241,12 @@ def exported(
     """A cell of ``tests/architectures.py`` -> its graph, and the error of PyTorch's exporter."""
     pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
     pytest.importorskip("transformers", reason="pip install 'attnserve[torch]'")
-    from tests import architectures
+    from tests import exports
 
     def build(cell: Cell) -> tuple[Path, str]:
         def make(folder: Path) -> None:
             folder.mkdir()
-            reason = architectures.export(cell, folder / "model.onnx")
+            reason = exports.export(cell, folder / "model.onnx")
             (folder / "reason.txt").write_text(reason, encoding="utf-8")
 
         folder = made_once(str(cell), make)

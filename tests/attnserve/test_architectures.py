@@ -35,7 +35,7 @@ from graph_passes.passes.collaborate import Collaborate, exact_rank, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention, reuse_refusal
-from tests import architectures
+from tests import architectures, exports
 from tests.architectures import (
     ARCHITECTURES,
     CELLS,
@@ -43,9 +43,10 @@ from tests.architectures import (
     EXTERNAL,
     UNREAD,
     Cell,
-    Layer,
+    assert_same_outputs,
     covering,
 )
+from tests.attention_layers import Layer
 from tests.fixtures import make
 from tests.graph_passes.graphs import grafted, masked
 
@@ -232,7 +233,7 @@ def test_inspect_new_export_equals_committed_graph(cell: Cell, outcome: Build):
 
 
 def expected_layers(cell: Cell) -> list[Layer]:
-    config = architectures.network(cell.architecture, cell.attention).config
+    config = exports.network(cell.architecture, cell.attention).config
     return ARCHITECTURES[cell.architecture].layers(config)
 
 
@@ -297,7 +298,7 @@ def test_prune_heads_every_other_head_equals_masked(cell: Cell):
     assert [miss.reason for miss in matches.unmatched] == []
     assert {b.name: b.num_heads for b in matches.blocks} == {n: sum(m) for n, m in masks.items()}
     assert parameters(model) < parameters(load_model(path))
-    same_outputs(cell, model, masked(load_model(path), masks))
+    assert_same_outputs(model, masked(load_model(path), masks), cell, SAME[cell.variant])
 
 
 @pytest.mark.parametrize("cell", HANDFUL, ids=str)
@@ -314,7 +315,8 @@ def test_reuse_attention_earlier_layers_equals_grafted(cell: Cell, part: int):
     assert {b.name for b in matches.blocks if b.form == "reuse"} == edges.keys()
     if cell.architecture != "ALBERT":  # its other layers still use the shared weights
         assert parameters(model) < parameters(load_model(path))
-    same_outputs(cell, model, grafted(decomposed(load_model(path)), edges))
+    expected = grafted(decomposed(load_model(path)), edges)
+    assert_same_outputs(model, expected, cell, SAME[cell.variant])
 
 
 def edges_of(blocks: Sequence[AttentionBlock], part: int) -> dict[str, dict[int, tuple[str, int]]]:
@@ -336,16 +338,6 @@ def decomposed(model: ir.Model) -> ir.Model:
     """The model with decomposed fused operators."""
     fused = frozenset(block.name for block in find_attention(model).blocks if not block.softmax)
     return DecomposeAttention(fused)(model).model if fused else model
-
-
-def same_outputs(cell: Cell, model: ir.Model, expected: ir.Model) -> None:
-    architecture = ARCHITECTURES[cell.architecture]
-    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
-        both = (architectures.run(each, architecture, lengths) for each in (model, expected))
-        for got, wanted in zip(*both, strict=True):
-            assert np.isfinite(wanted).all()
-            atol = SAME[cell.variant]
-            np.testing.assert_allclose(got, wanted, atol=atol, rtol=atol)
 
 
 @pytest.mark.export

@@ -56,7 +56,7 @@ def torch_files(
     import torch
     import transformers
 
-    from tests.architectures import quiet
+    from tests.exports import quiet
 
     class Encoder(torch.nn.Module):
         def __init__(self, bert: Any) -> None:

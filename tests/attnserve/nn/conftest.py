@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,6 @@ if find_spec("torch") is None or find_spec("transformers") is None:  # the extra
     collect_ignore_glob = ["test_*.py"]
 else:
     import torch
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.export)
 
 
 @pytest.fixture(autouse=True)

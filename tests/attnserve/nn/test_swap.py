@@ -30,8 +30,8 @@ from attnserve.nn import (
 from attnserve.runtime.session import open_session
 from graph_passes.analysis.shapes import infer_shapes_small
 from graph_passes.errors import InvalidArgument
-from tests.architectures import quiet
 from tests.errors import raises
+from tests.exports import quiet
 
 Convert = Callable[[Sequence[TrainedAttention]], Sequence[AttentionLayer]]
 

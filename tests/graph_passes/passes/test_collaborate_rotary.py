@@ -19,12 +19,8 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, exact_rank
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.prune_heads import PruneHeads
-from tests import architectures
-from tests.architectures import ARCHITECTURES, Cell
+from tests.architectures import Cell, assert_same_outputs
 from tests.errors import raises
-
-EXACT = 1e-5
-"""Exact forms differ in the order of sums only; outputs are about 1."""
 
 CELLS = {
     Cell("Llama", "eager", "dynamo", 18): (6, 3),
@@ -38,18 +34,6 @@ K = 8
 LLAMA = next(iter(CELLS))
 
 each_cell = pytest.mark.parametrize("cell", CELLS, ids=str)
-
-
-def outputs(model: ir.Model, cell: Cell, lengths: dict[str, int]) -> list[np.ndarray]:
-    session = open_session(model, ONE_THREAD)
-    arrays = architectures.feeds(ARCHITECTURES[cell.architecture], lengths)
-    return session.run(None, {value.name: arrays[value.name] for value in session.get_inputs()})
-
-
-def assert_same_outputs(one: ir.Model, other: ir.Model, cell: Cell) -> None:
-    for lengths in (architectures.LENGTHS, architectures.OTHER_LENGTHS):
-        for a, b in zip(outputs(one, cell, lengths), outputs(other, cell, lengths), strict=True):
-            np.testing.assert_allclose(a, b, atol=EXACT, rtol=EXACT)
 
 
 def rewrite(model: ir.Model, rank: int, head_size: int | None = None) -> ir.Model:
