@@ -21,6 +21,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.analysis.constants import constant_array
 from graph_passes.errors import InvalidData
 from tests.errors import raises
+from tests.onnx_text import with_weights
 
 LOW, HIGH = -8, 7
 
@@ -116,15 +117,9 @@ TEXT = """<ir_version: 10, opset_import: ["" : 18]> g
 
 
 def network() -> ir.Model:
-    model, random = ir.from_onnx_text(TEXT), np.random.default_rng(0)
-    for node in model.graph:
-        for place, value in enumerate(node.inputs):
-            if value is not None and value.name in ("w", "v", "u"):
-                array = random.normal(size=(D, D)).astype(np.float32) / 8
-                weight = ir.val(value.name, const_value=ir.tensor(array, name=value.name))
-                model.graph.register_initializer(weight)
-                node.replace_input_with(place, weight)
-    return model
+    random = np.random.default_rng(0)
+    weights = {name: random.normal(size=(D, D)).astype(np.float32) / 8 for name in "wvu"}
+    return with_weights(TEXT, **weights)
 
 
 def rows(seed: int, count: int) -> list[Batch]:

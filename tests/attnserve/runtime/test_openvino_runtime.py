@@ -38,6 +38,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.decompose_attention import DecomposeAttention
 from graph_passes.passes.fuse_attention import FuseAttention
 from tests.errors import raises
+from tests.onnx_text import with_weights
 
 pytest.importorskip("openvino")
 
@@ -68,16 +69,9 @@ POSITIONS = 8
 
 
 def table() -> ir.Model:
-    model = ir.from_onnx_text(TABLE)
     generator = np.random.default_rng(0)
-    for name, rows in (("w", ROWS), ("p", POSITIONS)):
-        weight = generator.normal(size=(rows, 4)).astype(np.float32)
-        uses = (v for node in model.graph for v in node.inputs if v is not None)
-        value = next(v for v in uses if v.name == name)
-        value.const_value = ir.tensor(weight, name=name)
-        value.shape, value.type = ir.Shape(weight.shape), ir.TensorType(ir.DataType.FLOAT)
-        model.graph.register_initializer(value)
-    return model
+    w, p = (generator.normal(size=(n, 4)).astype(np.float32) for n in (ROWS, POSITIONS))
+    return with_weights(TABLE, w=w, p=p)
 
 
 @pytest.fixture(scope="module")
@@ -321,12 +315,8 @@ def test_compiled_model_is_optional(tmp_path: Path):
 def test_model_is_computed_in_bfloat16_only_if_it_says_so(tmp_path: Path):
     generator = np.random.default_rng(0)
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, 64] y) {'
-    model = ir.from_onnx_text(text + " y = MatMul(x, w) }")
-    value = next(v for v in model.graph.node(0).inputs if v is not None and v.name == "w")
     weight = generator.normal(size=(64, 64)).astype(np.float32)
-    value.const_value = ir.tensor(weight, name="w")
-    value.shape, value.type = ir.Shape(weight.shape), ir.TensorType(ir.DataType.FLOAT)
-    model.graph.register_initializer(value)
+    model = with_weights(text + " y = MatMul(x, w) }", w=weight)
     x = generator.normal(size=(32, 64)).astype(np.float32)
     exact = x.astype(np.float64) @ weight
     errors: list[float] = []

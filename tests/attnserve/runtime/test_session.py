@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 import pytest
 
@@ -30,26 +29,16 @@ from attnserve.runtime.onnx_runtime import require_runtime, run_errors
 from attnserve.runtime.session import open_session, require_cuda
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra, Refusal
 from tests.errors import raises
+from tests.onnx_text import EXP, with_weights
 
 ROOT = Path(__file__).parents[3]
 
-EXP = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
 X = np.array([0.0, 1.0], np.float32)
-
-
-def with_weight(text: str, weight: np.ndarray) -> ir.Model:
-    """Parse a graph and set its initializer ``w``."""
-    model = ir.from_onnx_text(text)
-    value = next(v for v in model.graph.node(0).inputs if v is not None and v.name == "w")
-    value.const_value = ir.tensor(weight, name="w")
-    value.shape, value.type = ir.Shape(weight.shape), ir.TensorType(value.const_value.dtype)
-    model.graph.register_initializer(value)
-    return model
 
 
 def scaled() -> ir.Model:
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[256] x) => (float[256] y)'
-    return with_weight(text + " { y = Mul(x, w) }", np.arange(256, dtype=np.float32))
+    return with_weights(text + " { y = Mul(x, w) }", w=np.arange(256, dtype=np.float32))
 
 
 def test_open_session_of_model_and_of_file_agree(tmp_path: Path):
@@ -135,7 +124,7 @@ WEIGHT = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
 
 def without_bias() -> ir.Model:
     """Return an operator whose CPU kernel reads a missing bias, and crashes."""
-    return with_weight(NO_BIAS, WEIGHT)
+    return with_weights(NO_BIAS, w=WEIGHT)
 
 
 def reference(x: np.ndarray, weight: np.ndarray = WEIGHT) -> np.ndarray:
@@ -150,7 +139,6 @@ RUN = """
 import sys
 from pathlib import Path
 import numpy as np
-import onnx
 import onnx_ir as ir
 from attnserve.runtime.interface import SessionOptions
 from attnserve.runtime.session import open_session
@@ -207,10 +195,8 @@ def test_open_session_attention_without_bias_in_a_subgraph_runs():
             },
             else_branch = no () => (float[batch, sequence, 8] b) { b = Identity(x) }>
     }"""
-    proto = onnx.parser.parse_model(NO_BIAS.split("\n", 1)[0] + body)
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(WEIGHT, "w"))
     x = np.random.default_rng(1).standard_normal((2, 5, 8)).astype(np.float32)
-    session = open_session(ir.from_proto(proto))
+    session = open_session(with_weights(NO_BIAS.split("\n", 1)[0] + body, w=WEIGHT))
     (got,) = session.run(None, {"x": x, "flag": np.array(True)})
     np.testing.assert_allclose(got, reference(x), atol=1e-5, rtol=0)
 
@@ -219,7 +205,7 @@ def test_open_session_attention_with_bias_keeps_it():
     text = NO_BIAS.replace("(x, w)", "(x, w, b)").replace("] x)", "] x, float[24] b)")
     x = np.ones((1, 3, 8), np.float32)
     feed = {"x": x, "b": np.arange(24, dtype=np.float32)}
-    (got,) = open_session(with_weight(text, WEIGHT)).run(None, feed)
+    (got,) = open_session(with_weights(text, w=WEIGHT)).run(None, feed)
     assert np.abs(got - reference(x)).max() > 1
 
 
@@ -250,7 +236,7 @@ def test_threads_do_not_wait_busily_after_a_run() -> None:
     text = (
         f'<ir_version: 8, opset_import: ["" : 17]> g (float[n, {size}] x) => (float[n, {size}] y)'
     )
-    model = with_weight(text + " { y = MatMul(x, w) }", np.ones((size, size), np.float32))
+    model = with_weights(text + " { y = MatMul(x, w) }", w=np.ones((size, size), np.float32))
     session = open_session(model, Device(threads=4), AS_SERVED)
     feed = {"x": np.ones((size, size), np.float32)}
     waited: list[float] = []

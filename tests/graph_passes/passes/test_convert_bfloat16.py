@@ -15,6 +15,7 @@ from graph_passes.errors import InvariantBroken
 from graph_passes.passes.convert_bfloat16 import BFLOAT16, FLOAT, ToBfloat16
 from graph_passes.passes.round_bfloat16 import RoundInFloat32
 from tests.errors import raises
+from tests.onnx_text import with_weights
 
 RANDOM = np.random.default_rng(0)
 W = RANDOM.standard_normal((4, 4)).astype(np.float32)
@@ -28,18 +29,8 @@ LARGEST = float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
 def graph(body: str, *, opset: int = 18, **weights: np.ndarray) -> ir.Model:
     """A model from x (b, 4) to y (b, 4) with these weights as initializers."""
     head = body if body.startswith("(") else f"(float[b, 4] x) => (float[b, 4] y) {{ {body} }}"
-    model = ir.from_onnx_text(
-        f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]> g {head}'
-    )
-    for node in list(model.graph.all_nodes()):
-        for place, value in enumerate(node.inputs):
-            if value is not None and value.name in weights:
-                if value.name not in model.graph.initializers:
-                    tensor = ir.tensor(weights[value.name], name=value.name)
-                    value = ir.val(value.name, const_value=tensor)
-                    model.graph.register_initializer(value)
-                node.replace_input_with(place, model.graph.initializers[value.name or ""])
-    return model
+    versions = f'<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]>'
+    return with_weights(f"{versions} g {head}", **weights)
 
 
 def converted(model: ir.Model, *float_nodes: str) -> ir.Model:
