@@ -19,6 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tests.word_tokenizer import PAIR, TEXT, word_tokenizer
+
 HIDDEN, POSITIONS = 16, 40
 WORDS = ["the", "The", "red", "Red", "cat", "CAT", "dog", "Dog", "sat", "ran", "by", "sea", "Sea"]
 WORDS += ["house", "House", "on", "a", "A", "big", "BIG", "##s"]
@@ -357,7 +359,7 @@ def network_folder(encodes: bool, name: str, changes: str) -> Path:
 def tokenizer(name: str, folder: Path) -> None:
     """Save BERT's tokenizer, or one that transformers does not change."""
     import transformers
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from tokenizers import normalizers
 
     if name in ("bert", "distilbert"):
         kind = (
@@ -366,16 +368,12 @@ def tokenizer(name: str, folder: Path) -> None:
         vocabulary = {word: index for index, word in enumerate(VOCABULARY)}
         kind(vocab=vocabulary, do_lower_case=False).save_pretrained(folder)
         return
-    words = {word: index for index, word in enumerate(VOCABULARY)}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.normalizer = normalizers.Strip()
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    pair = "[CLS] $A [SEP] [SEP] $B [SEP]" if name == "roberta" else "[CLS] $A [SEP] $B:1 [SEP]:1"
-    made.post_processor = processors.TemplateProcessing(
-        single="$A [SEP]" if name == "qwen" else "[CLS] $A [SEP]",
-        pair=pair,
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    made = word_tokenizer(
+        VOCABULARY,
+        single="$A [SEP]" if name == "qwen" else TEXT,
+        pair="[CLS] $A [SEP] [SEP] $B [SEP]" if name == "roberta" else PAIR,
     )
+    made.normalizer = normalizers.Strip()
     names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnserve import bench, optimize, verify
 from attnserve.checks.inspect import inspect
@@ -22,6 +21,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, InvalidData
 from tests.architectures import Cell
 from tests.errors import raises
+from tests.word_tokenizer import word_tokenizer
 
 LAYERS, H, K, D, VOCABULARY = 2, 3, 8, 24, 61
 EXACT = H * K
@@ -189,10 +189,8 @@ def test_optimize_texts_run_with_empty_caches(gpt2: Path, tmp_path: Path) -> Non
     folder = tmp_path / "gpt2"
     folder.mkdir()
     shutil.copy(gpt2, folder / "model.onnx")
-    words = {f"w{index}": index for index in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    words = [f"w{index}" for index in range(VOCABULARY)]
+    word_tokenizer(words, unknown="w0").save(str(folder / "tokenizer.json"))
     texts = tmp_path / "texts.txt"
     rng = np.random.default_rng(0)
     lines = [" ".join(f"w{i}" for i in rng.integers(1, VOCABULARY, 9)) for _ in range(60)]

@@ -13,11 +13,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper, parser
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from service.app import create_app
 from service.settings import Settings
 from tests.service.conftest import listening
+from tests.word_tokenizer import TEXT, word_tokenizer
 
 pytestmark = pytest.mark.process
 
@@ -77,12 +77,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     table = np.random.default_rng(0).standard_normal((30522, 4)).astype(np.float32)
     model.graph.initializer.append(numpy_helper.from_array(table, "words"))
     onnx.save(model, folder / "model.onnx")
-    tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)]
-    )
-    tokenizer.save(str(folder / "tokenizer.json"))
+    word_tokenizer(WORDS, single=TEXT).save(str(folder / "tokenizer.json"))
     with listening(create_app(Settings(model=folder, probe=False))) as address:
         yield address
 

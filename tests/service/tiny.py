@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import onnx
 from onnx import numpy_helper, parser
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
+
+from tests.word_tokenizer import PAIR, TEXT, word_tokenizer
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "b", "c", "d"]
 HIDDEN, POSITIONS = 4, 8
@@ -111,13 +113,7 @@ def ids_request(*rows: list[int]) -> dict[str, Any]:
 
 
 def make_tokenizer() -> Tokenizer:
-    ids = {word: index for index, word in enumerate(WORDS)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return tokenizer
+    return word_tokenizer(WORDS, single=TEXT)
 
 
 # The logit of a pair is the number of letters "b" in its second text, minus one.
@@ -139,13 +135,7 @@ pairs (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask,
 
 
 def pair_tokenizer() -> Tokenizer:
-    tokenizer = make_tokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    return tokenizer
+    return word_tokenizer(WORDS, single=TEXT, pair=PAIR)
 
 
 def write_reranker(folder: Path, graph: str = RERANKER, **record: object) -> Path:

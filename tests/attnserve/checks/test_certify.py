@@ -33,6 +33,7 @@ from graph_passes.errors import InvalidModel
 from graph_passes.matching.find import find_attention
 from tests.errors import raises
 from tests.graph_passes.graphs import attention
+from tests.onnx_text import EXP
 
 EXPORTS = [("eager", "torchscript", 17), ("sdpa", "dynamo", 23)]  # all six: test_architectures.py
 
@@ -248,8 +249,6 @@ def test_read_attention_leaves_the_graph_unchanged(graph: ir.Model):
 
 
 def test_read_attention_without_attention_is_empty():
-    model = ir.from_onnx_text(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
-    )
+    model = ir.from_onnx_text(EXP)
     matches = read_attention(model)
     assert (matches.certified, matches.unmatched) == ((), ())

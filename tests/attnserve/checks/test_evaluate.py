@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.parser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnserve import evaluate
 from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spearman
@@ -33,15 +31,14 @@ from graph_passes.errors import (
     InvalidData,
     InvalidModel,
 )
+from tests.attnserve.checks.word_models import vectors_of, write_artifact
 from tests.errors import raises
+from tests.files import write_lines
+from tests.word_tokenizer import word_tokenizer
 
 # east and north are at right angles, northeast is between them; nan is what it says.
 VECTORS = {"[PAD]": (9, 9), "east": (1, 0), "north": (0, 1), "northeast": (1, 1), "west": (-1, 0),
            "nan": (float("nan"), 0)}  # fmt: skip
-
-TOKENS = """<ir_version: 10, opset_import: ["" : 18]>
-tokens (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-=> (float[batch, sequence, 2] last_hidden_state) { last_hidden_state = Gather(table, input_ids) }"""
 
 LOGITS = """<ir_version: 10, opset_import: ["" : 18]>
 classes (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
@@ -53,21 +50,14 @@ classes (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask
 
 
 def artifact(folder: Path, text: str) -> Path:
-    model = onnx.parser.parse_model(text)
-    vectors = np.array(list(VECTORS.values()), np.float32)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(vectors, "table"))
-    onnx.save(model, folder / "model.onnx")
-    ids = {word: index for index, word in enumerate(VECTORS)}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    table = np.array(list(VECTORS.values()), np.float32)
+    return write_artifact(folder, text, table, word_tokenizer(list(VECTORS), unknown="[PAD]"))
 
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     """A model whose vector of a text is the mean of its words' vectors."""
-    return artifact(tmp_path, TOKENS)
+    return artifact(tmp_path, vectors_of(2))
 
 
 @pytest.fixture
@@ -77,9 +67,7 @@ def classes(tmp_path: Path) -> Path:
 
 
 def table(folder: Path, *lines: str) -> Path:
-    path = folder / "data.tsv"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    return path
+    return write_lines(folder / "data.tsv", lines)
 
 
 STS = "score\tsentence1\tsentence2"

@@ -14,14 +14,13 @@ from onnx import numpy_helper
 from attnserve.checks.inspect import inspect, inspect_graph
 from attnserve.models.onnx_files import load_model
 from tests.architectures import MINILM_EXPORTS
+from tests.fixtures.make import TINY_EXPORTS
 from tests.graph_passes.graphs import graph
+from tests.onnx_text import SOFTMAX
 
-EXPORTS = [
-    (attention, exporter, opset)
-    for attention in ("eager", "sdpa")
-    for exporter, opset in (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
-]
-named = pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
+named = pytest.mark.parametrize(
+    "export", TINY_EXPORTS, ids=lambda export: "-".join(map(str, export))
+)
 
 
 PASSES = ("collaborate", "prune_heads", "reuse_attention", "skip_attention")
@@ -99,11 +98,7 @@ def test_inspect_model_without_attention_counts_macs():
 
 
 def test_inspect_softmax_without_attention_is_missed_with_reason():
-    model = ir.from_onnx_text(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
-        " { [last] y = Softmax<axis = -1>(x) }"
-    )
-    (miss,) = inspect_graph(model, batch=1, sequence=8).to_json()["missed"]
+    (miss,) = inspect_graph(ir.from_onnx_text(SOFTMAX), batch=1, sequence=8).to_json()["missed"]
     assert miss["node"] == "last" and miss["reason"]
 
 

@@ -6,21 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx.parser
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve import evaluate
+from tests.attnserve.checks.word_models import vectors_of, write_artifact
+from tests.files import write_lines
+from tests.word_tokenizer import word_tokenizer
 
 ir_measures = pytest.importorskip("ir_measures", reason="pip install ir-measures")
 
 QUERIES, DOCUMENTS = 40, 300
-
-# Texts are single words, and their vectors are rows of a table.
-VECTORS = """<ir_version: 10, opset_import: ["" : 18]>
-tokens (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-=> (float[batch, sequence, 8] last_hidden_state) { last_hidden_state = Gather(table, input_ids) }"""
 
 # The score of a pair is the dot product of both vectors.
 PAIRS = """<ir_version: 10, opset_import: ["" : 18]>
@@ -41,16 +36,10 @@ def random(request: pytest.FixtureRequest) -> np.random.Generator:
 
 
 def artifact(folder: Path, text: str, table: np.ndarray) -> Path:
-    model = onnx.parser.parse_model(text)
-    model.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
-    onnx.save(model, folder / "model.onnx")
-    vocabulary = {f"w{index}": index for index in range(len(table))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "attnserve.json").write_text('{"similarity": "dot"}')
-    return folder
+    """A model whose texts are single words, w0 to the number of rows of the table."""
+    words = [f"w{index}" for index in range(len(table))]
+    tokenizer = word_tokenizer(words, single="$A", pair="$A $B", unknown="w0")
+    return write_artifact(folder, text, table, tokenizer, {"similarity": "dot"})
 
 
 def means(grades: Grades, similarities: np.ndarray, *measures: object) -> dict[str, float]:
@@ -73,21 +62,25 @@ def graded(random: np.random.Generator, count: int) -> Grades:
     return grades
 
 
+def write_grades(path: Path, grades: Grades) -> Path:
+    rows = [
+        f"{query}\t{key}\t{v}" for query, of_query in grades.items() for key, v in of_query.items()
+    ]
+    return write_lines(path, ["query\tdocument\trelevance", *rows])
+
+
 def test_retrieval_gives_the_numbers_of_trec_eval(
     random: np.random.Generator, tmp_path: Path
 ) -> None:
     table = random.standard_normal((QUERIES + DOCUMENTS, 8)).astype(np.float32)
     grades = graded(random, 30)
     data = tmp_path / "data"
-    data.mkdir()
     for name, start, end in (("queries", 0, QUERIES), ("documents", QUERIES, len(table))):
         rows = [f"w{index}\tw{index}" for index in range(start, end)]
-        (data / f"{name}.tsv").write_text("\n".join(["id\ttext", *rows]))
-    rows = [
-        f"{query}\t{key}\t{v}" for query, of_query in grades.items() for key, v in of_query.items()
-    ]
-    (data / "qrels.tsv").write_text("\n".join(["query\tdocument\trelevance", *rows]))
-    found = evaluate(artifact(tmp_path, VECTORS, table), task="retrieval", data=data).to_json()
+        write_lines(data / f"{name}.tsv", ["id\ttext", *rows])
+    write_grades(data / "qrels.tsv", grades)
+    model = artifact(tmp_path, vectors_of(8), table)
+    found = evaluate(model, task="retrieval", data=data).to_json()
     expected = means(
         grades, table[:QUERIES] @ table[QUERIES:].T, ir_measures.nDCG @ 10, ir_measures.R @ 100
     )
@@ -98,11 +91,7 @@ def test_retrieval_gives_the_numbers_of_trec_eval(
 def test_rerank_gives_the_numbers_of_trec_eval(random: np.random.Generator, tmp_path: Path) -> None:
     table = random.standard_normal((QUERIES + DOCUMENTS, 8)).astype(np.float32)
     grades = graded(random, 30)
-    rows = [
-        f"{query}\t{key}\t{v}" for query, of_query in grades.items() for key, v in of_query.items()
-    ]
-    data = tmp_path / "pairs.tsv"
-    data.write_text("\n".join(["query\tdocument\trelevance", *rows]))
+    data = write_grades(tmp_path / "pairs.tsv", grades)
     found = evaluate(artifact(tmp_path, PAIRS, table), task="rerank", data=data).to_json()
     similarities = table[:QUERIES] @ table[QUERIES:].T
     for query, of_query in enumerate(grades.values()):  # only judged documents are ranked

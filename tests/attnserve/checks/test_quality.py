@@ -515,10 +515,13 @@ def test_rows_that_are_nan_in_the_original_are_left_out_and_named():
 
 
 def test_outputs_of_one_value_are_measured_once():
-    text = "float[b, d] sentence_embedding"
-    counted = meter(text)
-    counted.outputs.append("461")
-    counted._same = {1: 0}  # pyright: ignore[reportPrivateUsage]
+    outputs = "float[b, d] sentence_embedding, float[b, d] copy"
+    model = ir.from_onnx_text(
+        f"{HEADER} (float[b, t] x) => ({outputs}) "
+        "{ sentence_embedding = test.Model(x, x) copy = Identity(sentence_embedding) }"
+    )
+    model.graph.outputs[1].name = "461"
+    counted = QualityMeter(model, Artifact(Path("model.onnx")))
     a = RANDOM.standard_normal((40, 96)).astype(np.float32)
     counted.add([a, a], [a, a], {"x": a})
     (found,) = counted.results()

@@ -28,6 +28,7 @@ from attnserve.options import Target
 from attnserve.runtime.interface import Batch
 from graph_passes.errors import InvalidData
 from tests.errors import raises
+from tests.files import last_entry, read_record, write_lines
 from tests.service.tiny import write_reranker
 from tests.texts import WORDS
 
@@ -138,8 +139,9 @@ def queries_of(part: Sequence[Batch]) -> set[int]:
 def test_load_inputs_keeps_the_lists_of_a_query_in_one_part(
     labeled: bool, reranker: Artifact, tmp_path: Path
 ) -> None:
-    path = tmp_path / ("pairs.tsv" if labeled else "pairs.txt")
-    path.write_text("\n".join(pair_lines(35, DOCUMENTS, labeled)))
+    path = write_lines(
+        tmp_path / ("pairs.tsv" if labeled else "pairs.txt"), pair_lines(35, DOCUMENTS, labeled)
+    )
     data = read(path, reranker)
     parts = [data.fit, data.choose, *data.verify]
     found = [queries_of(part) for part in parts]
@@ -189,8 +191,7 @@ def test_load_inputs_refuses_malformed_lists(
 
 
 def test_verify_measures_the_order_of_lists_by_default(reranker: Artifact, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.tsv"
-    path.write_text("\n".join(pair_lines(35, DOCUMENTS, relevance=True)))
+    path = write_lines(tmp_path / "pairs.tsv", pair_lines(35, DOCUMENTS, relevance=True))
     other = onnx.load(reranker.model)
     other.graph.node[-1].op_type = "Mul"  # a factor of 1 keeps the order
     (tmp_path / "other").mkdir()
@@ -210,8 +211,7 @@ def test_tau_of_an_encoder_is_refused(tiny: Path, sentences: Path) -> None:
 
 
 def test_rows_with_nan_in_the_original_leave_their_list(reranker: Artifact, tmp_path: Path) -> None:
-    path = tmp_path / "pairs.txt"
-    path.write_text("\n".join(pair_lines(4, DOCUMENTS)))
+    path = write_lines(tmp_path / "pairs.txt", pair_lines(4, DOCUMENTS))
     data = read(path, reranker, split=False)
     meter = QualityMeter(load_model(reranker), reranker, data=data)
     for batch in data.fit:
@@ -244,7 +244,7 @@ def cross_encoder(model: Path) -> Path:
         helper.make_tensor_value_info("logits", onnx.TensorProto.FLOAT, ["batch", 1])
     )
     onnx.save(graph, model / "model.onnx")
-    record = json.loads((model / "attnserve.json").read_text())
+    record = read_record(model)
     record = {key: record[key] for key in ("max_length",) if key in record}
     (model / "attnserve.json").write_text(json.dumps({**record, "task": "rerank"}))
     return model
@@ -259,9 +259,7 @@ def lists_file(tmp_path: Path) -> Path:
         for place in range(DOCUMENTS):
             document = " ".join(random.choice(WORDS, random.integers(3, 12)))
             lines.append(f"{query}\t{document}\t{int(place == 2)}")
-    path = tmp_path / "lists.tsv"
-    path.write_text("\n".join(["query\tdocument\trelevance", *lines]), encoding="utf-8")
-    return path
+    return write_lines(tmp_path / "lists.tsv", ["query\tdocument\trelevance", *lines])
 
 
 def test_search_verifies_the_order_and_states_it_in_record_and_card(
@@ -269,7 +267,7 @@ def test_search_verifies_the_order_and_states_it_in_record_and_card(
 ) -> None:
     output = tmp_path / "new"
     attnserve.optimize(cross_encoder, output, calib=lists_file, keep=0.8)
-    entry = json.loads((output / "attnserve.json").read_text())["lineage"][-1]
+    entry = last_entry(output)
     quality = entry["quality"]
     assert (quality["measure"], quality["split"], quality["rows"]) == ("tau", "prove", 5)
     assert quality["value"] >= 0.8 and quality["top1"] >= 0.8

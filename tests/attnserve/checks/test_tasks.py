@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
-import onnx.parser
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnserve import evaluate
 from attnserve.checks.evaluate import score_session
@@ -20,14 +17,15 @@ from attnserve.models.artifact import open_artifact
 from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData
+from tests.attnserve.checks.word_models import vectors_of, write_artifact
 from tests.errors import raises
+from tests.files import write_lines
+from tests.word_tokenizer import word_tokenizer
 
 WORDS = ["[PAD]", "[SEP]", "east", "north", "northeast", "west", "ask"]
 VECTORS = np.array([(9, 9), (0, 0), (1, 0), (0, 1), (1, 1), (-1, 0), (0, 9)], np.float32)
 
-TOKENS = """<ir_version: 10, opset_import: ["" : 18]>
-tokens (int64[batch, sequence] input_ids, int64[batch, sequence] attention_mask)
-=> (float[batch, sequence, 2] last_hidden_state) { last_hidden_state = Gather(table, input_ids) }"""
+TOKENS = vectors_of(2)
 
 # The score of a pair is the number of words of its document that are "east".
 PAIRS = """<ir_version: 10, opset_import: ["" : 18]>
@@ -53,25 +51,13 @@ pixels (float[batch, 2, 2] image) => (float[batch, 2] logits) <int64[1] axis = {
 
 
 def artifact(folder: Path, text: str, table: np.ndarray = VECTORS, **record: Any) -> Path:
-    model = onnx.parser.parse_model(text)
-    if "table" in text:
-        model.graph.initializer.append(onnx.numpy_helper.from_array(table, "table"))
-    onnx.save(model, folder / "model.onnx")
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[PAD]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if text is PAIRS:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A", pair="$A [SEP] $B:1", special_tokens=[("[SEP]", 1)]
-        )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "attnserve.json").write_text(json.dumps(record), encoding="utf-8")
-    return folder
+    templates = {"single": "$A", "pair": "$A [SEP] $B:1"} if text is PAIRS else {}
+    tokenizer = word_tokenizer(WORDS, unknown="[PAD]", **templates)
+    return write_artifact(folder, text, table, tokenizer, record)
 
 
 def lines(path: Path, *rows: str) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("\n".join(rows), encoding="utf-8")
-    return path
+    return write_lines(path, rows)
 
 
 # --- retrieval ----------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import pytest
 from onnx import parser
 
 from tests.attnserve.cli.commands import Cli, process, refused
+from tests.onnx_text import EXP, SOFTMAX
 
 
 def test_inspect_prints_table_within_80_columns_and_totals(cli: Cli, tiny: Path):
@@ -33,11 +34,7 @@ def test_inspect_json_prints_one_object(cli: Cli, tiny: Path):
 
 def test_inspect_without_attention_exits_0(cli: Cli, tmp_path: Path):
     path = tmp_path / "m.onnx"
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
-        " { [last] y = Softmax<axis = -1>(x) }"
-    )
-    onnx.save(parser.parse_model(text), path)
+    onnx.save(parser.parse_model(SOFTMAX), path)
     done = cli("inspect", path)
     assert done.code == 0 and "unmatched last: " in done.out
     assert cli("inspect", path, "--json").json()["attention"] == []
@@ -57,8 +54,7 @@ def test_lines_on_stdout_are_not_wrapped(tiny: Path):
 
 
 def test_verify_different_inputs_is_refused(cli: Cli, tiny: Path, tmp_path: Path):
-    text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
-    onnx.save(parser.parse_model(text), tmp_path / "m.onnx")
+    onnx.save(parser.parse_model(EXP), tmp_path / "m.onnx")
     refused(cli("verify", tiny, tmp_path / "m.onnx"), "inputs")
 
 

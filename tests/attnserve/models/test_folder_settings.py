@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from attnserve.models.artifact import open_artifact
 from attnserve.models.folder_settings import read_settings
@@ -16,6 +16,7 @@ from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import write_modules
 from tests.errors import raises
 from tests.files import write_json
+from tests.word_tokenizer import PAIR, TEXT, word_tokenizer
 
 SENTENCE, LIBRARY = "sentence_bert_config.json", "config_sentence_transformers.json"
 TOKENIZER, POOLING = "tokenizer_config.json", "1_Pooling/config.json"
@@ -306,14 +307,7 @@ CLS, SEP, A, B, C = 2, 3, 4, 5, 6
 @pytest.fixture
 def texts(hub: Path) -> Path:
     """The folder with a tokenizer of words, in upper and lower case."""
-    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
-    )
-    made.save(str(hub / "tokenizer.json"))
+    word_tokenizer(WORDS, single=TEXT, pair=PAIR).save(str(hub / "tokenizer.json"))
     (hub / SENTENCE).unlink()
     write_json(hub / "config.json", {"model_type": "deberta-v2", "max_position_embeddings": 8})
     return hub

@@ -23,25 +23,27 @@ from attnserve.models.tokenizer_files import load_encoder
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.attnserve.models.files import encoder_of
 from tests.errors import raises
+from tests.word_tokenizer import PAIR, TEXT, panicking, word_tokenizer
 
 INPUTS = {
     "input_ids": TextInput(np.dtype(np.int64)),
     "attention_mask": TextInput(np.dtype(np.int64)),
     "token_type_ids": TextInput(np.dtype(np.int32)),
 }
+VOCABULARY = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
 CLS, SEP, PAD = 2, 3, 0
 
 
 @pytest.fixture
 def tokenizer() -> Tokenizer:
     """a -> 5, b -> 6, c -> 7; texts become [CLS] ... [SEP]."""
-    vocabulary = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    return tokenizer
+    return word_tokenizer(VOCABULARY, single=TEXT)
+
+
+@pytest.fixture
+def pair_tokenizer() -> Tokenizer:
+    """The same for pairs: they become [CLS] ... [SEP] ... [SEP]."""
+    return word_tokenizer(VOCABULARY, single=TEXT, pair=PAIR)
 
 
 @pytest.fixture
@@ -125,10 +127,7 @@ def test_encode_other_than_unicode_text_is_refused(text: str, encoder: TextEncod
 def test_encode_tokenizer_panics_is_invalid_data_and_later_texts_are_encoded(
     tokenizer: Tokenizer,
 ) -> None:
-    content = json.loads(tokenizer.to_str())
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
-    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}  # it panics on any character
-    encoder = TextEncoder(Tokenizer.from_str(json.dumps(content)), pad_id=PAD)
+    encoder = TextEncoder(Tokenizer.from_str(panicking(tokenizer)), pad_id=PAD)
     with raises(InvalidData, "text.tokenizer_failed", "chunk size must be non-zero"):
         encoder.encode(["b"])
     assert ids(encoder.encode(["a"])) == [[CLS, SEP]]
@@ -175,12 +174,8 @@ def test_load_encoder_that_panics_is_invalid_model(
 @given(st.lists(st.sampled_from("abc"), max_size=12), st.integers(3, 9))
 def test_encode_truncation_equals_tokenizers(words: list[str], limit: int) -> None:
     vocabulary = {"[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "a": 5, "b": 6, "c": 7}
-    ours, theirs = (Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")) for _ in range(2))
-    for tokenizer in (ours, theirs):
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP] [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-        )
+    template = "[CLS] $A [SEP] [SEP]"
+    ours, theirs = (word_tokenizer(vocabulary, single=template) for _ in range(2))
     theirs.enable_truncation(limit + 1)
     text = " ".join(words)
     encoder = TextEncoder(ours, pad_id=PAD, max_length=limit + 1)
@@ -377,15 +372,10 @@ def test_load_encoder_missing_or_damaged_is_refused(
     [(None, [0, 0, 0, 1, 1]), (["input_ids"], [0] * 5), ([*INPUTS], [0, 0, 0, 1, 1])],
 )
 def test_token_types_are_zeros_if_the_folder_leaves_them_out(
-    names: list[str] | None, expected: list[int], tokenizer: Tokenizer, tmp_path: Path
+    names: list[str] | None, expected: list[int], pair_tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     stated = {} if names is None else {"model_input_names": names}
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    encoder = encoder_of(save(tokenizer, tmp_path, **stated))
+    encoder = encoder_of(save(pair_tokenizer, tmp_path, **stated))
     fed = encoder.batch_inputs(encoder.encode([("a", "b")]), INPUTS)
     assert fed["token_type_ids"].tolist() == [expected]
 
@@ -393,18 +383,14 @@ def test_token_types_are_zeros_if_the_folder_leaves_them_out(
 @pytest.mark.parametrize("length", range(5, 16))
 @pytest.mark.parametrize("sizes", [(2, 9), (9, 2), (5, 5), (6, 5), (1, 1)])
 def test_encode_pair_is_truncated_as_by_tokenizers(
-    length: int, sizes: tuple[int, int], tokenizer: Tokenizer
+    length: int, sizes: tuple[int, int], pair_tokenizer: Tokenizer
 ) -> None:
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
     first, second = (" ".join("abc"[i % 3] for i in range(size)) for size in sizes)
-    encoder = TextEncoder(Tokenizer.from_str(tokenizer.to_str()), pad_id=PAD, max_length=length)
+    copy = Tokenizer.from_str(pair_tokenizer.to_str())
+    encoder = TextEncoder(copy, pad_id=PAD, max_length=length)
     (found,) = encoder.encode([(first, second)])
-    tokenizer.enable_truncation(length, strategy="longest_first")
-    expected = tokenizer.encode(first, second)
+    pair_tokenizer.enable_truncation(length, strategy="longest_first")
+    expected = pair_tokenizer.encode(first, second)
     assert (found.ids, found.type_ids) == (expected.ids, expected.type_ids)
 
 

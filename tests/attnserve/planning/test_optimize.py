@@ -33,15 +33,12 @@ from graph_passes.errors import (
 from tests.architectures import Cell
 from tests.attnserve.qualities import fidelity_of, quality_of
 from tests.errors import raises
-from tests.files import tree
+from tests.files import read_record, tree, write_lines
+from tests.fixtures.make import TINY_EXPORTS
 from tests.graph_passes.graphs import graph
+from tests.onnx_text import EXP
 
 EXACT = 32  # 4 heads x 8
-EXPORTS = [
-    (attention, exporter, opset)
-    for attention in ("eager", "sdpa")
-    for exporter, opset in (("torchscript", 17), ("dynamo", 18), ("dynamo", 23))
-]
 
 
 def interface(path: Path) -> tuple:
@@ -56,7 +53,7 @@ def interface(path: Path) -> tuple:
 # Exactness and errors
 
 
-@pytest.mark.parametrize("export", EXPORTS, ids=lambda export: "-".join(map(str, export)))
+@pytest.mark.parametrize("export", TINY_EXPORTS, ids=lambda export: "-".join(map(str, export)))
 def test_optimize_full_rank_is_exact_on_every_export(
     tiny_export: Callable[..., Path], tmp_path: Path, export: tuple
 ):
@@ -154,9 +151,9 @@ def sts_lines(shared: Path, name: str, rows: int) -> list[str]:
 @pytest.fixture(scope="module")
 def pairs(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 sentence pairs of STS-B."""
-    path = tmp_path_factory.mktemp("sts") / "pairs.tsv"
-    path.write_text("\n".join(sts_lines(shared, "stsb_dev", 300)), encoding="utf-8")
-    return path
+    return write_lines(
+        tmp_path_factory.mktemp("sts") / "pairs.tsv", sts_lines(shared, "stsb_dev", 300)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +181,7 @@ def test_optimize_minilm_keeps_its_score(
     from attnserve import evaluate
 
     header, *rows = (line.split("\t") for line in sts_lines(shared, "stsb_train", 400))
-    calib = tmp_path / "calib.txt"
-    calib.write_text("\n".join(row[header.index("sentence1")] for row in rows), encoding="utf-8")
+    calib = write_lines(tmp_path / "calib.txt", (row[header.index("sentence1")] for row in rows))
     folder = minilm_export("sdpa", "dynamo", 18)
     options: dict[str, Any] = {"mixing": "dense"} if head_dk is None else {"head_dk": head_dk}
     optimize(folder, tmp_path / "new", collab_dk=128, calib=calib, refit=False, **options)
@@ -397,7 +393,7 @@ def test_optimize_break_even_warning_depends_on_length(tiny: Path, tmp_path: Pat
 
 
 def test_optimize_break_even_past_max_length_is_no_warning(model: Path, tmp_path: Path):
-    record = json.loads((model / "attnserve.json").read_text())
+    record = read_record(model)
     (model / "attnserve.json").write_text(json.dumps(record | {"max_length": 4}))
     report = optimize(
         model, tmp_path / "new", collab_dk=16, sequence=3, mixing="dense", dry_run=True
@@ -461,9 +457,7 @@ def test_optimize_weights_not_finite_are_refused(
     ids=["mask", "fill", "weight", "both", "positive", "large"],
 )
 def test_require_finite_weights_accepts_infinite_masks_only(array: np.ndarray, sound: bool):
-    model = ir.from_onnx_text(
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n] x) => (float[n] y) { y = Exp(x) }'
-    )
+    model = ir.from_onnx_text(EXP)
     tensor = ir.tensor(array.astype(np.float32), name="w")
     model.graph.register_initializer(ir.Value(name="w", const_value=tensor))
     if sound:

@@ -34,6 +34,7 @@ from tests.architectures import Cell
 from tests.errors import raises
 from tests.graph_passes.graphs import observing
 from tests.graph_passes.operators import OPERATORS
+from tests.onnx_text import SOFTMAX
 
 Build = Callable[..., Path]
 EXACT = {"rtol": 1e-6, "atol": 1e-9}
@@ -355,12 +356,8 @@ def test_analyze_collaborative_heads_have_no_spectra(
 
 
 def test_analyze_without_attention_is_refused(tmp_path: Path):
-    text = (
-        '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 4] x) => (float[n, 4] y)'
-        " { [last] y = Softmax<axis = -1>(x) }"
-    )
     np.savez(tmp_path / "x.npz", x=np.ones((3, 4), np.float32))
-    ir.save(ir.from_onnx_text(text), tmp_path / "m.onnx")
+    ir.save(ir.from_onnx_text(SOFTMAX), tmp_path / "m.onnx")
     with raises(InvalidModel, "analysis.no_attention", "last: "):
         analysis_of(tmp_path / "m.onnx", tmp_path / "x.npz")
 

@@ -30,6 +30,7 @@ from tests.service.tiny import (
     write_encoder,
     write_model,
 )
+from tests.word_tokenizer import panicking
 
 
 def test_embed_averages_tokens_without_padding(client: TestClient) -> None:
@@ -267,10 +268,7 @@ def test_tokenizer_panic_is_refused_and_others_are_served(
     start: Callable[..., TestClient], tmp_path: Path, route: str
 ) -> None:
     path = write_encoder(tmp_path / "m") / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
-    content["pre_tokenizer"] = {"type": "FixedLength", "length": 0}
-    path.write_text(json.dumps(content))
+    path.write_text(panicking(make_tokenizer()))
     client = start(tmp_path / "m", timeout_ms=5000)
     for _ in range(2):
         refused = client.post(route, json={"inputs": "b"})
