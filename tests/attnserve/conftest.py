@@ -7,10 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx_ir as ir
 import pytest
 
+from attnserve.data.datasets import load_inputs
 from attnserve.models import quantized
+from attnserve.models.artifact import open_artifact
+from attnserve.models.onnx_files import load_model
 from attnserve.precision import schemes
+from attnserve.runtime.interface import Batch
 from tests.fixtures.make import BERT
 from tests.texts import write_sentences
 
@@ -49,6 +54,18 @@ def model(tiny: Path, tmp_path: Path) -> Path:
 def sentences(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """60 sentences of 3 to 20 words."""
     return write_sentences(tmp_path_factory.mktemp("text") / "sentences.txt", 60, 20, seed=0)
+
+
+@pytest.fixture(scope="module")
+def tiny_graph(tiny: Path) -> ir.Model:
+    """The graph of ``tiny``, read once per module; a test that changes it clones it."""
+    return load_model(open_artifact(tiny))
+
+
+@pytest.fixture(scope="module")
+def tiny_batches(tiny: Path, tiny_graph: ir.Model, sentences: Path) -> list[Batch]:
+    """All sentences as inputs of ``tiny``."""
+    return list(load_inputs(sentences, tiny_graph, open_artifact(tiny), split=False).fit)
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from graph_passes.matching.find import find_attention
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.reuse_attention import ReuseAttention
 from tests.errors import raises
-from tests.files import tree
+from tests.files import read_record, tree
 from tests.graph_passes.graphs import D, layers
 from tests.jobs import job_of
 from tests.texts import write_sentences
@@ -38,10 +38,6 @@ ORDER = ["skip_attention", "prune_heads", "reuse_attention", "collaborate"]
 
 def blocks_of(path: Path) -> tuple[AttentionBlock, ...]:
     return tuple(find_attention(load_model(open_artifact(path))).blocks)
-
-
-def record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "attnserve.json").read_text(encoding="utf-8"))
 
 
 # A BERT of three layers, and text
@@ -171,7 +167,7 @@ def test_optimize_json_has_the_keys_of_the_contract(optimized: Cases):
     assert list(content["plan"]) == ["passes", "precision"]
     assert [entry["pass"] for entry in content["plan"]["passes"]] == ORDER
     assert json.loads(json.dumps(content, allow_nan=False)) == content
-    (entry,) = record(folder)["lineage"]
+    (entry,) = read_record(folder)["lineage"]
     assert entry["rewrite"] == "+".join(ORDER)
     assert {name: entry[name] for name in content} == content
 
@@ -302,7 +298,7 @@ def test_optimize_dry_run_writes_nothing_and_recorded_plan_gives_the_same_graph(
     assert not any(tmp_path.iterdir())
     real = optimize(small, tmp_path / "a" / "model.onnx", calib=arrays, **request)
     assert dry.to_json() == real.to_json() and dry.output == real.output
-    plan = record(tmp_path / "a")["lineage"][0]["plan"]
+    plan = read_record(tmp_path / "a")["lineage"][0]["plan"]
     assert [entry["pass"] for entry in plan["passes"]] == ORDER[:3]
     model, original = (load_model(open_artifact(small)) for _ in range(2))
     data = load_inputs(arrays, original, open_artifact(small))
@@ -369,7 +365,7 @@ def test_optimize_rewrites_of_several_calls_combine(small: Path, arrays: Path, t
         assert not inspect(new).matches.unmatched, request
         path = new
     assert forms(path) == ["sparse", "reuse"]
-    assert len(record(path.parent)["lineage"]) == len(requests)
+    assert len(read_record(path.parent)["lineage"]) == len(requests)
     assert verify(small, path).mean_cosine > 0
 
 

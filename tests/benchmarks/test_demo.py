@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import resource
 import subprocess
@@ -13,6 +12,7 @@ import pytest
 
 from attnserve import verify
 from benchmarks.demo import FOLDER
+from tests.files import last_entry
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_demo_prints_one_row_per_model_within_its_time(minilm_folder: Path):
     assert "http://127.0.0.1:" in done.stdout
     assert after.ru_utime - before.ru_utime <= CPU_SECONDS
     original, searched = FOLDER / "original", FOLDER / "searched"
-    record = json.loads((searched / "attnserve.json").read_text())["lineage"][-1]["search"]
+    record = last_entry(searched)["search"]
     assert record["gain"] and record["speedup"] > 1.1
     assert min(speed["speedup"] for speed in record["speeds"]) > 0.97
     quality = verify(original, searched, data=FOLDER / "unseen.txt").quality

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from benchmarks import mixture, recovery
+from tests.files import write_lines
 
 
 def test_halves_share_no_paragraph_and_sentences_are_distinct(tmp_path: Path):
     words = " ".join(f"word{i}" for i in range(70))
     lines = [f"First sentence of number {i} here. Then {words}." for i in range(10)]
-    source = tmp_path / "text.txt"
-    source.write_text("\n".join([*lines, "too short"]), encoding="utf-8")
+    source = write_lines(tmp_path / "text.txt", [*lines, "too short"])
     ours, theirs = mixture.halves(source)
     assert sorted([*ours, *theirs]) == sorted(lines)
     assert not set(ours) & set(theirs)

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import rerank
 from benchmarks.reranker import CANDIDATES, Pair, read_pairs, related, relevance_lists, sides
+from tests.files import write_lines
 
 
 def pairs(count: int, name: str = "s") -> list[Pair]:
@@ -69,8 +70,7 @@ def test_read_pairs_of_sentences_with_quotes(tmp_path: Path):
 @pytest.fixture
 def requests(tmp_path: Path) -> list[rerank.Request]:
     lines = [f"q{q}\td{d}\t{int(d == 0)}" for q in range(40) for d in range(5)]
-    path = tmp_path / "test.tsv"
-    path.write_text("\n".join(["query\tdocument\trelevance", *lines]), encoding="utf-8")
+    path = write_lines(tmp_path / "test.tsv", ["query\tdocument\trelevance", *lines])
     return rerank.lists(path)
 
 

@@ -20,6 +20,7 @@ from benchmarks.training.data import BOS, EOS, FILES, PAD, Corpus, batches, read
 from benchmarks.training.loop import Training
 from benchmarks.training.variants import EXPERIMENTS, SAME, VARIANTS, Settings, find
 from docs.hooks import training as pages
+from tests.files import write_lines
 
 WORDS = {"man": "Mann", "dog": "Hund", "house": "Haus", "runs": "rennt", "red": "rot", "a": "ein"}
 
@@ -212,8 +213,9 @@ def test_language_model_is_exported_as_a_decoder(
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     monkeypatch.setattr(language_model, "SIZES", {**language_model.SIZES, **sizes})
     monkeypatch.setattr(language_model, "VOCABULARY", 280)
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join([" = Title = ", *[f"{a} {b}" for a in WORDS for b in WORDS]]))
+    text = write_lines(
+        tmp_path / "text.txt", [" = Title = ", *[f"{a} {b}" for a in WORDS for b in WORDS]]
+    )
     known, unseen = language_model.learned_and_unseen(text)
     assert len(known) == 27 and len(unseen) == 9 and not set(known) & set(unseen)
     assert (

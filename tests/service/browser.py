@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
+
+from tests.service.processes import free_port
 
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -80,9 +81,7 @@ def chromium(width: int = 1280, height: int = 1500, *, dark: bool = False) -> It
     program = next(filter(None, map(shutil.which, BROWSERS)), None)
     if driver is None or program is None:
         pytest.skip("no chromium and chromedriver here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

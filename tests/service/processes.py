@@ -57,13 +57,18 @@ def started(
 PROGRAM = "import sys; from attnserve.cli.app import main; sys.exit(main(['serve', *sys.argv[1:]]))"
 
 
+def free_port() -> int:
+    """A port of this machine on which nobody listens now."""
+    with create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 @contextmanager
 def starting(
     model: Path, *arguments: str, **environment: str
 ) -> Generator[tuple[str, subprocess.Popen[str]]]:
     """(address, process) of the command on a free port; it may not listen yet."""
-    with create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(model), "--port", str(port), *arguments],
         cwd=Path(service.__file__).parents[1],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,9 +20,6 @@ from attnserve.calibration.importance import (
 from attnserve.calibration.voting import Votes, voting_to_stay
 from attnserve.checks.certify import read_attention
 from attnserve.context import RunContext
-from attnserve.data.datasets import load_inputs
-from attnserve.models.artifact import open_artifact
-from attnserve.models.onnx_files import load_model
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.session import open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
@@ -97,16 +93,6 @@ def contexts(model: ir.Model, batch: Batch) -> np.ndarray:
     """Of the plain layer: (H, tokens, V)."""
     context = observing(model, [block_of(model).context]).run(None, batch)[0]
     return np.moveaxis(context, 1, 0).reshape(H, -1, V).astype(np.float64)
-
-
-@pytest.fixture(scope="module")
-def bert(tiny: Path) -> ir.Model:
-    return load_model(open_artifact(tiny))
-
-
-@pytest.fixture(scope="module")
-def data(tiny: Path, sentences: Path, bert: ir.Model) -> list[Batch]:
-    return list(load_inputs(sentences, bert, open_artifact(tiny), split=False).fit)
 
 
 def padded(batch: Batch, more: int = 6) -> Batch:
@@ -212,12 +198,14 @@ def test_importance_of_a_head_without_output_is_zero(measure: Measure):
     assert got[:2].min() > 1e-3
 
 
-def test_loo_of_all_layers_equals_models_without_each_head(bert: ir.Model, data: list[Batch]):
-    blocks = read_attention(bert).blocks
-    got = leave_one_out(bert, blocks, data[:1])
+def test_loo_of_all_layers_equals_models_without_each_head(
+    tiny_graph: ir.Model, tiny_batches: list[Batch]
+):
+    blocks = read_attention(tiny_graph).blocks
+    got = leave_one_out(tiny_graph, blocks, tiny_batches[:1])
     assert list(got) == [block.name for block in blocks]
-    real = data[0]["attention_mask"].astype(bool)
-    whole = outputs(bert, data[0])[real]
+    real = tiny_batches[0]["attention_mask"].astype(bool)
+    whole = outputs(tiny_graph, tiny_batches[0])[real]
     spread = np.square(whole - whole.mean(0)).sum(-1).mean()
     for block in blocks:
         assert block.output is not None
@@ -227,7 +215,7 @@ def test_loo_of_all_layers_equals_models_without_each_head(bert: ir.Model, data:
             rows = original.numpy().copy()
             rows[block.output.rows[head]] = 0
             block.output.weight.value.const_value = ir.tensor(rows)
-            cut = outputs(bert, data[0])[real]
+            cut = outputs(tiny_graph, tiny_batches[0])[real]
             block.output.weight.value.const_value = original
             expected = np.square(whole - cut).sum(-1).mean() / spread
             assert got[block.name][head] == pytest.approx(expected, rel=1e-3)
@@ -317,12 +305,12 @@ def test_sensitivity_of_one_layer_is_the_norm_of_the_head_output():
 
 
 def test_sensitivity_does_not_depend_on_the_step(
-    bert: ir.Model, data: list[Batch], monkeypatch: pytest.MonkeyPatch
+    tiny_graph: ir.Model, tiny_batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ):
-    blocks = read_attention(bert).blocks
-    coarse = sensitivity(bert, blocks, data[:1])
+    blocks = read_attention(tiny_graph).blocks
+    coarse = sensitivity(tiny_graph, blocks, tiny_batches[:1])
     monkeypatch.setattr(importance, "STEP", 1 / 256)
-    fine = sensitivity(bert, blocks, data[:1])
+    fine = sensitivity(tiny_graph, blocks, tiny_batches[:1])
     for name in coarse:
         np.testing.assert_allclose(coarse[name], fine[name], rtol=1e-3)
 
@@ -331,9 +319,13 @@ def test_sensitivity_does_not_depend_on_the_step(
 
 
 @pytest.mark.parametrize("measure", MEASURES)
-def test_importance_ignores_padding(measure: Measure, bert: ir.Model, data: list[Batch]):
-    blocks = read_attention(bert).blocks
-    one, two = (measure(bert, blocks, [b]) for b in (data[0], padded(data[0])))
+def test_importance_ignores_padding(
+    measure: Measure, tiny_graph: ir.Model, tiny_batches: list[Batch]
+):
+    blocks = read_attention(tiny_graph).blocks
+    one, two = (
+        measure(tiny_graph, blocks, [b]) for b in (tiny_batches[0], padded(tiny_batches[0]))
+    )
     for name in one:
         np.testing.assert_allclose(one[name], two[name], rtol=1e-3, atol=1e-5)
 
@@ -379,11 +371,13 @@ def test_importance_row_limit_selects_batches_evenly(measure: Measure):
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda *a: voting_to_stay(*a, groups=2)])
-def test_importance_of_padding_only_is_refused(measure: Measure, bert: ir.Model, data: list[Batch]):
-    empty = data[0] | {"attention_mask": np.zeros_like(data[0]["attention_mask"])}
+def test_importance_of_padding_only_is_refused(
+    measure: Measure, tiny_graph: ir.Model, tiny_batches: list[Batch]
+):
+    empty = tiny_batches[0] | {"attention_mask": np.zeros_like(tiny_batches[0]["attention_mask"])}
     for batches in ([empty], []):
         with raises(InvalidData, "calibration.no_token"):
-            measure(bert, read_attention(bert).blocks[:1], batches)
+            measure(tiny_graph, read_attention(tiny_graph).blocks[:1], batches)
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda *a: voting_to_stay(*a, groups=2)])
@@ -476,14 +470,14 @@ def test_voting_keeps_one_head_per_group(groups: int):
         assert sorted(got.groups[got.mask == 1].tolist()) == list(range(groups))
 
 
-def test_voting_of_a_batch_uses_its_feature_maps(bert: ir.Model, data: list[Batch]):
+def test_voting_of_a_batch_uses_its_feature_maps(tiny_graph: ir.Model, tiny_batches: list[Batch]):
     """The cosine of each head's flattened maps with their group's mean, written out."""
-    block = read_attention(bert).blocks[0]
-    got = voting_to_stay(bert, [block], data, groups=2)[block.name]
+    block = read_attention(tiny_graph).blocks[0]
+    got = voting_to_stay(tiny_graph, [block], tiny_batches, groups=2)[block.name]
     assert block.v.output is not None and block.probabilities is not None
-    session = observing(bert, [block.v.output, block.probabilities, block.context])
+    session = observing(tiny_graph, [block.v.output, block.probabilities, block.context])
     votes = np.zeros(4, int)
-    for batch in data:
+    for batch in tiny_batches:
         real = batch["attention_mask"].astype(bool)
         for array in session.run(None, batch):
             array = np.asarray(array)
@@ -501,20 +495,24 @@ def assert_same_votes(one: dict[str, Votes], two: dict[str, Votes]) -> None:
         np.testing.assert_array_equal(one[name].votes, two[name].votes)
 
 
-def test_voting_ignores_padding_and_is_deterministic_for_a_seed(bert: ir.Model, data: list[Batch]):
-    blocks, context = read_attention(bert).blocks, RunContext(seed=7)
+def test_voting_ignores_padding_and_is_deterministic_for_a_seed(
+    tiny_graph: ir.Model, tiny_batches: list[Batch]
+):
+    blocks, context = read_attention(tiny_graph).blocks, RunContext(seed=7)
     one, *others = (
-        voting_to_stay(bert, blocks, batches, groups=2, context=context)
-        for batches in (data, data, [padded(batch) for batch in data])
+        voting_to_stay(tiny_graph, blocks, batches, groups=2, context=context)
+        for batches in (tiny_batches, tiny_batches, [padded(batch) for batch in tiny_batches])
     )
     for other in others:
         assert_same_votes(one, other)
 
 
-def test_voting_number_of_groups_may_differ_per_layer(bert: ir.Model, data: list[Batch]):
-    blocks = read_attention(bert).blocks
+def test_voting_number_of_groups_may_differ_per_layer(
+    tiny_graph: ir.Model, tiny_batches: list[Batch]
+):
+    blocks = read_attention(tiny_graph).blocks
     wanted = {block.name: count for block, count in zip(blocks, (1, 4), strict=True)}
-    got = voting_to_stay(bert, blocks, data, groups=wanted)
+    got = voting_to_stay(tiny_graph, blocks, tiny_batches, groups=wanted)
     assert {name: int(votes.mask.sum()) for name, votes in got.items()} == wanted
 
 

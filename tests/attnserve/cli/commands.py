@@ -43,6 +43,15 @@ def python(*arguments: object, **options: Any) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
 
 
+def without_torch(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process in which torch cannot be imported."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from attnserve.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    return python(code, *arguments)
+
+
 def process(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "attnserve", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.attnserve.cli.commands import Cli, refused
+from tests.files import last_entry
 from tests.texts import WORDS
 
 
@@ -33,10 +33,6 @@ def split(tmp_path: Path) -> Path:
     return path
 
 
-def entry(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "attnserve.json").read_text())["lineage"][-1]
-
-
 def test_optimize_states_the_index_and_the_symmetric_measures(
     cli: Cli, tiny: Path, split: Path, tmp_path: Path
 ):
@@ -46,7 +42,8 @@ def test_optimize_states_the_index_and_the_symmetric_measures(
     assert quality["measure"] == "index" and 0 < quality["value"] < 1
     assert {"similarity", "overlap", "r2"} < quality.keys()
     assert quality["rows"] > 20 and quality["documents"] > 30
-    assert entry(new)["quality"] == quality and entry(new)["calibration"]["documents"] > 100
+    entry = last_entry(new)
+    assert entry["quality"] == quality and entry["calibration"]["documents"] > 100
     card = (new / "README.md").read_text()
     assert "| index |" in card and f"overlap {quality['overlap']:.4f}" in card
     assert f"{quality['rows']} queries, {quality['documents']} documents" in card
@@ -80,7 +77,7 @@ def test_plan_and_search_keep_the_index(cli: Cli, tiny: Path, split: Path, tmp_p
     assert max(asked["sequences"]) < 9, "timed at the lengths of queries"
     new = tmp_path / "new"
     cli("optimize", tiny, "-o", new, "--calib", split, "--plan", plan, "--json").json()
-    assert entry(new)["quality"]["measure"] == "index"
+    assert last_entry(new)["quality"]["measure"] == "index"
     searched = cli("optimize", tiny, "-o", tmp_path / "s", "--calib", split, *goal, "--json").json()
     assert searched["quality"] == planned["quality"]
 

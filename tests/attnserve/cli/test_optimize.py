@@ -17,7 +17,7 @@ import onnx
 import pytest
 
 from tests.attnserve.cli.commands import ROOT, Cli, process, refused
-from tests.files import tree
+from tests.files import read_record, tree, write_lines
 
 DENSE = ("--collab-dk", 16, "--mixing", "dense")
 """One form: others are not built and compared."""
@@ -66,8 +66,7 @@ def test_optimize_precision_alone_prints_no_table(cli: Cli, tiny: Path, tmp_path
 def test_optimize_several_calibration_files_report_each(
     cli: Cli, tiny: Path, sentences: Path, tmp_path: Path
 ):
-    other = tmp_path / "other.txt"
-    other.write_text("\n".join("dog is happy and " * n for n in range(1, 15)))
+    other = write_lines(tmp_path / "other.txt", ("dog is happy and " * n for n in range(1, 15)))
     done = cli(
         "optimize", tiny, "-o", tmp_path / "new", *DENSE, "--json", "--calib", sentences,
         "--calib", other, "--calib-weights", "3,1.5", "--seq", "8-64",
@@ -75,7 +74,7 @@ def test_optimize_several_calibration_files_report_each(
     qualities = done.json()["qualities"]
     assert {quality["file"] for quality in qualities} == {"sentences.txt", "other.txt"}
     assert done.json()["sequence"] == 23  # the geometric mean
-    record = json.loads((tmp_path / "new" / "attnserve.json").read_text())
+    record = read_record(tmp_path / "new")
     calibration = record["lineage"][-1]["calibration"]
     assert calibration["weights"] == [3, 1.5] and calibration["token_ids"]["distinct"] > 5
 
@@ -115,7 +114,7 @@ def without_speeds(folder: Path) -> dict[str, Any]:
     files: dict[str, Any] = dict(tree(folder))
     before, _, rest = files["README.md"].partition(b"## Speed")
     files["README.md"] = before + rest.partition(b"\n## ")[2]
-    record = json.loads((folder / "attnserve.json").read_text())
+    record = read_record(folder)
     for entry in record["lineage"]:
         assert entry.pop("served_speedup") > 0 and entry.pop("speedups")
     record.pop("files")  # checksums

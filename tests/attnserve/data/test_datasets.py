@@ -26,6 +26,7 @@ from attnserve.models.onnx_files import load_model
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
+from tests.files import write_lines
 from tests.graph_passes.graphs import observing
 
 HEADER = '<ir_version: 8, opset_import: ["" : 17]> g'
@@ -221,8 +222,7 @@ def test_load_inputs_keeps_fixed_batch(tiny: Path, sentences: Path):
 
 def test_load_inputs_fills_batches_of_a_fixed_shape(tiny: Path, tmp_path: Path):
     """All batches have the shape, of text and of arrays; the first rows come again."""
-    path = tmp_path / "calib.txt"
-    path.write_text("\n".join(f"a man {'is ' * n}playing" for n in range(25)))
+    path = write_lines(tmp_path / "calib.txt", (f"a man {'is ' * n}playing" for n in range(25)))
     model = ir.from_onnx_text(COPY.replace("batch", "4").replace("seq", "9"))
     data = load_inputs(path, model, open_artifact(tiny))
     batches = [*data.fit, *data.held_out]
@@ -264,9 +264,7 @@ def other(sentences: Path, tmp_path: Path) -> Path:
     lines = sentences.read_text().splitlines()[:20]
     lines += [f"{a} {b} {c}" for a in ("dog", "cat", "man") for b in ("is", "was", "and", "on")
               for c in ("good", "bad", "happy", "sad", "very")]  # fmt: skip
-    path = tmp_path / "other.txt"
-    path.write_text("\n".join(lines))
-    return path
+    return write_lines(tmp_path / "other.txt", lines)
 
 
 def read_files(files: list[Path], artifact: Artifact, **options: object) -> Dataset:
@@ -328,8 +326,7 @@ def test_files_of_one_name_are_told_apart(tiny: Path, sentences: Path, tmp_path:
 
 
 def test_short_file_among_files_is_joined(tiny: Path, sentences: Path, tmp_path: Path):
-    long = tmp_path / "long.txt"
-    long.write_text("\n".join("dog " * n for n in range(30, 60)))
+    long = write_lines(tmp_path / "long.txt", ("dog " * n for n in range(30, 60)))
     data = read_files([sentences, long], open_artifact(tiny), sequence=60)
     short, other = data.files
     assert other.source.joined_rows is None

@@ -19,6 +19,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Data, Goal
 from graph_passes.errors import InvalidData
 from tests.errors import raises
+from tests.files import read_record, write_lines
 
 KINDS = ("texts", "pairs", "arrays")
 Few = Callable[[str, int], tuple[Path, Path]]
@@ -38,11 +39,10 @@ def few(model: Path, tmp_path: Path) -> Few:
         lines = [" ".join(["dog"] * count) for count in range(1, rows + 1)]
         if kind == "pairs":
             lines = [f"a cat\t{line}" for line in lines]
-            record = json.loads((model / "attnserve.json").read_text(encoding="utf-8"))
+            record = read_record(model)
             record["task"] = "rerank"
             (model / "attnserve.json").write_text(json.dumps(record), encoding="utf-8")
-        path = tmp_path / "few.txt"
-        path.write_text("\n".join(lines), encoding="utf-8")
+        path = write_lines(tmp_path / "few.txt", lines)
         return model, path
 
     return write

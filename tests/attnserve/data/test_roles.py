@@ -17,14 +17,14 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from graph_passes.errors import InvalidData
 from tests.errors import raises
+from tests.files import write_lines
 
 QUERIES = [f"dog {'cat ' * n}is" for n in range(1, 22)]
 DOCUMENTS = [f"the man {'is playing ' * n}guitar" for n in range(1, 29)]
 
 
 def table(path: Path, *rows: Sequence[str], header: str = "role\ttext") -> Path:
-    path.write_text("\n".join([header, *map("\t".join, rows)]), encoding="utf-8")
-    return path
+    return write_lines(path, [header, *map("\t".join, rows)])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -20,7 +19,7 @@ from attnserve.models.outputs import check_output, output_file, staged
 from attnserve.models.record import Record, merged_record, write_record
 from graph_passes.errors import InvalidOutput
 from tests.errors import raises
-from tests.files import tree
+from tests.files import read_record, tree
 
 
 def test_output_above_the_folder_onnx_is_refused(hub: Path):
@@ -117,7 +116,7 @@ def test_merged_record_keeps_the_records_of_other_models(plain: Path):
         file = target(folder / name, plain, force=True)
         shutil.copyfile(plain, file)
         write_record(folder, merged_record(file, Record(source=name, files={name: "sha"})))
-    record = json.loads((folder / "attnserve.json").read_text())
+    record = read_record(folder)
     assert record["files"] == {"a.onnx": "sha"}
     assert set(record["others"]) == {"model.onnx", "b.onnx"}
     for name in ("model.onnx", "a.onnx", "b.onnx"):
@@ -169,7 +168,7 @@ def test_staged_finish_of_two_writers_keeps_both_records(tmp_path: Path):
     assert started.wait(10)
     write("b.onnx")
     first.join()
-    record = json.loads((folder / "attnserve.json").read_text())
+    record = read_record(folder)
     assert list(record["files"]) == ["b.onnx"] and list(record["others"]) == ["a.onnx"]
 
 

@@ -20,6 +20,7 @@ from graph_passes.errors import (
 )
 from tests.attnserve.planning.conftest import Optimizer
 from tests.errors import raises
+from tests.files import last_entry, read_record
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -52,7 +53,7 @@ def test_optimize_keep_writes_report_and_lineage(
     assert report.fidelity.mean_cosine >= 0.95
     assert report.record.after.parameters < report.record.before.parameters
     assert report.changes[-1].macs_after == report.record.after.macs
-    record = json.loads((tmp_path / "attnserve.json").read_text(encoding="utf-8"))
+    record = read_record(tmp_path)
     entry = record["lineage"][-1]
     assert entry["search"]["verdict"] == report.search.verdict
     assert entry["search"]["asked"]["keep"] == 0.95
@@ -85,7 +86,7 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
     # Layers of a new model share biases of zeros, which fusion gives other values.
     assert after.parameters == pytest.approx(before.parameters, rel=0.01)
     assert report.fidelity.mean_cosine > 0.9
-    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    entry = last_entry(tmp_path)
     assert entry["plan"]["precision"] == "int8"
     assert entry["int8_weight_bits"] == report.record.int8_weight_bits == 7
     assert entry["int8_activations"] == report.record.int8_activations == "static"
@@ -97,7 +98,7 @@ def test_optimize_int8_full_records_8_bits(
     cpu_with(int8=True)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
     assert main(arguments) == 0
-    entry = json.loads((tmp_path / "attnserve.json").read_text())["lineage"][-1]
+    entry = last_entry(tmp_path)
     assert entry["plan"]["precision"] == "int8-full"
     assert entry["int8_weight_bits"] == 8
     assert entry["int8_activations"] == "per-row"  # without calibration data
@@ -128,7 +129,7 @@ def test_optimize_bfloat16_is_verified_on_cpu_and_warns(
     assert report["fidelity"]["mean_cosine"] > 0.9
     assert report["fidelity"]["data"].endswith("bfloat16 rounded in float32")
     assert "bfloat16" in report["warnings"][-1]
-    record = json.loads((tmp_path / "attnserve.json").read_text())
+    record = read_record(tmp_path)
     assert record["lineage"][-1]["rewrite"].endswith("+bfloat16")
     assert main(["verify", str(model), str(output), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["mean_cosine"] > 0.5

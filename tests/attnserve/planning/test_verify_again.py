@@ -17,6 +17,7 @@ from attnserve.planning.verify_again import VerifyAgainReport
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 from tests.attnserve.cli.commands import Cli, refused
 from tests.errors import raises
+from tests.files import last_entry, write_lines
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -76,9 +77,7 @@ def test_other_data_is_measured_on_all_rows(pruned: Path, tiny: Path, sentences:
 def other(sentences: Path, tmp_path: Path) -> Path:
     """40 sentences that are none of the calibration data."""
     lines = sentences.read_text(encoding="utf-8").splitlines()[:40]
-    path = tmp_path / "other.txt"
-    path.write_text("\n".join(f"{line} park house" for line in lines), encoding="utf-8")
-    return path
+    return write_lines(tmp_path / "other.txt", (f"{line} park house" for line in lines))
 
 
 def test_the_same_model_holds_on_any_data(tiny: Path, sentences: Path, tmp_path: Path, other: Path):
@@ -93,7 +92,7 @@ def test_a_goal_is_the_guarantee_on_the_rows_of_its_last_verification(
     attnserve.optimize(
         model, tmp_path / "out", calib=sentences, keep=0.9, allow=["ffn"], sequence=32, threads=1
     )
-    entry = json.loads((tmp_path / "out" / "attnserve.json").read_text())["lineage"][-1]
+    entry = last_entry(tmp_path / "out")
     last = entry["search"]["proofs"][-1]
     assert entry["search"]["gain"] and last["part"] == "verify"
     report = attnserve.verify_again(tmp_path / "out", data=sentences)

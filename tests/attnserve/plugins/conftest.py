@@ -10,7 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+
+from tests.files import write_lines
+from tests.service.processes import serving
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,6 +33,14 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """200 sentences."""
+    return write_lines(
+        tmp_path / "texts.txt", (f"a man is playing with {n} dogs" for n in range(200))
+    )
+
+
+@pytest.fixture
 def run(environment: dict[str, str], tmp_path: Path) -> Run:
     """Run a command with the code of the plugin, and return its JSON."""
 
@@ -42,3 +54,10 @@ def run(environment: dict[str, str], tmp_path: Path) -> Run:
         return json.loads(done.stdout)
 
     return command
+
+
+def check_embeds(folder: Path, environment: dict[str, str]) -> None:
+    """A server of a model embeds a text."""
+    with serving(folder, **environment) as (address, _):
+        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
+        assert answer.status_code == 200

@@ -25,9 +25,8 @@ PASSES.add(Note)
 
 
 @pytest.mark.process
-def test_rewrite_of_another_package(tiny: Path, tmp_path: Path, run: Run):
-    texts, plan = tmp_path / "texts.txt", tmp_path / "plan.json"
-    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
+def test_rewrite_of_another_package(tiny: Path, texts: Path, tmp_path: Path, run: Run):
+    plan = tmp_path / "plan.json"
     run(CODE, "plan", tiny, "--calib", texts, "--keep", "0.99", "--seq", "8", "-o", plan)
     content = json.loads(plan.read_text())
     content["plan"]["passes"].append({"pass": "note"})

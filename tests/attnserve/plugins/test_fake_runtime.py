@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx2
 import pytest
 
-from tests.attnserve.plugins.conftest import Run
-from tests.service.processes import serving
+from tests.attnserve.plugins.conftest import Run, check_embeds
 
 CODE = """
 from attnserve.runtime.onnx_runtime import OnnxRuntime
@@ -31,7 +29,7 @@ RUNTIMES.add(Fake())
 
 @pytest.mark.process
 def test_runtime_of_another_package(
-    tiny: Path, tmp_path: Path, run: Run, environment: dict[str, str]
+    tiny: Path, texts: Path, tmp_path: Path, run: Run, environment: dict[str, str]
 ):
     log = tmp_path / "log.txt"
     code = CODE.format(log=str(log))
@@ -42,8 +40,6 @@ def test_runtime_of_another_package(
         log.write_text("")
         return len(text.splitlines())
 
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
     report = run(code, "bench", tiny, "--seq", "8", "--rounds", "1", "--runtime", "fake")
     assert report["machine"]["runtime"] == "fake" and opened() == 1
 
@@ -54,9 +50,8 @@ def test_runtime_of_another_package(
     run(code, "optimize", tiny, "--plan", plan, "--calib", texts, "-o", tmp_path / "new")
     assert opened() > 1
 
-    with serving(tmp_path / "new", ATTNSERVE_RUNTIME="fake", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
-        assert answer.status_code == 200 and opened() >= 1
+    check_embeds(tmp_path / "new", environment | {"ATTNSERVE_RUNTIME": "fake"})
+    assert opened() >= 1
 
 
 @pytest.mark.process

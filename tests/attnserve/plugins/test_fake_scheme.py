@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import httpx2
 import onnx
 import pytest
 
-from tests.attnserve.plugins.conftest import Run
-from tests.service.processes import serving
+from tests.attnserve.plugins.conftest import Run, check_embeds
 
 CODE = """
 import numpy as np
@@ -38,10 +36,8 @@ def is_rounded(folder: Path) -> bool:
 
 @pytest.mark.process
 def test_precision_of_another_package(
-    tiny: Path, tmp_path: Path, run: Run, environment: dict[str, str]
+    tiny: Path, texts: Path, tmp_path: Path, run: Run, environment: dict[str, str]
 ):
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(200)))
     by_hand = run(CODE, "optimize", tiny, "--precision", "rounded", "-o", tmp_path / "hand")
     assert by_hand["plan"]["precision"] == "rounded" and is_rounded(tmp_path / "hand")
 
@@ -51,9 +47,7 @@ def test_precision_of_another_package(
     run(CODE, "optimize", tiny, "--plan", plan, "--calib", texts, "-o", tmp_path / "new")
     assert is_rounded(tmp_path / "new")
 
-    with serving(tmp_path / "new", **environment) as (address, _):
-        answer = httpx2.post(f"{address}/texts/embed", json={"inputs": "a man is playing"})
-        assert answer.status_code == 200
+    check_embeds(tmp_path / "new", environment)
 
 
 @pytest.mark.process

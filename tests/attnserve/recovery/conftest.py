@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.attnserve.costs import counting_clock
+
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.export)
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +22,9 @@ def _reproducible(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ.pop("ATTNSERVE_CACHE")
     if before is not None:
         os.environ["ATTNSERVE_CACHE"] = before
+
+
+@pytest.fixture
+def counted_clock(in_context: Callable[..., None]) -> None:
+    """A clock that runs by calls: a training has the same steps on every machine."""
+    in_context(clock=counting_clock())

@@ -30,17 +30,16 @@ from attnserve.recovery.labels import Labels  # noqa: E402
 from attnserve.recovery.loss import served_vectors  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
-from tests.attnserve.costs import counting_clock  # noqa: E402
 from tests.errors import raises  # noqa: E402
+from tests.files import last_entry, write_lines  # noqa: E402
 from tests.texts import WORDS  # noqa: E402
 
 MINUTES = 1.0
-"""Of a clock that runs by calls: about 120 steps."""
+"""Of ``counted_clock``: about 120 steps."""
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
-    in_context(clock=counting_clock())
+def _learning_rate(monkeypatch: pytest.MonkeyPatch, counted_clock: None) -> None:
     monkeypatch.setattr(training, "LEARNING_RATE", 3e-3)
 
 
@@ -81,7 +80,7 @@ def test_labels_raise_the_score_on_unseen_rows(
     # The original never saw these labels, so that training may exceed it.
     assert scores["after"]["spearman"] > scores["before"]["spearman"] + 0.05
     assert scores["after"]["spearman"] > scores["teacher"]["spearman"]
-    entry = json.loads((tmp_path / "out" / "attnserve.json").read_text())["lineage"][-1]
+    entry = last_entry(tmp_path / "out")
     assert entry["scores"] == scores and scores["before"]["task"] == "sts"
     assert sum(scores["rows"].values()) == 600
     # The file that was written has the score of the report on all rows, up to the rows to fit.
@@ -139,8 +138,7 @@ def test_labels_teach_a_classifier(
     data = tmp_path / "labels.tsv"
     data.write_text("\n".join(["label\ttext", *rows]) + "\n", encoding="utf-8")
     pruned = tmp_path / "pruned"
-    plain = tmp_path / "texts.txt"
-    plain.write_text("\n".join(texts), encoding="utf-8")
+    plain = write_lines(tmp_path / "texts.txt", texts)
     attnserve.optimize(model, pruned, prune=0.5, ffn=0.5, calib=plain)
     report = attnserve.recover(
         pruned, tmp_path / "out", teacher=model, data=data, minutes=MINUTES, task="classification"

@@ -34,20 +34,19 @@ from attnserve.runtime.cache import cache_folder  # noqa: E402
 from graph_passes.errors import AttnserveError  # noqa: E402
 from graph_passes.matching.find import find_attention  # noqa: E402
 from graph_passes.passes.prune_heads import PruneHeads  # noqa: E402
-from tests.attnserve.cli.commands import python  # noqa: E402
-from tests.attnserve.costs import counting_clock  # noqa: E402
+from tests.attnserve.cli.commands import without_torch  # noqa: E402
+from tests.files import last_entry  # noqa: E402
 from tests.texts import write_sentences  # noqa: E402
 
 KEEP = 0.7
 MINUTES = 2.0
-"""Of a clock that runs by calls: about 90 steps in each of three rounds."""
+"""Of ``counted_clock``: about 90 steps in each of three rounds."""
 
 Optimize = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
-def _clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
-    in_context(clock=counting_clock())
+def _learning_rate(monkeypatch: pytest.MonkeyPatch, counted_clock: None) -> None:
     monkeypatch.setattr(training, "LEARNING_RATE", 1e-2)
 
 
@@ -82,10 +81,6 @@ def plain(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         return optimize(tiny, folder / "plain", texts)
 
 
-def lineage(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "attnserve.json").read_text())["lineage"][-1]
-
-
 def checkpoints() -> list[Path]:
     return [*(cache_folder() / "recover").glob("*"), *(cache_folder() / "plans").glob("*")]
 
@@ -109,11 +104,11 @@ def test_search_with_training_finds_a_faster_model(
     assert sum(one.seconds for one in recovered.rounds) < 1.05 * 60 * MINUTES
     assert any(stage == "round 1: train (s)" and total for stage, _, total in stages)
     assert not checkpoints()
-    entry = lineage(tmp_path / "out")
+    entry = last_entry(tmp_path / "out")
     assert entry["rewrite"].endswith("+recover")
     assert entry["trained"]["steps"] and entry["search"]["asked"]["recover"] == MINUTES
     assert len(entry["search"]["recovered"]["rounds"]) == len(recovered.rounds)
-    assert "recovered" not in lineage(plain.output.parent)["search"]
+    assert "recovered" not in last_entry(plain.output.parent)["search"]
 
 
 @pytest.mark.timing(seconds=20)
@@ -129,8 +124,8 @@ def test_training_that_fails_returns_the_model_of_the_plain_search(
     assert report.fidelity == plain.fidelity
     same = attnserve.verify(plain.output, tmp_path / "out")
     assert same.outputs[0].max_abs_error == 0
-    assert "recover" not in lineage(tmp_path / "out")["rewrite"]
-    assert "trained" not in lineage(tmp_path / "out")
+    assert "recover" not in last_entry(tmp_path / "out")["rewrite"]
+    assert "trained" not in last_entry(tmp_path / "out")
 
 
 @pytest.mark.timing(seconds=20)
@@ -175,7 +170,7 @@ def test_replayed_training_is_recorded(minutes: float, tiny: Path, texts: Path, 
     }  # fmt: skip
     (tmp_path / "p.json").write_text(json.dumps(content))
     attnserve.optimize(tiny, tmp_path / "out", calib=texts, plan=tmp_path / "p.json", threads=1)
-    entry = lineage(tmp_path / "out")
+    entry = last_entry(tmp_path / "out")
     assert entry["rewrite"] == "prune_heads" + "+recover" * bool(minutes)
     warned = [text for text in entry["warnings"] if text.startswith("no gain by training")]
     assert len(warned) == (minutes == 0)
@@ -257,11 +252,7 @@ def test_command_reads_the_time_of_the_training(
 def test_search_with_training_without_torch_names_the_extra(
     tiny: Path, texts: Path, tmp_path: Path
 ):
-    done = python(
-        "import sys; sys.modules['torch'] = None\n"
-        "from attnserve.__main__ import main; sys.exit(main(sys.argv[1:]))",
-        "optimize", tiny, "--keep", "0.9", "--calib", texts, "--recover", "1m",
-        "-o", tmp_path / "o",
-    )  # fmt: skip
+    options = ("--keep", "0.9", "--calib", texts, "--recover", "1m", "-o", tmp_path / "o")
+    done = without_torch("optimize", tiny, *options)
     assert done.returncode == 2
     assert "attnserve[torch]" in done.stderr and len(done.stderr.splitlines()) == 2

@@ -15,7 +15,7 @@ from attnserve.reports.model_report import report
 from graph_passes.errors import InvalidModel, InvalidOutput, MissingExtra
 from tests.attnserve.reports.pages import HOSTILE, Page, hide, require_self_contained
 from tests.errors import raises
-from tests.files import tree
+from tests.files import read_record, tree
 
 pytest.importorskip("jinja2", reason="pip install 'attnserve[report]'")
 pytest.importorskip("matplotlib", reason="pip install 'attnserve[report]'")
@@ -57,7 +57,7 @@ def page_of(path: Path) -> Page:
 
 
 def set_lineage(folder: Path, lineage: list[Any]) -> None:
-    record = json.loads((folder / "attnserve.json").read_text())
+    record = read_record(folder)
     (folder / "attnserve.json").write_text(json.dumps({**record, "lineage": lineage}))
 
 
@@ -65,7 +65,7 @@ def test_report_shows_blocks_cost_quality_and_steps(copy: Path):
     (found,) = report(copy)
     assert found.output == copy / "report.html" and found.name == "small"
     page = page_of(found.output)
-    (entry,) = json.loads((copy / "attnserve.json").read_text())["lineage"]
+    (entry,) = read_record(copy)["lineage"]
     for step in entry["steps"]:
         assert step["rewrite"] in page.text and step["block"] in page.text
     assert f"{entry['quality']['value']:.4f}" in page.text
@@ -91,7 +91,7 @@ def test_report_model_without_record(tiny: Path, tmp_path: Path):
 
 
 def test_report_shows_search_and_recovery(copy: Path):
-    entry = json.loads((copy / "attnserve.json").read_text())["lineage"][0]
+    entry = read_record(copy)["lineage"][0]
     search = {"verdict": "1.60x as fast", "speedup": 1.6, "speeds": [SPEED], "choose": QUALITY}
     set_lineage(copy, [{**entry, "search": search}, RECOVERED])
     (found,) = report(copy)

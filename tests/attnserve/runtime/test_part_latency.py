@@ -15,7 +15,6 @@ import pytest
 
 from attnserve.context import ONE_THREAD, Device, TimedModel
 from attnserve.models.example_inputs import example_inputs
-from attnserve.models.onnx_files import load_model
 from attnserve.runtime import cache
 from attnserve.runtime import part_latency as latency
 from attnserve.runtime.inference_precision import compute_in_bfloat16
@@ -33,13 +32,10 @@ from tests.graph_passes.graphs import PARTS, K, graph, observing
 
 
 @pytest.fixture(scope="module")
-def bert(tiny: Path) -> ir.Model:
-    return load_model(tiny / "model.onnx")
-
-
-@pytest.fixture(scope="module")
-def feeds(bert: ir.Model) -> list[dict[str, np.ndarray]]:
-    return [example_inputs(bert, Workload.of(2, length), seed=0, padded=True) for length in (5, 9)]
+def feeds(tiny_graph: ir.Model) -> list[dict[str, np.ndarray]]:
+    return [
+        example_inputs(tiny_graph, Workload.of(2, length), seed=0, padded=True) for length in (5, 9)
+    ]
 
 
 def cuts(model: ir.Model) -> list[Cut]:
@@ -62,19 +58,21 @@ def assert_part_equals_model(model: ir.Model, cut: Cut, part: Part, feeds: Any) 
 # Cutting out
 
 
-def test_cut_out_parts_equal_the_model_and_leave_it_unchanged(bert: ir.Model, feeds: Any):
-    before = ir.to_proto(bert).SerializeToString()
-    parts = cut_out(bert, cuts(bert), feeds)
+def test_cut_out_parts_equal_the_model_and_leave_it_unchanged(tiny_graph: ir.Model, feeds: Any):
+    before = ir.to_proto(tiny_graph).SerializeToString()
+    parts = cut_out(tiny_graph, cuts(tiny_graph), feeds)
     assert len(parts) == 4
-    for cut, part in zip(cuts(bert), parts, strict=True):
-        assert_part_equals_model(bert, cut, part, feeds)
-    assert ir.to_proto(bert).SerializeToString() == before
+    for cut, part in zip(cuts(tiny_graph), parts, strict=True):
+        assert_part_equals_model(tiny_graph, cut, part, feeds)
+    assert ir.to_proto(tiny_graph).SerializeToString() == before
 
 
 @pytest.mark.parametrize("version", [3, 8])
-def test_cut_out_weights_listed_as_inputs_stay_weights(bert: ir.Model, feeds: Any, version: int):
+def test_cut_out_weights_listed_as_inputs_stay_weights(
+    tiny_graph: ir.Model, feeds: Any, version: int
+):
     """Before IR version 4 all weights are inputs; since then these may be replaced by a caller."""
-    old = bert.clone()
+    old = tiny_graph.clone()
     old.graph.inputs.extend(old.graph.initializers.values())
     old.ir_version = version
     first, *_, last = cuts(old)
@@ -82,11 +80,11 @@ def test_cut_out_weights_listed_as_inputs_stay_weights(bert: ir.Model, feeds: An
     for cut, part in zip((first, last), parts, strict=True):
         assert len(part.feeds[0]) == (2 if cut is first else 1)  # tokens, and a mask
         assert_part_equals_model(old, cut, part, feeds)
-    assert parts[0].key(0) == cut_out(bert, cuts(bert)[:1], feeds)[0].key(0)
+    assert parts[0].key(0) == cut_out(tiny_graph, cuts(tiny_graph)[:1], feeds)[0].key(0)
 
 
-def test_cut_out_source_that_is_a_model_output_is_fed(bert: ir.Model, feeds: Any):
-    model = bert.clone()
+def test_cut_out_source_that_is_a_model_output_is_fed(tiny_graph: ir.Model, feeds: Any):
+    model = tiny_graph.clone()
     cut = cuts(model)[1]
     model.graph.outputs.extend(cut.sources)
     (part,) = cut_out(model, [cut], feeds)
@@ -154,10 +152,10 @@ def dims(part: Part) -> list[list[Any]]:
     ],
 )
 def test_cut_out_names_axes_of_batch_and_length(
-    bert: ir.Model, shapes: list[tuple[int, int]], batch: Any, length: Any
+    tiny_graph: ir.Model, shapes: list[tuple[int, int]], batch: Any, length: Any
 ):
-    feeds = [example_inputs(bert, Workload.of(b, n), seed=0, padded=True) for b, n in shapes]
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+    feeds = [example_inputs(tiny_graph, Workload.of(b, n), seed=0, padded=True) for b, n in shapes]
+    part = cut_out(tiny_graph, cuts(tiny_graph)[:1], feeds)[0]
     tokens, mask = dims(part)
     assert tokens == [batch, length, 32]
     assert mask == [batch, 1, length, length]
@@ -177,8 +175,8 @@ def test_dim_of_flattened_tokens_is_batch_times_length():
     assert latency._dim(0, (7, 7), sizes[0]) == 7
 
 
-def test_cut_out_part_has_one_block_and_its_mask_as_input(bert: ir.Model, feeds: Any):
-    for part in cut_out(bert, cuts(bert)[:2], feeds):
+def test_cut_out_part_has_one_block_and_its_mask_as_input(tiny_graph: ir.Model, feeds: Any):
+    for part in cut_out(tiny_graph, cuts(tiny_graph)[:2], feeds):
         blocks, unmatched = find_attention(part.model)
         assert len(blocks) == 1 and not unmatched
         assert not find_feed_forward(part.model)
@@ -188,21 +186,26 @@ def test_cut_out_part_has_one_block_and_its_mask_as_input(bert: ir.Model, feeds:
         assert len(np.unique(mask)) == 2  # the second text is padded
 
 
+@pytest.fixture
+def part(tiny_graph: ir.Model, feeds: Any) -> Part:
+    """The first block alone."""
+    return cut_out(tiny_graph, cuts(tiny_graph)[:1], feeds)[0]
+
+
 def pruned(part: Part, mask: list[int]) -> Part:
     small = part.model.clone()
     PruneHeads({find_attention(small).blocks[0].name: mask})(small)
     return Part(small, part.feeds)
 
 
-def test_key_is_equal_for_layers_of_equal_work(bert: ir.Model, feeds: Any):
-    first, second, *feed_forwards = cut_out(bert, cuts(bert), feeds)
+def test_key_is_equal_for_layers_of_equal_work(tiny_graph: ir.Model, feeds: Any):
+    first, second, *feed_forwards = cut_out(tiny_graph, cuts(tiny_graph), feeds)
     assert first.key(0) == second.key(0)
     assert first.key(0) != first.key(1)  # another length
     assert feed_forwards[0].key(0) == feed_forwards[1].key(0) != first.key(0)
 
 
-def test_key_ignores_the_values_of_short_weights(bert: ir.Model, feeds: Any):
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+def test_key_ignores_the_values_of_short_weights(part: Part):
     other = part.model.clone()
     changed = 0
     for value in other.graph.initializers.values():
@@ -214,14 +217,12 @@ def test_key_ignores_the_values_of_short_weights(bert: ir.Model, feeds: Any):
     assert Part(other, part.feeds).key(0) == part.key(0)
 
 
-def test_key_depends_on_the_number_of_heads(bert: ir.Model, feeds: Any):
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+def test_key_depends_on_the_number_of_heads(part: Part):
     small, other = pruned(part, [1, 1, 0, 1]), pruned(part, [0, 1, 1, 1])
     assert small.key(0) == other.key(0) != part.key(0)
 
 
-def test_key_depends_on_the_computed_precision(bert: ir.Model, feeds: Any):
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+def test_key_depends_on_the_computed_precision(part: Part):
     other = part.model.clone()
     compute_in_bfloat16(other)
     assert Part(other, part.feeds).key(0) != part.key(0)
@@ -244,8 +245,8 @@ class Timer:
 
 
 @pytest.fixture
-def parts(bert: ir.Model, feeds: Any) -> dict[str, Part]:
-    part = cut_out(bert, cuts(bert)[:1], feeds[:1])[0]
+def parts(tiny_graph: ir.Model, feeds: Any) -> dict[str, Part]:
+    part = cut_out(tiny_graph, cuts(tiny_graph)[:1], feeds[:1])[0]
     return {"whole": part, "3": pruned(part, [1, 1, 1, 0]), "2": pruned(part, [1, 1, 0, 0])}
 
 
@@ -300,9 +301,9 @@ def test_setting_depends_on_the_gpu(monkeypatch: pytest.MonkeyPatch):
     assert "NVIDIA" not in LatencyTable(None).setting  # the GPU is not queried
 
 
-def test_measure_number_of_open_sessions_is_bounded(bert: ir.Model, feeds: Any):
+def test_measure_number_of_open_sessions_is_bounded(tiny_graph: ir.Model, feeds: Any):
     """Every group includes the first part, which runs at half speed in the second group."""
-    part = cut_out(bert, cuts(bert)[2:3], feeds)[0]
+    part = cut_out(tiny_graph, cuts(tiny_graph)[2:3], feeds)[0]
     forms = {str(n): Part(narrowed(part.model, n), part.feeds) for n in range(1, 11)}
     first, second = [100.0, 1, 2, 3, 4, 5, 6, 7], [200.0, 16, 18, 20]
     timer = Timer(first, first, second, second)  # two shapes
@@ -388,8 +389,7 @@ def test_default_cache_without_home_directory_is_temporary(monkeypatch: pytest.M
     assert default_cache() == Path("/cache/attnserve/latency-2.json")
 
 
-def test_measure_with_real_clock_gives_milliseconds(bert: ir.Model, feeds: Any):
-    part = cut_out(bert, cuts(bert)[:1], feeds)[0]
+def test_measure_with_real_clock_gives_milliseconds(part: Part):
     times = LatencyTable(None, ONE_THREAD).time({"whole": part})["whole"]
     assert len(times) == 2 and all(0 < ms < 1000 for ms in times)
 

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from service.errors import NotReady
 from service.settings import RaySettings, Settings
 from tests.errors import raises
 from tests.service.conftest import until
+from tests.service.processes import free_port
 
 ROOT = Path(__file__).parents[3]
 HAS_RAY = importlib.util.find_spec("ray") is not None
@@ -105,7 +105,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         def deployment(**options: Any) -> Any:
             return lambda _: SimpleNamespace(bind=lambda: None)
 
-    monkeypatch.setattr(ray, "_require_serve", Serve)
+    monkeypatch.setitem(sys.modules, "ray.serve", Serve)
     monkeypatch.setattr(ray, "_repositories", [])
     return given
 
@@ -143,9 +143,7 @@ def url(encoder: Path) -> Iterator[str]:
     """Two replicas on this machine."""
     if not HAS_RAY:
         pytest.skip("Ray is not installed: pip install 'attnserve[ray]'")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "attnserve", "deploy", "ray", str(encoder)]
     options = ["--port", str(port), "--replicas", "2", "--cpus", "0.25"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": ""}

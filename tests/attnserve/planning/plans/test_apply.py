@@ -15,6 +15,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Distill, Plan, State
 from graph_passes.passes.prune_heads import PruneHeads
+from tests.files import write_lines
 
 
 def weights(model: ir.Model) -> dict[str, np.ndarray]:
@@ -33,8 +34,9 @@ class Watching(Distill):
 
 
 def test_apply_plan_gives_a_training_the_refitted_model(tiny: Path, tmp_path: Path):
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(f"a man is playing with {n} dogs" for n in range(60)))
+    texts = write_lines(
+        tmp_path / "texts.txt", (f"a man is playing with {n} dogs" for n in range(60))
+    )
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     job = Job(artifact, model, load_inputs(texts, model, artifact))
