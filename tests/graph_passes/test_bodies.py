@@ -37,11 +37,28 @@ from tests.graph_passes.graphs import (
 TURNS = {"turns": np.array(2, np.int64), "yes_turn": np.array(True)}
 
 
-def loop_model(state: str = "h_in") -> ir.Model:
+def loop(body: str, state: str = "out_turn", output: str = "out") -> str:
+    """Two turns over x; ``body`` computes the new state from h_in."""
+    return f"""
+    {output} = Loop (turns, yes_turn, x) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} {state}) {{
+        go_out = Identity(go_in){body}
+        }}>"""
+
+
+def loop_model(tokens: str = "h_in") -> ir.Model:
+    return graph(loop(body_layer(tokens, "_turn")), inputs=PLAIN_INPUT, constants=TURNS)
+
+
+def weight_loop(operator: str) -> ir.Model:
+    """A loop with W_Q in its state, which ``operator`` computes anew in each turn."""
+    weight = f"float[{D}, {H * K}]"
     body = f"""
-    out = Loop (turns, yes_turn, x) <
-        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} out_turn) {{
-        go_out = Identity(go_in){body_layer(state, "_turn")}
+    out, last = Loop (turns, yes_turn, x, Wq) <
+        body = turn (int64 i, bool go_in, {TENSOR} h_in, {weight} w_in)
+            => (bool go_out, {TENSOR} out_turn, {weight} w_out) {{
+        go_out = Identity(go_in)
+        w_out = {operator}(w_in){body_layer("h_in", "_turn").replace("Wq)", "w_in)")}
         }}>"""
     return graph(body, inputs=PLAIN_INPUT, constants=TURNS)
 
@@ -156,38 +173,21 @@ def test_find_attention_in_a_body_without_projection_is_unmatched() -> None:
 
 
 def test_find_attention_growing_loop_state_is_matched() -> None:
-    body = f"""
-    out = Loop (turns, yes_turn, x) <
-        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
-        go_out = Identity(go_in){body_layer("h_in", "_turn")}
-        grown = Concat <axis = 1> (h_in, out_turn)
-        }}>"""
+    grown = "\n grown = Concat <axis = 1> (h_in, out_turn)"
+    body = loop(body_layer("h_in", "_turn") + grown, "grown")
     assert only(graph(body, inputs=PLAIN_INPUT, constants=TURNS)).num_heads == H
 
 
 def test_find_attention_over_growing_loop_output_is_unmatched() -> None:
     """The length of the tokens depends on the number of iterations."""
-    body = f"""
-    h = Loop (turns, yes_turn, x) <
-        body = turn (int64 i, bool go_in, {TENSOR} h_in) => (bool go_out, {TENSOR} grown) {{
-        go_out = Identity(go_in)
-        grown = Concat <axis = 1> (h_in, h_in)
-        }}>{body_layer("h")}"""
+    body = loop("\n grown = Concat <axis = 1> (h_in, h_in)", "grown", "h") + body_layer("h")
     (said,) = reasons(graph(body, inputs=PLAIN_INPUT, constants=TURNS))
     assert "could not be inferred" in said and "the shape of its state is not constant" in said
 
 
 def test_find_attention_weight_in_the_state_of_a_loop_is_captured() -> None:
     """The body then reads the weight from the outer graph; the outputs stay the same."""
-    weight = f"float[{D}, {H * K}]"
-    body = f"""
-    out, last = Loop (turns, yes_turn, x, Wq) <
-        body = turn (int64 i, bool go_in, {TENSOR} h_in, {weight} w_in)
-            => (bool go_out, {TENSOR} out_turn, {weight} w_out) {{
-        go_out = Identity(go_in)
-        w_out = Identity(w_in){body_layer("h_in", "_turn").replace("Wq)", "w_in)")}
-        }}>"""
-    model = graph(body, inputs=PLAIN_INPUT, constants=TURNS)
+    model = weight_loop("Identity")
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     before = run(model, {"x": x})
     assert reasons(model)
@@ -198,14 +198,7 @@ def test_find_attention_weight_in_the_state_of_a_loop_is_captured() -> None:
 
 
 def test_capture_weights_keeps_a_state_that_changes() -> None:
-    body = f"""
-    out, last = Loop (turns, yes_turn, x, Wq) <
-        body = turn (int64 i, bool go_in, {TENSOR} h_in, float[{D}, {H * K}] w_in)
-            => (bool go_out, {TENSOR} out_turn, float[{D}, {H * K}] w_out) {{
-        go_out = Identity(go_in)
-        w_out = Neg(w_in){body_layer("h_in", "_turn").replace("Wq)", "w_in)")}
-        }}>"""
-    model = graph(body, inputs=PLAIN_INPUT, constants=TURNS)
+    model = weight_loop("Neg")
     capture_weights(model)
     assert reasons(model)
 

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="pip install 'attnserve[torch]'")
 
@@ -27,7 +25,6 @@ from attnserve.models.training_result import TrainingResult  # noqa: E402
 from attnserve.planning import recover_command  # noqa: E402
 from attnserve.precision.convert import precision_of  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
-from attnserve.recovery.batches import TOKENS, count_tokens, mixed, regroup  # noqa: E402
 from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.recovery.verification import VerifiedModel  # noqa: E402
 from attnserve.runtime.inference_precision import (  # noqa: E402
@@ -35,22 +32,21 @@ from attnserve.runtime.inference_precision import (  # noqa: E402
     computes_in_bfloat16,
 )
 from graph_passes.errors import AttnserveError, CheckFailed, InvalidModel  # noqa: E402
-from tests.attnserve.cli.commands import python  # noqa: E402
-from tests.attnserve.costs import counting_clock  # noqa: E402
+from tests.attnserve.cli.commands import without_torch  # noqa: E402
 from tests.attnserve.qualities import fidelity_of, quality_of  # noqa: E402
 from tests.errors import raises  # noqa: E402
+from tests.files import last_entry, read_record  # noqa: E402
 from tests.texts import write_sentences  # noqa: E402
 
 SAMPLES = Path(__file__).parents[2] / "fixtures" / "stories260K.npz"
 
 MINUTES = 1.0
-"""Of the clock below: about 120 steps and 8 measurements, in few real seconds."""
+"""Of ``counted_clock``: about 120 steps and 8 measurements, in few real seconds."""
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch, in_context: Callable[..., None]) -> None:
-    """A clock that runs by calls, and float32: a training has the same steps on every machine."""
-    in_context(clock=counting_clock())
+def clock(monkeypatch: pytest.MonkeyPatch, counted_clock: None) -> None:
+    """``counted_clock``, and training in float32."""
     monkeypatch.setattr(training, "has_bfloat16_product", lambda: False)
 
 
@@ -64,10 +60,6 @@ def pruned(tiny: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("pruned") / "pruned"
     attnserve.optimize(tiny, folder, prune=0.5, ffn=0.5, calib=texts)
     return folder
-
-
-def record(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "attnserve.json").read_text())
 
 
 def test_weights_that_are_nodes_are_trained(pruned: Path, tiny: Path, texts: Path, tmp_path: Path):
@@ -116,7 +108,7 @@ def test_recover_raises_the_agreement_with_an_index(
     (old,), (new,) = report.before.qualities, report.after.qualities
     assert old.measure == new.measure == "index" and new.documents == old.documents > 100
     assert new.value > old.value and new.also["overlap"] > old.also["overlap"]
-    assert record(tmp_path / "out")["lineage"][-1]["quality"]["documents"] == new.documents
+    assert last_entry(tmp_path / "out")["quality"]["documents"] == new.documents
 
 
 @pytest.mark.timing(seconds=20)
@@ -165,7 +157,7 @@ def test_recover_pruned_bert_raises_quality_on_unseen_rows(
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (
         pruned / "tokenizer.json"
     ).read_bytes()
-    before, after = record(pruned)["lineage"], record(tmp_path / "out")["lineage"]
+    before, after = read_record(pruned)["lineage"], read_record(tmp_path / "out")["lineage"]
     assert after[:-1] == before
     assert after[-1]["rewrite"] == "recover"
     assert after[-1]["plan"] == before[-1]["plan"]
@@ -198,10 +190,10 @@ def test_int8_recover_raises_quality_of_the_served_model_on_unseen_rows(
     assert (report.record.int8_weight_bits, report.record.int8_activations) == (7, "static")
     written = load_model(open_artifact(tmp_path / "out"))
     assert "int8" in precision_of(written)
-    last = record(tmp_path / "out")["lineage"][-1]
+    last = last_entry(tmp_path / "out")
     assert last["rewrite"] == "recover+int8"
     assert last["plan"]["precision"] == "int8" and last["int8_weight_bits"] == 7
-    assert last["after"]["bytes"] < record(pruned)["lineage"][-1]["after"]["bytes"] / 2
+    assert last["after"]["bytes"] < last_entry(pruned)["after"]["bytes"] / 2
     # What was written is better than the plain conversion, on all rows.
     plain = attnserve.optimize(pruned, tmp_path / "plain", precision="int8", calib=texts)
     cosines = [attnserve.verify(tiny, folder, data=texts).mean_cosine
@@ -295,7 +287,7 @@ def test_half_precision_without_types_inside_the_graph_is_recovered(
     assert any(one.data_type == onnx.TensorProto.FLOAT16 for one in proto.graph.initializer)
     del proto.graph.value_info[:]
     onnx.save(proto, path)
-    record = json.loads(path.with_name("attnserve.json").read_text())
+    record = read_record(path.parent)
     del record["files"]
     path.with_name("attnserve.json").write_text(json.dumps(record))
     report = attnserve.recover(path, tmp_path / "out", teacher=tiny, data=texts, minutes=0.02)
@@ -528,11 +520,8 @@ def test_command_prints_one_json_object(
 
 @pytest.mark.process
 def test_command_without_torch_names_the_extra(tmp_path: Path):
-    done = python(
-        "import sys; sys.modules['torch'] = None\n"
-        "from attnserve.__main__ import main; sys.exit(main(sys.argv[1:]))",
-        "recover", "m.onnx", "--teacher", "t.onnx", "--data", "d.txt", "-o", tmp_path / "o",
-    )  # fmt: skip
+    options = ("--teacher", "t.onnx", "--data", "d.txt", "-o", tmp_path / "o")
+    done = without_torch("recover", "m.onnx", *options)
     assert done.returncode == 2
     assert "attnserve[torch]" in done.stderr and len(done.stderr.splitlines()) == 2
 
@@ -564,110 +553,6 @@ def test_is_stuck_needs_six_measurements_without_progress():
     assert training.is_stuck(flat, 50, 60)
     assert not training.is_stuck(flat, 20, 60)
     assert not training.is_stuck(flat[:6], 50, 60)
-
-
-def test_regroup_keeps_all_rows_in_batches_of_like_length():
-    source = np.random.default_rng(0)
-    lengths = source.integers(1, 90, 80)
-    rows = [(np.arange(1, n + 1) + 1000 * i, np.ones(n, int)) for i, n in enumerate(lengths)]
-    width = 90
-    batches = [
-        {
-            "input_ids": np.stack([np.pad(ids, (0, width - len(ids))) for ids, _ in part]),
-            "attention_mask": np.stack([np.pad(m, (0, width - len(m))) for _, m in part]),
-        }
-        for part in (rows[:50], rows[50:])
-    ]
-    made = [batch for step in regroup(batches, seed=0) for batch in step]
-    found = [
-        ids[mask.astype(bool)].tolist()
-        for batch in made
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    assert sorted(found) == sorted(ids.tolist() for ids, _ in rows)
-    assert all(batch["input_ids"].size <= TOKENS for batch in made)
-    assert sum(map(count_tokens, made)) == sum(len(ids) for ids, _ in rows)
-    assert len(made) < 2 * sum(map(count_tokens, made)) / TOKENS + 2
-
-
-@given(st.lists(st.integers(2, 12), min_size=2, max_size=6), st.integers(0, 2**32 - 1))
-def test_mixed_texts_are_the_start_of_one_and_the_end_of_another(lengths: list[int], seed: int):
-    width = max(lengths)
-    batch = {
-        "input_ids": np.stack(
-            [np.pad(100 * i + np.arange(1, n + 1), (0, width - n)) for i, n in enumerate(lengths)]
-        ),
-        "attention_mask": np.stack([np.arange(width) < n for n in lengths]).astype(int),
-    }
-    made = mixed(batch, np.random.default_rng(seed))
-    for i, (ids, mask) in enumerate(zip(*made.values(), strict=True)):
-        text = ids[mask.astype(bool)].tolist()
-        other = text[-1] // 100
-        cut = sum(token // 100 == i for token in text) if other != i else len(text)
-        whole = batch["input_ids"][other]
-        assert text == [*batch["input_ids"][i][:cut], *whole[cut : lengths[other]]]
-        assert cut >= 1 and not ids[len(text) :].any()
-
-
-def padded_left(lengths: list[int], pad: int) -> dict[str, np.ndarray]:
-    width = max(lengths)
-    rows = [100 * i + np.arange(1, n + 1) for i, n in enumerate(lengths)]
-    return {
-        "input_ids": np.stack([np.pad(r, (width - len(r), 0), constant_values=pad) for r in rows]),
-        "attention_mask": np.stack([np.arange(width) >= width - n for n in lengths]).astype(int),
-    }
-
-
-def test_regroup_keeps_the_side_and_the_id_of_padding():
-    """Graphs that take the vector of the last position read no padding."""
-    lengths = np.random.default_rng(0).integers(1, 40, 60).tolist()
-    made = [
-        batch
-        for step in regroup([padded_left(lengths[:30], 7), padded_left(lengths[30:], 7)], seed=0)
-        for batch in step
-    ]
-    assert sum(len(batch["input_ids"]) for batch in made) == 60
-    for batch in made:
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        assert mask[:, -1].all()
-        assert (ids[mask == 0] == 7).all()
-        assert (np.diff(mask, axis=1) >= 0).all()
-
-
-@given(st.lists(st.integers(2, 12), min_size=2, max_size=6), st.integers(0, 2**32 - 1))
-def test_mixed_texts_with_padding_on_the_left_are_whole(lengths: list[int], seed: int):
-    batch = padded_left(lengths, 0)
-    made = mixed(batch, np.random.default_rng(seed))
-    for i, (ids, mask) in enumerate(zip(*made.values(), strict=True)):
-        text = ids[mask.astype(bool)]
-        assert mask[-1] and (np.diff(mask) >= 0).all()
-        end = i if len(set(lengths)) > 1 else text[-1] // 100  # without padding either end
-        assert text.all() and text[-1] // 100 == end
-
-
-def test_rows_behind_a_cache_count_their_ids():
-    row = {"input_ids": np.ones((1, 250), int), "past.key": np.ones((1, 2, 4, 3), np.float32)}
-    made = regroup([row] * 6, seed=0)
-    assert [len(batch["input_ids"]) for step in made for batch in step] == [4, 2]
-    assert count_tokens(made[0][0]) == 1000
-
-
-def test_images_and_single_texts_are_not_mixed():
-    random = np.random.default_rng(0)
-    for batch in (
-        {"pixel_values": np.zeros((4, 3, 4, 4), np.float32)},
-        {"input_ids": np.ones((1, 9), int), "attention_mask": np.ones((1, 9), int)},
-    ):
-        assert mixed(batch, random) is batch
-
-
-def test_regroup_groups_images_of_equal_shape():
-    batches = [{"pixel_values": np.full((1, 3, 4, 4), i, np.float32)} for i in range(20)]
-    made = regroup(batches, seed=0)
-    assert [[len(batch["pixel_values"]) for batch in step] for step in made] == [[16], [4]]
-    kept = regroup(batches, seed=0, fixed_rows=True)
-    assert [len(step) for step in kept] == [17, 3]
-    assert all(len(batch["pixel_values"]) == 1 for step in kept for batch in step)
 
 
 def test_outputs_of_the_teacher_are_kept_in_half_precision_if_they_fit():

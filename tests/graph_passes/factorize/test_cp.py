@@ -19,22 +19,15 @@ from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factor
 from graph_passes.factorize.head_stack import HeadStack
 from graph_passes.factorize.moments import TokenMoments
 from tests.errors import raises
+from tests.graph_passes.factorize.stacks import (
+    approximation,
+    random_heads,
+    stack_of,
+    whitened_error,
+)
 
 DIMENSIONS = st.tuples(*(st.integers(1, 6) for _ in range(4)))  # H D E K
 SEEDS = st.integers(0, 2**32 - 1)
-
-
-def heads(H: int, D: int, E: int, K: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(seed)
-    return rng.standard_normal((H, D, K)), rng.standard_normal((H, E, K))
-
-
-def dense(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    return np.einsum("hdk,hek->hde", queries, keys)
-
-
-def approximation(factors: CollaborativeFactors) -> np.ndarray:
-    return np.einsum("hr,dr,er->hde", factors.mixing, factors.query, factors.key)
 
 
 def error_of(stack: np.ndarray, factors: CollaborativeFactors) -> float:
@@ -60,7 +53,7 @@ def moments_of(x: np.ndarray, y: np.ndarray) -> TokenMoments:
 
 @given(DIMENSIONS, st.integers(1, 5), SEEDS)
 def test_head_stack_products_equal_the_dense_stack(dimensions, rank, seed):
-    queries, keys = heads(*dimensions, seed)
+    queries, keys = random_heads(*dimensions, seed)
     H, D, E, _ = dimensions
     rng = np.random.default_rng(seed)
     M, P, Q = (rng.standard_normal((size, rank)) for size in (H, D, E))
@@ -70,7 +63,7 @@ def test_head_stack_products_equal_the_dense_stack(dimensions, rank, seed):
     for mode, product in enumerate(
         (stack.over_heads(WP, WQ), stack.over_query(M, WQ), stack.over_key(M, WP))
     ):
-        expected = unfolding_dot_khatri_rao(tl.tensor(dense(queries, keys)), cp, mode)
+        expected = unfolding_dot_khatri_rao(tl.tensor(stack_of(queries, keys)), cp, mode)
         np.testing.assert_allclose(product, expected, rtol=1e-9, atol=1e-9)
 
 
@@ -79,9 +72,9 @@ def test_head_stack_products_equal_the_dense_stack(dimensions, rank, seed):
 def test_relative_error_equals_the_dense_stack(dimensions, seed, data):
     H, _, _, K = dimensions
     rank = data.draw(st.integers(1, H * K))
-    queries, keys = heads(*dimensions, seed)
+    queries, keys = random_heads(*dimensions, seed)
     factors = collaborative_factors(queries, keys, rank, max_iterations=20)
-    expected = error_of(dense(queries, keys), factors)
+    expected = error_of(stack_of(queries, keys), factors)
     assert factors.relative_error == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
@@ -89,15 +82,15 @@ def test_relative_error_equals_the_dense_stack(dimensions, seed, data):
 @given(DIMENSIONS, SEEDS)
 def test_collaborative_factors_at_full_rank_are_the_block_of_ones(dimensions, seed):
     H, _, _, K = dimensions
-    queries, keys = heads(*dimensions, seed)
+    queries, keys = random_heads(*dimensions, seed)
     factors = collaborative_factors(queries, keys, H * K)
     assert (factors.relative_error, factors.iterations, factors.rank) == (0.0, 0, H * K)
     np.testing.assert_array_equal(factors.mixing, np.kron(np.eye(H), np.ones(K)))
-    np.testing.assert_allclose(approximation(factors), dense(queries, keys), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(approximation(factors), stack_of(queries, keys), rtol=0, atol=1e-12)
 
 
 def test_cp_tensor_is_read_by_tensorly():
-    queries, keys = heads(3, 8, 6, 4)
+    queries, keys = random_heads(3, 8, 6, 4)
     factors = collaborative_factors(queries, keys, 7)
     stack = tl.cp_to_tensor(factors.cp_tensor())
     np.testing.assert_allclose(stack, approximation(factors), rtol=0, atol=1e-12)
@@ -108,7 +101,7 @@ def test_cp_tensor_is_read_by_tensorly():
 
 @pytest.mark.parametrize(("H", "D", "E", "K"), [(4, 16, 16, 4), (3, 6, 9, 5), (1, 12, 12, 8)])
 def test_collaborative_factors_error_decreases_with_rank(H, D, E, K):
-    queries, keys = heads(H, D, E, K)
+    queries, keys = random_heads(H, D, E, K)
     errors = [
         collaborative_factors(queries, keys, rank, tolerance=1e-6).relative_error
         for rank in range(1, H * K + 1)
@@ -119,16 +112,16 @@ def test_collaborative_factors_error_decreases_with_rank(H, D, E, K):
 
 
 def test_collaborative_factors_of_one_head_are_a_truncated_svd():
-    queries, keys = heads(1, 12, 10, 8)
-    values = np.linalg.svd(dense(queries, keys)[0], compute_uv=False)
+    queries, keys = random_heads(1, 12, 10, 8)
+    values = np.linalg.svd(stack_of(queries, keys)[0], compute_uv=False)
     best = np.sqrt((values[3:] ** 2).sum() / (values**2).sum())
     factors = collaborative_factors(queries, keys, 3)
     assert factors.relative_error == pytest.approx(best, rel=1e-6)
 
 
 def test_collaborative_factors_beat_truncation_of_each_head():
-    queries, keys = heads(4, 16, 16, 4)
-    values = np.linalg.svd(dense(queries, keys), compute_uv=False)
+    queries, keys = random_heads(4, 16, 16, 4)
+    values = np.linalg.svd(stack_of(queries, keys), compute_uv=False)
     dropped = np.sort(values, axis=None)[::-1][8:]
     alone = np.sqrt((dropped**2).sum() / (values**2).sum())
     assert collaborative_factors(queries, keys, 8).relative_error < alone
@@ -146,39 +139,39 @@ def test_collaborative_factors_recover_shared_dimensions(seed):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("H", "D", "E", "K", "rank"), [(4, 18, 18, 4, 8), (3, 10, 14, 5, 9)])
 def test_collaborative_factors_are_no_worse_than_parafac(H, D, E, K, rank, seed):
-    queries, keys = heads(H, D, E, K, seed)
+    queries, keys = random_heads(H, D, E, K, seed)
     ours = collaborative_factors(queries, keys, rank, tolerance=1e-5, max_iterations=400)
     _, theirs = parafac(
-        tl.tensor(dense(queries, keys)), rank, n_iter_max=400, tol=1e-8, init="random",
+        tl.tensor(stack_of(queries, keys)), rank, n_iter_max=400, tol=1e-8, init="random",
         random_state=0, return_errors=True,
     )  # fmt: skip
     assert ours.relative_error <= 1.02 * theirs[-1]
 
 
 def test_collaborative_factors_components_do_not_cancel():
-    queries, keys = heads(6, 16, 16, 4)
+    queries, keys = random_heads(6, 16, 16, 4)
     factors = collaborative_factors(queries, keys, 18, tolerance=1e-6, max_iterations=1000)
     norms = [np.linalg.norm(f, axis=0) for f in (factors.mixing, factors.query, factors.key)]
     energy = (np.prod(norms, axis=0) ** 2).sum()
-    assert energy < 100 * np.linalg.norm(dense(queries, keys)) ** 2
+    assert energy < 100 * np.linalg.norm(stack_of(queries, keys)) ** 2
 
 
 def test_collaborative_factors_columns_are_balanced():
-    factors = collaborative_factors(*heads(3, 8, 6, 4), 7)
+    factors = collaborative_factors(*random_heads(3, 8, 6, 4), 7)
     np.testing.assert_allclose(np.linalg.norm(factors.mixing, axis=0), 1, rtol=0, atol=1e-12)
     norms = np.linalg.norm(factors.query, axis=0), np.linalg.norm(factors.key, axis=0)
     np.testing.assert_allclose(*norms, rtol=1e-9)
 
 
 def test_collaborative_factors_are_deterministic():
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     first, second = (collaborative_factors(queries, keys, 6) for _ in range(2))
     np.testing.assert_array_equal(first.query, second.query)
     np.testing.assert_array_equal(first.mixing, second.mixing)
 
 
 def test_collaborative_factors_do_not_depend_on_head_order():
-    queries, keys = heads(4, 10, 10, 3)
+    queries, keys = random_heads(4, 10, 10, 3)
     order = [2, 0, 3, 1]
     factors = collaborative_factors(queries, keys, 6, max_iterations=20)
     permuted = collaborative_factors(queries[order], keys[order], 6, max_iterations=20)
@@ -186,7 +179,7 @@ def test_collaborative_factors_do_not_depend_on_head_order():
 
 
 def test_collaborative_factors_do_not_depend_on_weight_scale():
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     errors = [
         collaborative_factors(queries * scale, keys * scale, 6, max_iterations=20).relative_error
         for scale in (1e-6, 1.0, 1e6)
@@ -197,7 +190,9 @@ def test_collaborative_factors_do_not_depend_on_weight_scale():
 def test_collaborative_factors_report_each_sweep():
     calls: list[tuple[int, float]] = []
     factors = collaborative_factors(
-        *heads(3, 8, 8, 4), 6, progress=lambda iteration, error: calls.append((iteration, error))
+        *random_heads(3, 8, 8, 4),
+        6,
+        progress=lambda iteration, error: calls.append((iteration, error)),
     )
     assert [iteration for iteration, _ in calls] == list(range(1, factors.iterations + 1))
     assert calls[-1][1] == factors.relative_error
@@ -207,7 +202,7 @@ def test_collaborative_factors_report_each_sweep():
 
 
 def test_collaborative_factors_content_is_keys_times_query_bias():
-    queries, keys = heads(3, 8, 6, 4)
+    queries, keys = random_heads(3, 8, 6, 4)
     bias = np.random.default_rng(1).standard_normal((3, 4))
     for rank in (5, 12):
         factors = collaborative_factors(queries, keys, rank, query_bias=bias)
@@ -217,7 +212,7 @@ def test_collaborative_factors_content_is_keys_times_query_bias():
 
 def score_error(queries, keys, factors, x, y) -> float:
     """E over tokens and heads of what softmax sees of the error in the scores, squared."""
-    original = np.einsum("nsd,hde,nte->nhst", x, dense(queries, keys), y, optimize=True)
+    original = np.einsum("nsd,hde,nte->nhst", x, stack_of(queries, keys), y, optimize=True)
     shared = np.einsum("nsd,hde,nte->nhst", x, approximation(factors), y, optimize=True)
     shared += np.einsum("he,nte->nht", factors.content, y)[:, :, None]
     difference = original - shared
@@ -226,7 +221,7 @@ def score_error(queries, keys, factors, x, y) -> float:
 
 @pytest.mark.parametrize(("D", "E"), [(12, 12), (12, 9)])
 def test_collaborative_factors_calibration_lowers_the_score_error(D, E):
-    queries, keys = heads(4, D, E, 4)
+    queries, keys = random_heads(4, D, E, 4)
     x, y = tokens(D, 1), tokens(E, 2)
     plain = collaborative_factors(queries, keys, 8)
     calibrated = collaborative_factors(queries, keys, 8, moments=moments_of(x, y))
@@ -239,7 +234,7 @@ def test_collaborative_factors_calibration_lowers_the_score_error(D, E):
 
 
 def test_fold_mean_is_exact_for_the_mean_token():
-    queries, keys = heads(3, 8, 6, 4)
+    queries, keys = random_heads(3, 8, 6, 4)
     bias = np.random.default_rng(1).standard_normal((3, 4))
     moments = moments_of(tokens(8, 1), tokens(6, 2))
     factors = collaborative_factors(queries, keys, 5, query_bias=bias, moments=moments)
@@ -250,17 +245,15 @@ def test_fold_mean_is_exact_for_the_mean_token():
 
 
 def test_relative_error_calibrated_equals_the_whitened_stack():
-    queries, keys = heads(3, 8, 6, 4)
+    queries, keys = random_heads(3, 8, 6, 4)
     moments = moments_of(tokens(8, 1), tokens(6, 2))
     factors = collaborative_factors(queries, keys, 5, moments=moments)
-    x, y = (np.linalg.cholesky(c).T for c in (moments.query_covariance, moments.key_covariance))
-    stack, shared = (x @ t @ y.T for t in (dense(queries, keys), approximation(factors)))
-    expected = np.linalg.norm(stack - shared) / np.linalg.norm(stack)
+    expected = whitened_error(queries, keys, factors, moments)
     assert factors.relative_error == pytest.approx(expected, rel=1e-6)
 
 
 def test_collaborative_factors_of_white_tokens_equal_the_default():
-    queries, keys = heads(3, 8, 6, 4)
+    queries, keys = random_heads(3, 8, 6, 4)
     white = TokenMoments(np.zeros(8), np.eye(8), np.eye(6))
     plain = collaborative_factors(queries, keys, 5)
     np.testing.assert_array_equal(
@@ -270,7 +263,7 @@ def test_collaborative_factors_of_white_tokens_equal_the_default():
 
 @pytest.mark.parametrize("spread", [0, 1, 3])
 def test_collaborative_factors_of_low_rank_covariance_are_finite(spread):
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     basis = np.random.default_rng(1).standard_normal((8, spread))
     covariance = basis @ basis.T
     moments = TokenMoments(np.ones(8), covariance, covariance)
@@ -284,7 +277,7 @@ def test_collaborative_factors_of_low_rank_covariance_are_finite(spread):
 
 @pytest.mark.parametrize("zero", ["queries", "keys", "both"])
 def test_collaborative_factors_of_zeros_are_zeros(zero):
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     queries = queries * (zero == "keys")
     keys = keys * (zero == "queries")
     factors = collaborative_factors(queries, keys, 5)
@@ -293,7 +286,7 @@ def test_collaborative_factors_of_zeros_are_zeros(zero):
 
 
 def test_collaborative_factors_of_a_zero_head_are_near_zero():
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     queries[1] = 0
     factors = collaborative_factors(queries, keys, 10)
     np.testing.assert_allclose(approximation(factors)[1], 0.0, rtol=0, atol=1e-2)
@@ -301,22 +294,22 @@ def test_collaborative_factors_of_a_zero_head_are_near_zero():
 
 @pytest.mark.parametrize(("D", "K", "rank"), [(3, 8, 13), (4, 4, 15), (1, 2, 3)])
 def test_collaborative_factors_rank_may_exceed_the_width(D, K, rank):
-    queries, keys = heads(4, D, D, K)
+    queries, keys = random_heads(4, D, D, K)
     factors = collaborative_factors(queries, keys, rank)
     assert factors.query.shape == (D, rank)
     assert factors.relative_error < 0.05 + error_of(
-        dense(queries, keys), collaborative_factors(queries, keys, rank - 1)
+        stack_of(queries, keys), collaborative_factors(queries, keys, rank - 1)
     )
 
 
 def test_collaborative_factors_are_float64():
-    queries, keys = heads(2, 6, 6, 3)
+    queries, keys = random_heads(2, 6, 6, 3)
     assert collaborative_factors(queries.astype(np.float32), keys, 4).query.dtype == np.float64
     assert collaborative_factors(np.ones((2, 3, 2), int), np.ones((2, 3, 2), int), 2)
 
 
 def test_collaborative_factors_do_not_change_the_input():
-    queries, keys = heads(2, 6, 6, 3)
+    queries, keys = random_heads(2, 6, 6, 3)
     before = queries.copy(), keys.copy()
     collaborative_factors(queries, keys, 6).query[:] = 0
     np.testing.assert_array_equal((queries, keys), before)
@@ -337,7 +330,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_collaborative_factors_invalid_argument_is_refused(case: str) -> None:
     code, arguments = REFUSED[case]
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     with raises(InvalidArgument, code, f"`{next(iter(arguments))}`"):
         collaborative_factors(**{"queries": queries, "keys": keys, "rank": 5, **arguments})
 
@@ -345,7 +338,7 @@ def test_collaborative_factors_invalid_argument_is_refused(case: str) -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ["queries", "keys", "query_bias"])
 def test_collaborative_factors_weights_that_are_not_finite_are_refused(name, value):
-    queries, keys = heads(3, 8, 8, 4)
+    queries, keys = random_heads(3, 8, 8, 4)
     arguments = {"queries": queries, "keys": keys, "query_bias": np.zeros((3, 4))}
     arguments[name].flat[0] = value
     with raises(InvalidModel, "factorize.weights", f"`{name}`"):
@@ -379,4 +372,4 @@ def test_collaborative_factors_invalid_moments_are_refused(
 ):
     moments = TokenMoments(np.zeros(8), query_covariance, np.eye(key_size))
     with raises(InvalidData, code, *values):
-        collaborative_factors(*heads(3, 8, 6, 4), 5, moments=moments)
+        collaborative_factors(*random_heads(3, 8, 6, 4), 5, moments=moments)

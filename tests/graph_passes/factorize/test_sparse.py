@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,15 +12,21 @@ from graph_passes.factorize.cp import collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.factorize.sparse import sparse_factors
 from tests.errors import raises
+from tests.graph_passes.factorize.stacks import (
+    approximation,
+    random_heads,
+    stack_of,
+    whitened_error,
+)
 
 H, D, E, K = 4, 11, 9, 5
 
 
 def heads(seed: int = 0, H: int = H, shared: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Random heads; with ``shared``, columns of one pool, so that sharing pays."""
-    rng = np.random.default_rng(seed)
     if not shared:
-        return rng.standard_normal((H, D, K)), rng.standard_normal((H, E, K))
+        return random_heads(H, D, E, K, seed)
+    rng = np.random.default_rng(seed)
     queries, keys = rng.standard_normal((D, shared)), rng.standard_normal((E, shared))
     picks = [rng.choice(shared, K, replace=False) for _ in range(H)]
     mixing = [rng.uniform(0.5, 2, K) for _ in range(H)]
@@ -37,14 +41,6 @@ def moments(seed: int = 5) -> TokenMoments:
     x, y = rng.standard_normal((300, D)), rng.standard_normal((300, E))
     x, y = x * np.geomspace(3, 0.1, D), y * np.geomspace(2, 0.2, E)
     return TokenMoments(x.mean(0) + 0.3, np.cov(x.T), np.cov(y.T))
-
-
-def stack(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    return np.einsum("hdk,hek->hde", queries, keys)
-
-
-def rebuilt(factors: Any) -> np.ndarray:
-    return np.einsum("hr,dr,er->hde", factors.mixing, factors.query, factors.key)
 
 
 # The support
@@ -85,13 +81,13 @@ def test_sparse_factors_larger_heads_read_more():
 def test_sparse_factors_of_all_dimensions_are_exact():
     factors = sparse_factors(*heads(), H * K, K)
     assert factors.relative_error == 0.0
-    np.testing.assert_allclose(rebuilt(factors), stack(*heads()), atol=1e-12, rtol=0)
+    np.testing.assert_allclose(approximation(factors), stack_of(*heads()), atol=1e-12, rtol=0)
 
 
 def test_sparse_factors_without_sharing_are_truncated_svds():
     """Eckart and Young over all heads at once: what is left are the smallest singular values."""
     queries, keys = heads()
-    values = np.linalg.svd(stack(queries, keys), compute_uv=False)
+    values = np.linalg.svd(stack_of(queries, keys), compute_uv=False)
     left = np.sort(values[:, :K].ravel())[: H * K - 3 * H]
     factors = sparse_factors(queries, keys, 3 * H, 3)
     expected = np.linalg.norm(left) / np.linalg.norm(values)
@@ -123,10 +119,7 @@ def test_sparse_factors_error_decreases_with_head_size(calibrated: bool):
 def test_sparse_factors_error_equals_the_whitened_stack(rank: int):
     (queries, keys), tokens = heads(), moments()
     factors = sparse_factors(queries, keys, rank, 3, moments=tokens)
-    x, y = (np.linalg.cholesky(c).T for c in (tokens.query_covariance, tokens.key_covariance))
-    stack = x @ queries @ keys.swapaxes(1, 2) @ y.T
-    shared = x @ (factors.query * factors.mixing[:, None]) @ factors.key.T @ y.T
-    expected = np.linalg.norm(stack - shared) / np.linalg.norm(stack)
+    expected = whitened_error(queries, keys, factors, tokens)
     assert factors.relative_error == pytest.approx(expected, rel=1e-6)
 
 
@@ -138,8 +131,8 @@ def test_sparse_factors_beat_truncated_dense_factors():
     weight = weight * np.linalg.norm(dense.key, axis=0)
     least = np.sort(weight.ravel())[-3 * H]
     cut = np.where(weight >= least, dense.mixing, 0)
-    left = stack(queries, keys) - np.einsum("hr,dr,er->hde", cut, dense.query, dense.key)
-    error = np.linalg.norm(left) / np.linalg.norm(stack(queries, keys))
+    left = stack_of(queries, keys) - np.einsum("hr,dr,er->hde", cut, dense.query, dense.key)
+    error = np.linalg.norm(left) / np.linalg.norm(stack_of(queries, keys))
     assert sparse_factors(queries, keys, 10, 3).relative_error < 0.9 * error
 
 
@@ -168,7 +161,7 @@ def test_sparse_factors_of_a_zero_head_are_finite():
     queries, keys = heads()
     queries[1] = 0
     factors = sparse_factors(queries, keys, 7, 2)
-    np.testing.assert_allclose(rebuilt(factors)[1], 0, atol=1e-6)
+    np.testing.assert_allclose(approximation(factors)[1], 0, atol=1e-6)
     assert np.isfinite(factors.query).all() and np.isfinite(factors.key).all()
 
 
