@@ -132,11 +132,11 @@ def convert_alone(
     model: ir.Model,
     precision: Precision,
     calibration: Sequence[Batch],
-    parts: Sequence[Collection[str]],
+    groups: Sequence[Collection[str]],
 ) -> Iterator[ir.Model]:
-    """Yield, for each part, a copy of the model in which only its blocks are converted.
+    """Yield, for each group of blocks, a copy of the model in which only these are converted.
 
-    Activations are observed once for all parts.
+    Activations are observed once for all groups.
 
     Args:
         precision: Name of a scheme in which single blocks may stay float32.
@@ -146,11 +146,11 @@ def convert_alone(
     """
     scheme = SCHEMES[precision]
     activations: Activations | None = None
-    for names in parts:
+    for names in groups:
         with _conversion(precision):
-            copy, part_nodes = _prepare_copy(model, scheme, names)
+            copy, own_nodes = _prepare_copy(model, scheme, names)
             activations = activations or Activations(copy, calibration)
-            float_nodes = [node for node in copy.graph.all_nodes() if node not in part_nodes]
+            float_nodes = [node for node in copy.graph.all_nodes() if node not in own_nodes]
             result = scheme.write(Conversion(copy, activations, float_nodes, tables=False))
             _finish(model, result, scheme, is_whole=False)
         yield result
@@ -459,7 +459,7 @@ def _restore(model: ir.Model, result: ir.Model, precision: Precision) -> None:
         (model.graph.inputs, result.graph.inputs),
         (model.graph.outputs, result.graph.outputs),
     ):
-        # Extracted parts may have outputs without a declared type.
+        # Extracted subgraphs may have outputs without a declared type.
         signature = [(v.name, v.dtype or w.dtype) for v, w in zip(values, new_values, strict=False)]
         new_signature = [(v.name, v.dtype) for v in new_values]
         if signature != new_signature or len(values) != len(new_values):

@@ -1,7 +1,7 @@
 """Half precision: float16 and bfloat16 graphs.
 
 float16: ``onnxruntime.transformers.float16``. Inputs and outputs stay float32. It is for GPUs. A
-CPU runs it through casts and gains no speed (MiniLM-L6: mean cosine of tokens 1.0000, half the
+CPU runs it through casts and is not faster (MiniLM-L6: mean cosine of tokens 1.0000, half the
 file size, 0.95x the speed at 128 tokens).
 
 bfloat16: ``passes.convert_bfloat16``; ONNX Runtime has no converter. bfloat16 has the range of

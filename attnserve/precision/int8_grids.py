@@ -4,7 +4,7 @@ Smoothing (SmoothQuant, arXiv 2211.10438): a few channels of a static activation
 large as the others, and then set the scale of all channels. Large channels are divided by
 constants, and the rows of the weights are multiplied by the same constants. Clipping is less
 accurate. The division is folded into the preceding normalization if no other node reads it;
-otherwise it costs a Mul, and is left out if it gains little.
+otherwise it costs a Mul, and is left out if it improves little.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def product_groups(
 def _divisors(
     products: Sequence[Product], range_: Range, bits: Bits
 ) -> Float[np.ndarray, " D"] | None:
-    """Smoothing divisors of the activation of these products; None if they gain too little."""
+    """Smoothing divisors of the activation of these products; None if they improve too little."""
     weights = np.concatenate([product.matrix() for product in products], axis=1)
     min_factor = 1.0 if is_foldable(products[0].x, products) else 1 + COST / weights.shape[1]
     return smoothing(range_, weights, bits, min_factor)

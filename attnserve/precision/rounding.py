@@ -59,8 +59,10 @@ class Rounder:
         """
         steps = np.broadcast_to(steps, matrix.shape)
         slices = [slice(start, start + COLUMNS) for start in range(0, matrix.shape[1], COLUMNS)]
-        parts = [self._rounded(matrix[:, part], steps[:, part], low, high) for part in slices]
-        return np.concatenate(parts, axis=1)
+        rounded = [
+            self._rounded(matrix[:, columns], steps[:, columns], low, high) for columns in slices
+        ]
+        return np.concatenate(rounded, axis=1)
 
     def _rounded(self, matrix: np.ndarray, steps: np.ndarray, low: int, high: int) -> np.ndarray:
         """``round`` for columns that are in memory together."""
@@ -75,9 +77,9 @@ class Rounder:
             errors = np.empty((stop - start, ordered_rows.shape[1]))
             for row in range(start, stop):
                 index = row - start
-                target = ordered_rows[row] - self.root[start:row, row] @ errors[:index]
-                levels = np.clip(np.round(target / widths[row]), low, high)
-                errors[index] = (target - levels * widths[row]) / self.root[row, row]
+                corrected = ordered_rows[row] - self.root[start:row, row] @ errors[:index]
+                levels = np.clip(np.round(corrected / widths[row]), low, high)
+                errors[index] = (corrected - levels * widths[row]) / self.root[row, row]
                 result[self.order[row]] = levels
             ordered_rows[stop:] -= self.root[start:stop, stop:].T @ errors
         is_better = self._losses(matrix - result * steps) < self._losses(matrix - nearest * steps)
