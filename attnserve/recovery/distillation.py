@@ -40,7 +40,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import CannotRewrite, CheckFailed, InvalidArgument, InvalidData
 from graph_passes.passes.fuse_gelu import FuseGelu, fusible_gelus
 
-__all__ = ["Distillation", "check_input", "check_trainable"]
+__all__ = ["Distillation", "check_input"]
 
 MIN_TEXTS = 4 * INVERSE_HELD_OUT_SHARE
 """Minimum number of distinct rows of a file: four in each held-out part, to rank similarities."""
@@ -50,20 +50,6 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 2e-2
 
 EXAMPLES = 8
 """Number of steps whose batches determine the scales of the losses."""
-
-
-def check_trainable(job: Job, model: ir.Model) -> None:
-    """Check that a float model can be trained with the data of a job.
-
-    Raises:
-        InvalidModel: The models differ in inputs or outputs, or an operator cannot be trained.
-        InvalidArgument: PyTorch has no CUDA device.
-        InvalidData: There are too few rows, or nothing can be learned.
-        CheckFailed: PyTorch does not compute what ONNX Runtime computes.
-    """
-    check_input(job)
-    _compare(job, model)
-    _module_of(job, model)
 
 
 def check_input(job: Job) -> None:
@@ -201,7 +187,7 @@ class Distillation:
         outputs = self.module(self.feed(labeled.batch))
         return labels.loss(outputs[names.index(labels.output)], labeled)
 
-    def measured_loss(self, weights: Sequence[Tensor]) -> float:
+    def loss_to_choose(self, weights: Sequence[Tensor]) -> float:
         """The loss of weights on the rows to choose, by ONNX Runtime; infinite if it has no value.
 
         int8 models are converted with few rows, because this runs often.
@@ -216,11 +202,11 @@ class Distillation:
         session = open_session(model, self.job.context.device)
         meter = self.job.meter(data=self.data, split="choose")
         for index, batch in enumerate(self.data.choose):
-            targets = self._expected(index, batch)
+            expected = self._expected(index, batch)
             outputs = session.run(None, self.feed(batch))
             by_name = dict(zip((value.name for value in model.graph.outputs), outputs, strict=True))
-            pairs = zip(self._output_names, targets, strict=True)
-            meter.add(targets, [by_name.get(name, array) for name, array in pairs], batch)
+            pairs = zip(self._output_names, expected, strict=True)
+            meter.add(expected, [by_name.get(name, array) for name, array in pairs], batch)
         labeled_loss = 0.0
         if self.labels is not None:
             outputs = self.labels.outputs(session, self.labels.choose, self.feed)

@@ -106,7 +106,8 @@ class Labels:
         self._check_rows(parts, labels)
         self.largest = labels.max()
         # The numbers of rows in the JSON: "prove" are the rows to verify.
-        self.counts = dict(zip(("fit", "choose", "prove"), map(len, parts), strict=True))
+        names = ("fit", "choose", "prove")
+        self.counts: dict[str, int] = dict(zip(names, map(len, parts), strict=True))
         self.fit, self.choose, self.verify = (
             [
                 _batch([encodings[i] for i in places], labels[places], inputs)

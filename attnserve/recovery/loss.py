@@ -92,25 +92,25 @@ class DistillationLoss:
         self.places |= {len(outputs) + pair: len(names) + pair for pair in range(pairs)}
         axes = [array.ndim for array in teacher(examples[0])]
         measures = {quality.output: quality.measure for quality in qualities}
-        parts: list[tuple[int, Kind, float]] = []
+        learned: list[tuple[int, Kind, float]] = []
         for index, name in enumerate(outputs):
             measure = measures.get(name)
             if measure is None or index not in self.places:
                 continue
             if measure in ("kl", "top1"):
-                parts.append((index, "logits", SERVED_WEIGHT))
+                learned.append((index, "logits", SERVED_WEIGHT))
                 continue
             is_tokens = axes[index] > 2
             is_pooled = measure in ("similarity", "index")
             if not is_pooled or is_tokens:
-                parts.append((index, "vectors", LAST_WEIGHT))
+                learned.append((index, "vectors", LAST_WEIGHT))
             if is_pooled:
-                parts.append((index, "pooled", SERVED_WEIGHT))
+                learned.append((index, "pooled", SERVED_WEIGHT))
         for index in range(len(outputs), len(outputs) + pairs):
-            parts.append((index, "vectors", HIDDEN_WEIGHT))
-        units = self._units([(index, kind) for index, kind, _ in parts], examples, teacher)
+            learned.append((index, "vectors", HIDDEN_WEIGHT))
+        units = self._units([(index, kind) for index, kind, _ in learned], examples, teacher)
         self.terms = [
-            _Term(*part, unit) for part, unit in zip(parts, units, strict=True) if unit > 0
+            _Term(*each, unit) for each, unit in zip(learned, units, strict=True) if unit > 0
         ]
         if not self.terms:
             raise InvalidData(
@@ -126,12 +126,12 @@ class DistillationLoss:
         losses: list[Tensor] = []
         for term in self.terms:
             vectors = self._vectors(student[self.places[term.index]], term.index, term.kind)
-            target = torch.from_numpy(teacher[term.index]).to(vectors.device)
-            target = self._vectors(target, term.index, term.kind)
+            expected = torch.from_numpy(teacher[term.index]).to(vectors.device)
+            expected = self._vectors(expected, term.index, term.kind)
             if term.kind == "vectors" and vectors.ndim > 1:
-                loss = _mean_square(target, vectors, batch)
+                loss = _mean_square(expected, vectors, batch)
             else:
-                a, b = (self._rows(x, term.kind, batch) for x in (target, vectors))
+                a, b = (self._rows(x, term.kind, batch) for x in (expected, vectors))
                 loss = _distance(a, b, term.kind).mean()
             losses.append(term.weight / term.unit * loss)
         return torch.stack(losses).sum()

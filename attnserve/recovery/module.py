@@ -212,9 +212,9 @@ def _on_one_device(
     An operator of host values alone, such as a sum of lengths, stays on the host.
     """
     data = [x for i, x in enumerate(inputs) if x is not None and i not in step.on_host]
-    target = device if any(x.device.type != "cpu" for x in data) else torch.device("cpu")
+    common = device if any(x.device.type != "cpu" for x in data) else torch.device("cpu")
     return [
-        None if x is None else x.cpu() if i in step.on_host else x.to(target)
+        None if x is None else x.cpu() if i in step.on_host else x.to(common)
         for i, x in enumerate(inputs)
     ]
 
@@ -306,8 +306,8 @@ def rotary_constants(model: ir.Model) -> set[str]:
         factor.value
         for block in blocks
         if block.graph is model.graph
-        for part in (block.q, block.k)
-        for factor in part.factors
+        for projection in (block.q, block.k)
+        for factor in projection.factors
     ]
     seen: set[ir.Value] = set()
     while pending:

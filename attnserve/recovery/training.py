@@ -150,7 +150,7 @@ class _Trainer:
         self.best = [weight.detach().clone() for weight in self.weights]
         self.optimizer = self._new_optimizer()
         self.result = TrainingResult()
-        self._targets = remembered(self.teacher, halved)  # later epochs use them again
+        self._expected = remembered(self.teacher, halved)  # later epochs use them again
         self._device = self.module.device.type
         self._half = half_type(self._device)
         self._scaler = torch.amp.GradScaler(self._device, enabled=self._half is torch.float16)
@@ -161,7 +161,7 @@ class _Trainer:
         result = self.result
         start = self.clock() - result.seconds
         if not result.history:
-            result.loss = result.first_loss = self.distillation.measured_loss(self.average)
+            result.loss = result.first_loss = self.distillation.loss_to_choose(self.average)
         interval = min(MEASURED_EVERY_S, self.budget / MEASUREMENTS)
         progress = self.distillation.job.context.stage("train (s)")
         last_measured = self.clock()
@@ -199,23 +199,23 @@ class _Trainer:
     def _step(self, share: float) -> float:
         """One step of the optimizer, at a share of the time; returns the loss."""
         step = self.result.steps
-        batches, targets = self._step_batches(step)
+        batches, expected = self._step_batches(step)
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        for batch, target in zip(batches, targets, strict=True):
+        for batch, arrays in zip(batches, expected, strict=True):
             with self._precision():
                 outputs = self.module(self.distillation.feed(batch))
-            loss = self.loss(outputs, target, batch) / len(batches)
+            loss = self.loss(outputs, arrays, batch) / len(batches)
             total += float(loss.detach())
             if not math.isfinite(total):
                 return total
             self._scaler.scale(loss).backward()
-        gainable = total
+        reducible = total
         with self._precision():
             labeled_loss = self.distillation.labeled_loss(step)
         if labeled_loss is not None:
             total += float(labeled_loss.detach())
-            gainable += LABELED_SHARE * float(labeled_loss.detach())
+            reducible += LABELED_SHARE * float(labeled_loss.detach())
             if not math.isfinite(total):
                 return total
             self._scaler.scale(labeled_loss).backward()
@@ -228,7 +228,7 @@ class _Trainer:
             return self._step(share)
         if step < WARM_UP and not self.result.restarts:  # the mean over the first steps
             rate = self.result.learning_rate
-            self.result.learning_rate += (rate_for(gainable) - rate) / (step + 1)
+            self.result.learning_rate += (rate_for(reducible) - rate) / (step + 1)
         start, _ = self.result.since
         steps_since_start = step - start
         warmth = min((steps_since_start + 1) / WARM_UP, 1.0) * (1 + math.cos(math.pi * share)) / 2
@@ -253,7 +253,7 @@ class _Trainer:
         index = place_of_step(step, len(self.batches), self.seed)
         batches = self.batches[index]
         if not any(map(can_be_mixed, batches)):
-            return batches, [self._targets((index, at), one) for at, one in enumerate(batches)]
+            return batches, [self._expected((index, at), one) for at, one in enumerate(batches)]
         if step >= len(self.batches):
             random = np.random.default_rng((self.seed, step))
             batches = [mixed(batch, random) for batch in batches]
@@ -262,7 +262,7 @@ class _Trainer:
     def _measure(self, elapsed: float, losses: Sequence[float]) -> None:
         """Measure the averaged weights, keep them if they are the best, and save the state."""
         result = self.result
-        loss = self.distillation.measured_loss(self.average)
+        loss = self.distillation.loss_to_choose(self.average)
         result.history.append((elapsed, float(np.mean(losses or [math.nan])), loss))
         if loss < result.loss:
             result.loss = loss
@@ -293,7 +293,7 @@ class _Trainer:
         return torch.optim.AdamW(self.weights, fused=True)
 
     def _resume(self) -> None:
-        """Continue from the checkpoint, if it fits."""
+        """Continue from the checkpoint, if there is one of these weights."""
         try:
             content = io.BytesIO(self.checkpoint.read() or b"")
             state = torch.load(content, map_location="cpu", weights_only=True)

@@ -179,7 +179,7 @@ def _packed_attention(
     whole = whole if bias is None else whole + bias
     sizes = call.integers("qkv_hidden_sizes") or [whole.shape[-1] // 3] * 3
     heads = call.integer("num_heads", 0)
-    q, k, v = (_heads(part, heads) for part in torch.split(whole, sizes, -1))
+    q, k, v = (_heads(columns, heads) for columns in torch.split(whole, sizes, -1))
     return _microsoft(call, q, k, v, mask, added)
 
 

@@ -84,12 +84,12 @@ def _concat(call: Call, *values: Tensor) -> Tensor:
 
 @operator("Split", on_host=(1,))
 def _split(call: Call, x: Tensor, sizes: Tensor | None = None) -> tuple[Tensor, ...]:
-    axis, parts = call.integer("axis", 0), len(call.node.outputs)
+    axis, count = call.integer("axis", 0), len(call.node.outputs)
     lengths = integers(sizes) if sizes is not None else call.integers("split")
     if lengths is None:
         length = x.shape[axis]
-        chunk = -(-length // parts)
-        lengths = [min(chunk, length - i * chunk) for i in range(parts)]
+        chunk = -(-length // count)
+        lengths = [min(chunk, length - i * chunk) for i in range(count)]
     return torch.split(x, lengths, axis)
 
 
