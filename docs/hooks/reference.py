@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 from unittest.mock import patch
 
 import onnx_ir as ir
-from prometheus_client.metrics import MetricWrapperBase
 from typer.main import get_command
 
 import attnserve
@@ -242,10 +241,10 @@ def metrics() -> str:
     )
     with patch("service.present_state.gpu_bytes", return_value=0):
         families = [*series.collect(), *PresentState(state).collect()]
+    collectors = (*series.histograms.values(), *series.counters.values(), *series.gauges.values())
     labels = {
         next(iter(collector.describe())).name: getattr(collector, "_labelnames", ())
-        for collector in vars(series).values()
-        if isinstance(collector, MetricWrapperBase)
+        for collector in (series.requests, *collectors)
     }
     rows = [
         f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type}"
