@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers
@@ -42,6 +42,33 @@ class CompressLarge(GZipMiddleware):
         await (self.app if is_plain else super().__call__)(scope, receive, send)
 
 
+router = APIRouter()
+
+
+@router.get("/", include_in_schema=False)
+async def root(exchange: Here) -> Response:
+    """The dashboard for browsers; for other clients, the answer of /health."""
+    is_browser = "text/html" in exchange.request.headers.get("accept", "")
+    answer = page() if is_browser else await tei.health(exchange)
+    answer.headers["vary"] = "Accept"
+    return answer
+
+
+# Plain functions run in threads: both routes read the files of all workers.
+@router.get("/metrics", tags=["Metrics"], response_class=Response)
+def prometheus(exchange: Here) -> Response:
+    """All series in the Prometheus text format."""
+    models = exchange.repository
+    text = generate_latest(models.metrics) + generate_latest(PresentState(models))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/stats.json", tags=["Metrics"])
+def stats(exchange: Here) -> Response:
+    """The last minute by model and second, and a description of each model."""
+    return json_response(report(exchange.repository))
+
+
 def create_app(settings: Settings | None = None, repository: Repository | None = None) -> FastAPI:
     """Create the application that serves ``settings.model``.
 
@@ -54,12 +81,11 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         InvalidArgument: A setting is invalid, or the file of API keys cannot be read.
     """
     models = repository or Repository(settings or Settings.model_validate({}))
-    service_settings = models.settings
     renderers = {
         **dict.fromkeys(("/v1", "/v2/rerank", "/embeddings"), openai.render_error),
         **dict.fromkeys(tei.PREFIXES, tei.render_error),
     }
-    errors = ErrorResponses(service_settings.model, renderers)
+    errors = ErrorResponses(models.settings.model, renderers)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
@@ -82,46 +108,30 @@ def create_app(settings: Settings | None = None, repository: Repository | None =
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.repository = models
-    # The middleware added last runs first: ``ObserveRequests`` also counts refused requests.
+    _add_middleware(app, models, errors)
+    # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
+    for module in (tei, texts, ranking, openai, triton, open_inference):
+        app.include_router(module.router)
+    app.include_router(router)
+    return app
+
+
+def _add_middleware(app: FastAPI, repository: Repository, errors: ErrorResponses) -> None:
+    """Add the middleware; the one added last runs first."""
+    settings = repository.settings
     app.add_middleware(
         CompressLarge,
         minimum_size=LARGE_BYTES,
         compresslevel=1,
         exclude_content_types=("application/octet-stream",),
     )
-    keys = read_keys(service_settings)
-    app.add_middleware(Authorize, settings=service_settings, keys=keys, errors=errors)
-    if service_settings.cors_origins:
+    app.add_middleware(Authorize, settings=settings, keys=read_keys(settings), errors=errors)
+    if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=list(service_settings.cors_origins),
+            allow_origins=list(settings.cors_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
             expose_headers=["*"],
         )
-    app.add_middleware(ObserveRequests, repository=models, errors=errors)
-    # Triton's routes come before v2's: /v2/models/stats is not the model "stats".
-    for module in (tei, texts, ranking, openai, triton, open_inference):
-        app.include_router(module.router)
-
-    @app.get("/", include_in_schema=False)
-    async def root(exchange: Here) -> Response:
-        """The dashboard for browsers; for other clients, the answer of /health."""
-        is_browser = "text/html" in exchange.request.headers.get("accept", "")
-        answer = page() if is_browser else await tei.health(exchange)
-        answer.headers["vary"] = "Accept"
-        return answer
-
-    # Plain functions run in threads: both routes read the files of all workers.
-    @app.get("/metrics", tags=["Metrics"], response_class=Response)
-    def prometheus() -> Response:
-        """All series in the Prometheus text format."""
-        text = models.metrics.render() + generate_latest(PresentState(models))
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/stats.json", tags=["Metrics"])
-    def stats() -> Response:
-        """The last minute by model and second, and a description of each model."""
-        return json_response(report(models))
-
-    return app
+    app.add_middleware(ObserveRequests, repository=repository, errors=errors)  # counts refusals too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 from fastapi import Request, Response
@@ -20,7 +21,13 @@ from starlette.types import Scope
 
 from attnserve.runtime.cache import cache_folder
 from attnserve.serving.loaded_model import ModelFailed
-from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData, InvalidModel
+from graph_passes.errors import (
+    AttnserveError,
+    CheckFailed,
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+)
 
 log = logging.getLogger("attnserve")
 
@@ -105,23 +112,37 @@ class Error(BaseModel):
     error: str
 
 
-HTTP_STATUS: Mapping[type[AttnserveError], int] = {
-    MalformedRequest: 400,
-    EmptyBatch: 400,
-    UnknownModel: 404,
-    UnsupportedTask: 404,
-    TooLarge: 413,
-    InvalidData: 422,
-    InvalidArgument: 422,
-    InvalidModel: 422,  # of a model to load
-    Overloaded: 429,
-    ClientGone: 499,  # nginx's number; it appears only in the log
-    NotReady: 503,
-    ModelFailed: 503,
-    DeadlineExceeded: 504,
-    AttnserveError: 500,
+class ErrorClass(NamedTuple):
+    """The HTTP status of an error, and the label of the failed request in the metrics."""
+
+    status: int
+    reason: str
+
+
+ERROR_CLASSES: Mapping[type[BaseException], ErrorClass] = {
+    MalformedRequest: ErrorClass(400, "invalid"),
+    EmptyBatch: ErrorClass(400, "invalid"),
+    UnknownModel: ErrorClass(404, "invalid"),
+    UnsupportedTask: ErrorClass(404, "invalid"),
+    TooLarge: ErrorClass(413, "too_large"),
+    InvalidData: ErrorClass(422, "invalid"),
+    InvalidArgument: ErrorClass(422, "invalid"),
+    InvalidModel: ErrorClass(422, "invalid"),  # of a model to load
+    Overloaded: ErrorClass(429, "overloaded"),
+    ClientGone: ErrorClass(499, "gone"),  # nginx's number; it appears only in the log
+    asyncio.CancelledError: ErrorClass(499, "gone"),  # becomes ``ClientGone`` in the API
+    CheckFailed: ErrorClass(500, "not_finite"),
+    NotReady: ErrorClass(503, "not_ready"),
+    ModelFailed: ErrorClass(503, "not_ready"),
+    DeadlineExceeded: ErrorClass(504, "deadline"),
+    BaseException: ErrorClass(500, "error"),
 }
-"""The status of each error; the entry of the closest base class applies."""
+
+
+def error_class(error: BaseException) -> ErrorClass:
+    """The entry of the closest base class of an error in ``ERROR_CLASSES``."""
+    return next(ERROR_CLASSES[kind] for kind in type(error).__mro__ if kind in ERROR_CLASSES)
+
 
 HEADERS: Mapping[int, Mapping[str, str]] = {
     401: {"www-authenticate": "Bearer"},
@@ -131,7 +152,7 @@ HEADERS: Mapping[int, Mapping[str, str]] = {
 }
 """Headers of error answers by status."""
 
-ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, Any]]
+ErrorRenderer = Callable[[int, str, Exception | None], tuple[int, BaseModel]]
 """A function from the status, text and exception (if any) of an error to (status, body)."""
 
 
@@ -141,7 +162,7 @@ class ErrorResponses:
 
     Attributes:
         served: The path of the models, which clients do not see.
-        renderers: The form of errors below each prefix of paths; ``{"error": text}`` elsewhere.
+        renderers: The form of errors below each prefix of paths; ``Error`` elsewhere.
     """
 
     served: Path
@@ -152,11 +173,12 @@ class ErrorResponses:
     ) -> Response:
         """The answer to a request, in the form of the protocol of its path."""
         headers = HEADERS.get(status)
-        body: Any = {"error": text}
+        body: BaseModel = Error(error=text)
         for prefix, render in self.renderers.items():
             if f"{scope['path']}/".startswith(f"{prefix}/"):
                 status, body = render(status, text, error)
-        return Response(orjson.dumps(body), status, headers, media_type="application/json")
+        content = orjson.dumps(body.model_dump())
+        return Response(content, status, headers, media_type="application/json")
 
     @property
     def handlers(self) -> dict[Any, Callable[[Request, Any], Coroutine[Any, Any, Response]]]:
@@ -164,10 +186,10 @@ class ErrorResponses:
         return {AttnserveError: self._handle_error, HTTPException: self._handle_http_error}
 
     async def _handle_error(self, request: Request, error: AttnserveError) -> Response:
-        status = next(HTTP_STATUS[kind] for kind in type(error).__mro__ if kind in HTTP_STATUS)
+        status = error_class(error).status
         if status == 500:
             log.error("%s failed", request.url.path, exc_info=error)
-        text = hide_folders("; ".join(str(error).splitlines()), self.served)
+        text = hide_folders(one_line(error), self.served)
         return self.answer(request.scope, status, text, error)
 
     async def _handle_http_error(self, request: Request, error: HTTPException) -> Response:
@@ -181,6 +203,11 @@ class ErrorResponses:
                 answer = Response(status_code=204)
             answer.headers["allow"] = ", ".join(sorted(allowed))
         return answer
+
+
+def one_line(error: AttnserveError) -> str:
+    """The problem and the fix of an error in one line, for answers and the log."""
+    return "; ".join(str(error).splitlines())
 
 
 def hide_folders(text: str, served: Path) -> str:

@@ -18,7 +18,7 @@ from time import time
 from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
@@ -29,6 +29,59 @@ TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 OF_MODEL = ("model", "version")
 WORK = ("rows", "tokens", "macs")
+
+HISTOGRAMS: Mapping[str, tuple[str, Sequence[str], Sequence[float]]] = {
+    "request_seconds": (
+        "Time of inference requests, from the last byte of the body to the answer.",
+        OF_MODEL,
+        SECONDS,
+    ),
+    "stage_seconds": (
+        "Time of inference requests by stage: queue, tokenize or compute.",
+        (*OF_MODEL, "stage"),
+        SECONDS,
+    ),
+    "request_tokens": ("Tokens of inference requests, without padding.", OF_MODEL, TOKENS),
+    "batch_rows": ("Rows of a batch.", OF_MODEL, ROWS),
+    "batch_tokens": ("Tokens of a batch, with padding.", OF_MODEL, TOKENS),
+}
+"""(text, labels, buckets) of each histogram."""
+
+COUNTERS: Mapping[str, tuple[str, Sequence[str]]] = {
+    "padding_tokens": ("Padding tokens of batches.", OF_MODEL),
+    "macs": (
+        "Multiply-accumulates at the shapes that ran, for graphs that can be counted.",
+        OF_MODEL,
+    ),
+    "rejects": ("Failed inference requests by reason.", (*OF_MODEL, "reason")),
+    "out_of_calibration": (
+        "Rows outside of the calibration data, by reason: length or tokens.",
+        (*OF_MODEL, "reason"),
+    ),
+    "shadow_rows": (
+        "Rows taken for a comparison with the original: compared, failed, skipped, or sent to"
+        " worker 0.",
+        (*OF_MODEL, "result"),
+    ),
+    "inferences": ("Requests by result (v2 statistics).", (*OF_MODEL, "what")),
+    "inference_ns": ("Time of requests by stage (v2 statistics).", (*OF_MODEL, "what")),
+    "batches": ("Batches by number of rows (v2 statistics).", (*OF_MODEL, "rows")),
+    "batch_ns": (
+        "Time of batches by rows and stage (v2 statistics).",
+        (*OF_MODEL, "rows", "what"),
+    ),
+}
+"""(text, labels) of each counter of a version."""
+
+GAUGES: Mapping[str, str] = {
+    "last_inference_timestamp_seconds": "End of the last batch; 0 before the first.",
+    "gpu_memory_peak_bytes": (
+        "Peak memory in use on the GPU, by all its processes, sampled at answers of this version,"
+        " at most once a second; absent before the first answer."
+    ),
+}
+"""The text of each gauge of a version."""
+
 UNREADABLE = (OSError, RuntimeError, ValueError, struct.error)
 """Exceptions of prometheus_client for a damaged file."""
 
@@ -79,6 +132,11 @@ class Metrics(Collector):
 
     Args:
         folder: PROMETHEUS_MULTIPROC_DIR of several workers; None for a single process.
+
+    Attributes:
+        requests: The answered requests by route and status.
+        histograms, counters, gauges: The series of versions, by name without namespace.
+        shadow_rows: The counter of this name.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -90,74 +148,17 @@ class Metrics(Collector):
         gauge = partial(  # of several workers, the highest value
             Gauge, namespace="attnserve", registry=self.registry, multiprocess_mode="max"
         )
-        self._requests = counter("requests", "Requests answered.", ("route", "status"))
-        self.latency = histogram(
-            "request_seconds",
-            "Time of inference requests, from the last byte of the body to the answer.",
-            OF_MODEL,
-            buckets=SECONDS,
-        )
-        self.stages = histogram(
-            "stage_seconds",
-            "Time of inference requests by stage: queue, tokenize or compute.",
-            (*OF_MODEL, "stage"),
-            buckets=SECONDS,
-        )
-        self.lengths = histogram(
-            "request_tokens",
-            "Tokens of inference requests, without padding.",
-            OF_MODEL,
-            buckets=TOKENS,
-        )
-        self.batch_rows = histogram("batch_rows", "Rows of a batch.", OF_MODEL, buckets=ROWS)
-        self.batch_tokens = histogram(
-            "batch_tokens", "Tokens of a batch, with padding.", OF_MODEL, buckets=TOKENS
-        )
-        self.padding = counter("padding_tokens", "Padding tokens of batches.", OF_MODEL)
-        self.macs = counter(
-            "macs",
-            "Multiply-accumulates at the shapes that ran, for graphs that can be counted.",
-            OF_MODEL,
-        )
-        self.rejects = counter(
-            "rejects", "Failed inference requests by reason.", (*OF_MODEL, "reason")
-        )
-        self.out_of_calibration = counter(
-            "out_of_calibration",
-            "Rows outside of the calibration data, by reason: length or tokens.",
-            (*OF_MODEL, "reason"),
-        )
-        self.shadow_rows = counter(
-            "shadow_rows",
-            "Rows taken for a comparison with the original: compared, failed, skipped, or sent to"
-            " worker 0.",
-            (*OF_MODEL, "result"),
-        )
-        self.counts = counter(
-            "inferences", "Requests by result (v2 statistics).", (*OF_MODEL, "what")
-        )
-        self.nanoseconds = counter(
-            "inference_ns", "Time of requests by stage (v2 statistics).", (*OF_MODEL, "what")
-        )
-        self.sizes = counter(
-            "batches", "Batches by number of rows (v2 statistics).", (*OF_MODEL, "rows")
-        )
-        self.size_ns = counter(
-            "batch_ns",
-            "Time of batches by rows and stage (v2 statistics).",
-            (*OF_MODEL, "rows", "what"),
-        )
-        self.last_inference = gauge(
-            "last_inference_timestamp_seconds",
-            "End of the last batch; 0 before the first.",
-            OF_MODEL,
-        )
-        self.gpu_peak = gauge(
-            "gpu_memory_peak_bytes",
-            "Peak memory in use on the GPU, by all its processes, sampled at answers of this"
-            " version, at most once a second; absent before the first answer.",
-            OF_MODEL,
-        )
+        # The order of the series in /metrics.
+        self.requests = counter("requests", "Requests answered.", ("route", "status"))
+        self.histograms = {
+            name: histogram(name, text, labels, buckets=buckets)
+            for name, (text, labels, buckets) in HISTOGRAMS.items()
+        }
+        self.counters = {
+            name: counter(name, text, labels) for name, (text, labels) in COUNTERS.items()
+        }
+        self.gauges = {name: gauge(name, text, OF_MODEL) for name, text in GAUGES.items()}
+        self.shadow_rows = self.counters["shadow_rows"]
 
     def series(self, model: str, version: str) -> ModelMetrics:
         """The series of one version; a reloaded version continues its series."""
@@ -166,26 +167,11 @@ class Metrics(Collector):
             self._models[of] = ModelMetrics(self, of)
         return self._models[of]
 
-    def count_response(self, route: str, status: int) -> None:
-        self._requests.labels(route, status).inc()
-
-    def render(self) -> bytes:
-        """All series, in Prometheus' text format."""
-        return generate_latest(self)
-
     def statistics(self) -> dict[Version, Series]:
         """The exact series of each version; reading them takes milliseconds per version."""
-        counters = (
-            self.counts,
-            self.nanoseconds,
-            self.sizes,
-            self.size_ns,
-            self.last_inference,
-            self.gpu_peak,
-            self.out_of_calibration,
-        )
+        exact = (*self.counters.values(), *self.gauges.values())
         families = (
-            (family for series in counters for family in series.collect())
+            (family for series in exact for family in series.collect())
             if self._folder is None
             else _merged(self._folder, "counter_*.db", "gauge_*.db")
         )
@@ -258,23 +244,25 @@ class ModelMetrics:
     def __init__(self, metrics: Metrics, of: Version) -> None:
         self._metrics, self._of = metrics, of
         # A lookup by labels takes 1 us, and an answer needs twenty: look them up once.
-        self._latency = metrics.latency.labels(*of)
+        histograms, counters = metrics.histograms, metrics.counters
+        self._latency = histograms["request_seconds"].labels(*of)
         self._queue, self._tokenize, self._compute = (
-            metrics.stages.labels(*of, stage) for stage in ("queue", "tokenize", "compute")
+            histograms["stage_seconds"].labels(*of, stage)
+            for stage in ("queue", "tokenize", "compute")
         )
-        self._lengths = metrics.lengths.labels(*of)
-        self._macs = metrics.macs.labels(*of)
-        self._batch_rows = metrics.batch_rows.labels(*of)
-        self._batch_tokens = metrics.batch_tokens.labels(*of)
-        self._padding = metrics.padding.labels(*of)
+        self._lengths = histograms["request_tokens"].labels(*of)
+        self._batch_rows = histograms["batch_rows"].labels(*of)
+        self._batch_tokens = histograms["batch_tokens"].labels(*of)
+        self._macs = counters["macs"].labels(*of)
+        self._padding = counters["padding_tokens"].labels(*of)
         self._counts = {
-            outcome: metrics.counts.labels(*of, outcome) for outcome in ("success", "fail")
+            outcome: counters["inferences"].labels(*of, outcome) for outcome in ("success", "fail")
         }
         self._ns = {
-            outcome: metrics.nanoseconds.labels(*of, outcome)
+            outcome: counters["inference_ns"].labels(*of, outcome)
             for outcome in ("success", "fail", *STAGES)
         }
-        self._last_inference = metrics.last_inference.labels(*of)
+        self._last_inference = metrics.gauges["last_inference_timestamp_seconds"].labels(*of)
         self._gpu_peak = 0
         self.seconds: dict[int, Second] = {}
         """The recorded seconds of the last minute in this process, oldest first."""
@@ -292,9 +280,10 @@ class ModelMetrics:
         self._batch_rows.observe(rows)
         self._batch_tokens.observe(padded_tokens)
         self._padding.inc(padded_tokens - tokens)
-        self._metrics.sizes.labels(*self._of, label).inc()
+        counters = self._metrics.counters
+        counters["batches"].labels(*self._of, label).inc()
         for stage, ns in zip(STAGES[1:], stage_ns, strict=True):
-            self._metrics.size_ns.labels(*self._of, label, stage).inc(ns)
+            counters["batch_ns"].labels(*self._of, label, stage).inc(ns)
         self._last_inference.set(time())
         self._macs.inc(macs or 0)
         second = self._current_second()
@@ -311,12 +300,12 @@ class ModelMetrics:
     def record_failure(self, ns: int, reason: str) -> None:
         self._counts["fail"].inc()
         self._ns["fail"].inc(ns)
-        self._metrics.rejects.labels(*self._of, reason).inc()
+        self._metrics.counters["rejects"].labels(*self._of, reason).inc()
         self._current_second().rejects[reason] += 1
 
     def record_outside(self, reason: str) -> None:
         """Record a row outside of the calibration data."""
-        self._metrics.out_of_calibration.labels(*self._of, reason).inc()
+        self._metrics.counters["out_of_calibration"].labels(*self._of, reason).inc()
 
     def record_request(self, cost: AnswerCost) -> None:
         """Record the cost of one inference answer, with the values of its headers."""
@@ -327,7 +316,8 @@ class ModelMetrics:
         self._lengths.observe(cost.tokens)
         if (used := cost.gpu_bytes or 0) > self._gpu_peak:
             self._gpu_peak = used
-            self._metrics.gpu_peak.labels(*self._of).set(used)  # creates the series at first
+            gauge = self._metrics.gauges["gpu_memory_peak_bytes"]
+            gauge.labels(*self._of).set(used)  # creates the series at first
         self._current_second().latencies_ms.append(cost.total_ms)
 
     def statistics(self, series: Series) -> dict[str, Any]:

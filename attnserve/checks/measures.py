@@ -10,8 +10,8 @@ import re
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,8 +69,8 @@ class Scores:
     value: float
     influence: Float[np.ndarray, " N"]
     single: Float[np.ndarray, " N"]
-    constant: float
-    also: Mapping[str, float]
+    constant: float = 0.0
+    also: Mapping[str, float] = field(default_factory=dict[str, float])
     second: Scores | None = None
     documents: int = 0
 
@@ -165,38 +165,27 @@ def not_finite_rows(
     return original, np.setdiff1d(new, original)
 
 
-class _Ratio(NamedTuple):
-    """1 minus the mean loss of a token, in units of another loss.
+def _ratio(
+    measure: Measure, losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], unit: float
+) -> Scores:
+    """1 - sum(losses) / (unit sum(counts)): 1 minus the mean loss of a token, in units of a loss.
 
-    Attributes:
-        influence: The influence of each text on the value (Cochran 1977, 6.4).
-        unit: The loss of a token that gives 0, for example the loss of a constant predictor.
-    """
-
-    value: float
-    influence: Float[np.ndarray, " N"]
-    unit: float
-
-    def of_texts(
-        self, losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"]
-    ) -> Float[np.ndarray, " N"]:
-        """The ratio of each single text; the influences if the unit is 0."""
-        return 1 - losses / counts / self.unit if self.unit else self.influence
-
-
-def _ratio(losses: Float[np.ndarray, " N"], counts: Float[np.ndarray, " N"], unit: float) -> _Ratio:
-    """1 - sum(losses) / (unit sum(counts)).
+    The influences are those of a ratio of sums (Cochran 1977, 6.4). The measure of a single text is
+    its influence if the unit is 0.
 
     Args:
         losses: The sum of the losses of each text.
         counts: The tokens of each text.
+        unit: The loss of a token that gives 0, for example the loss of a constant predictor.
     """
     if not len(losses) or unit <= 0 or counts.sum() <= 0:
         value = 1.0 if not losses.any() else 0.0
-        return _Ratio(value, np.full(len(losses), value), unit)
-    mean = losses.sum() / counts.sum()
-    value = 1 - float(mean / unit)
-    return _Ratio(value, value - (losses - counts * mean) / (counts.mean() * unit), unit)
+        influence = np.full(len(losses), value)
+    else:
+        mean = losses.sum() / counts.sum()
+        value = 1 - float(mean / unit)
+        influence = value - (losses - counts * mean) / (counts.mean() * unit)
+    return Scores(measure, value, influence, 1 - losses / counts / unit if unit else influence)
 
 
 def finite(array: np.ndarray) -> Float[np.ndarray, ...]:
@@ -230,25 +219,13 @@ class FeaturesMeter(Meter):
         errors, squares = ((before - after) ** 2).sum(1), (before**2).sum(1)
         self.sums.add(*_by_text(text, len(a), errors, squares), vectors[np.unique(text)])
 
-    def _r2(self) -> _Ratio:
+    def scores(self) -> Scores:
         counts, errors, squares, vectors = (self.sums.column(i) for i in range(4))
         mean = vectors.sum(0) / max(counts.sum(), 1)
         total = float(squares.sum() - counts.sum() * (mean**2).sum())
         if total <= 1e-12 * float(squares.sum()):
             total = 0.0  # the output does not depend on the input
-        return _ratio(errors, counts, unit=total / max(counts.sum(), 1))
-
-    def scores(self) -> Scores:
-        r2 = self._r2()
-        counts, errors = self.sums.column(0), self.sums.column(1)
-        return Scores(
-            measure="r2",
-            value=r2.value,
-            influence=r2.influence,
-            single=r2.of_texts(errors, counts),
-            constant=0.0,
-            also={},
-        )
+        return _ratio("r2", errors, counts, unit=total / max(counts.sum(), 1))
 
 
 class CosineMeter(Meter):
@@ -272,17 +249,9 @@ class CosineMeter(Meter):
 
     def scores(self) -> Scores:
         counts, losses = self.sums.column(0), self.sums.column(1)
-        cosine = _ratio(losses, counts, unit=1.0)
         length = float(np.linalg.norm(self.vectors))
         constant = float(self.units @ self.vectors) / (length or 1.0) / max(counts.sum(), 1)
-        return Scores(
-            measure="cosine",
-            value=cosine.value,
-            influence=cosine.influence,
-            single=cosine.of_texts(losses, counts),
-            constant=constant,
-            also={},
-        )
+        return replace(_ratio("cosine", losses, counts, unit=1.0), constant=constant)
 
 
 class LogitsMeter(Meter):
@@ -327,11 +296,11 @@ class LogitsMeter(Meter):
     def additive_loss(self) -> float:
         return 1 - self._kl().value
 
-    def _kl(self) -> _Ratio:
+    def _kl(self) -> Scores:
         counts, divergence, _, negative_entropy = (self.sums.column(i) for i in range(4))
         # KL of the constant predictor
         unit = max(self._constant_nats() + negative_entropy.sum() / counts.sum(), 0.0)
-        return _ratio(divergence, counts, unit)
+        return _ratio("kl", divergence, counts, unit)
 
     def _constant_nats(self) -> float:
         """The entropy of the best constant prediction, in nats."""
@@ -341,7 +310,7 @@ class LogitsMeter(Meter):
     def scores(self) -> Scores:
         counts, divergence, differs = (self.sums.column(i) for i in range(3))
         kl = self._kl()
-        agreement = _ratio(differs, counts, unit=1.0)
+        agreement = _ratio("top1", differs, counts, unit=1.0)
         extras = {"kl_nats": float(divergence.sum() / counts.sum())}
         tokens, before, after = self.next
         if tokens and before / tokens < self._constant_nats():
@@ -349,26 +318,11 @@ class LogitsMeter(Meter):
                 "perplexity_original": float(np.exp(before / tokens)),
                 "perplexity": float(np.exp(min(after / tokens, MOST_NATS))),
             }
-        by_divergence = Scores(
-            measure="kl",
-            value=kl.value,
-            influence=kl.influence,
-            single=kl.of_texts(divergence, counts),
-            constant=0.0,
-            also={},
-        )
         if self.measure == "kl":
-            return replace(by_divergence, also={"top1": agreement.value, **extras})
+            return replace(kl, also={"top1": agreement.value, **extras})
         # The agreement of a short text is too coarse for a limit: ``limited_losses`` uses KL.
-        return Scores(
-            measure="top1",
-            value=agreement.value,
-            influence=agreement.influence,
-            single=agreement.of_texts(differs, counts),
-            constant=float(self.winners.max() / self.winners.sum()),
-            also={"kl": kl.value, **extras},
-            second=by_divergence,
-        )
+        constant = float(self.winners.max() / self.winners.sum())
+        return replace(agreement, constant=constant, also={"kl": kl.value, **extras}, second=kl)
 
 
 def next_token_nats(

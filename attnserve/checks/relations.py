@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,21 +66,19 @@ class SimilarityMeter(Meter):
         return self.features.additive_loss()
 
     def scores(self) -> Scores:
-        before, after = (_evenly(self.sums.column(i).astype(np.float64)) for i in (0, 1))
+        before, after = self._vectors(self.sums)
         r2 = self.features.scores()
         if len(before) < 4:  # a correlation of three pairs is not meaningful
             return replace(r2, measure="similarity", also={"r2": r2.value})
         x, y = before @ before.T, after @ after.T
-        correlation = _pair_correlation(x, y)
-        return Scores(
-            measure="similarity",
-            value=correlation.value,
-            influence=correlation.influence,
-            single=correlation.single,
-            constant=0.0,
-            also={"overlap": float(_overlap(x, y, itself=False).mean()), "r2": r2.value},
-            second=r2,
-        )
+        further = {"overlap": float(_overlap(x, y, itself=False).mean()), "r2": r2.value}
+        return replace(_pair_correlation(x, y), also=further, second=r2)
+
+    def _vectors(self, sums: TextSums) -> list[Float[np.ndarray, "N D"]]:
+        """The vectors of both models, of at most ``MOST_PAIRED`` texts."""
+        if not sums.columns:
+            return [np.zeros((0, 1))] * 2
+        return [_evenly(sums.column(i).astype(np.float64)) for i in (0, 1)]
 
 
 class OrderMeter(Meter):
@@ -115,14 +113,7 @@ class OrderMeter(Meter):
         taus = np.array([kendall_tau(before[rows], after[rows]) for rows in lists])
         best = np.array([best_agrees(before[rows], after[rows]) for rows in lists], float)
         chance = float(np.mean([1 / len(rows) for rows in lists]))
-        top1 = Scores(
-            measure="top1",
-            value=float(best.mean()),
-            influence=best,
-            single=best,
-            constant=chance,
-            also={},
-        )
+        top1 = Scores("top1", float(best.mean()), influence=best, single=best, constant=chance)
         labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
         ndcg = {
             name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
@@ -134,7 +125,6 @@ class OrderMeter(Meter):
             value=float(taus.mean()),
             influence=taus,
             single=taus,
-            constant=0.0,
             also={"top1": top1.value, **ndcg, "r2": r2.value},
             second=top1,
         )
@@ -205,12 +195,6 @@ class IndexMeter(SimilarityMeter):
             documents=count if has_roles else 0,
         )
 
-    def _vectors(self, sums: TextSums) -> list[Float[np.ndarray, "N D"]]:
-        """The vectors of both models, of at most ``MOST_PAIRED`` texts."""
-        if not sums.columns:
-            return [np.zeros((0, 1))] * 2
-        return [_evenly(sums.column(i).astype(np.float64)) for i in (0, 1)]
-
 
 def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
     """All rows, or ``MOST_PAIRED`` evenly spaced ones; batches are sorted by length."""
@@ -218,24 +202,11 @@ def _evenly(rows: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "M D"]:
     return rows[np.linspace(0, max(len(rows) - 1, 0), count).round().astype(int)]
 
 
-class _PairCorrelation(NamedTuple):
-    """A correlation over pairs of texts.
-
-    Attributes:
-        influence: The jackknife influence of each text.
-        single: The correlation over the pairs of each text.
-    """
-
-    value: float
-    influence: Float[np.ndarray, " N"]
-    single: Float[np.ndarray, " N"]
-
-
-def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> _PairCorrelation:
+def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) -> Scores:
     """Spearman's correlation of two matrices of similarities over pairs of texts.
 
-    A pair belongs to two texts, so that pairs are not independent: texts are left out one by one
-    (Efron and Stein 1981). Ranks are over all pairs.
+    A pair belongs to two texts, so that pairs are not independent: the influences are those of the
+    jackknife, which leaves texts out one by one (Efron and Stein 1981). Ranks are over all pairs.
     """
     from scipy.stats import rankdata
 
@@ -254,8 +225,8 @@ def _pair_correlation(x: Float[np.ndarray, "N N"], y: Float[np.ndarray, "N N"]) 
     correlation = _correlation(pairs, [s.sum() / 2 for s in sums])
     correlations_without = _correlation(pairs - (n - 1), [s.sum() / 2 - s for s in sums])
     influence = n * correlation - (n - 1) * correlations_without
-    single = _correlation(n - 1, sums)
-    return _PairCorrelation(float(correlation), influence - influence.mean() + correlation, single)
+    influence = influence - influence.mean() + correlation
+    return Scores("similarity", float(correlation), influence, _correlation(n - 1, sums))
 
 
 def _correlation(count: int, sums: Sequence[Any]) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "read_label",
     "read_texts",
     "read_words",
+    "require_relevant",
 ]
 
 
@@ -61,13 +62,7 @@ def read_texts(folder: Path, *names: str) -> dict[str, str]:
     Raises:
         InvalidData: None of the files exists, a line is malformed, or an id is repeated.
     """
-    path = next((file for name in names if (file := folder / name).is_file()), None)
-    if path is None:
-        raise InvalidData(
-            f"{folder}: expected a folder with {' or '.join(names)}",
-            "see the formats in the documentation of evaluate",
-            code="evaluate.no_file",
-        )
+    path = _first_file(folder, *names)
     rows: list[tuple[int, tuple[str, ...]]] = []
     if path.suffix == ".tsv":
         rows = read_table(path, ("id", "_id"), ("text",))
@@ -87,6 +82,22 @@ def read_texts(folder: Path, *names: str) -> dict[str, str]:
     if not texts:
         raise InvalidData(f"{path}: no texts", "add one per line", code="evaluate.no_rows")
     return texts
+
+
+def _first_file(folder: Path, *names: str) -> Path:
+    """The first of the files of a folder that exists.
+
+    Raises:
+        InvalidData: None of them exists.
+    """
+    path = next((file for name in names if (file := folder / name).is_file()), None)
+    if path is None:
+        raise InvalidData(
+            f"{folder}: expected a folder with {' or '.join(names)}",
+            "see the formats in the documentation of evaluate",
+            code="evaluate.no_file",
+        )
+    return path
 
 
 def _beir_row(path: Path, line: int, text: str) -> tuple[str, str]:
@@ -116,14 +127,7 @@ def read_judgments(
     Raises:
         InvalidData: The file is missing or malformed, or names an unknown query or document.
     """
-    names = ("qrels.tsv", "qrels/test.tsv")
-    path = next((file for name in names if (file := folder / name).is_file()), None)
-    if path is None:
-        raise InvalidData(
-            f"{folder}: expected a folder with {' or '.join(names)}",
-            "see the formats in the documentation of evaluate",
-            code="evaluate.no_file",
-        )
+    path = _first_file(folder, "qrels.tsv", "qrels/test.tsv")
     columns = ("query", "query-id"), ("document", "corpus-id"), ("relevance", "score")
     judgments: dict[str, dict[str, float]] = {}
     for line, (query, document, relevance) in read_table(path, *columns):
@@ -137,13 +141,22 @@ def read_judgments(
         value = read_number(path, line, relevance, "relevance")
         judgments.setdefault(query, {})[document] = value
     judged = {query: grades for query, grades in judgments.items() if max(grades.values()) > 0}
+    require_relevant(path, judged)
+    return judged
+
+
+def require_relevant(path: Path, judged: Mapping[str, object]) -> None:
+    """Check that a query of a file has a relevant document.
+
+    Raises:
+        InvalidData: There is no such query.
+    """
     if not judged:
         raise InvalidData(
             f"{path}: no document has a relevance above 0",
             "add relevant documents",
             code="evaluate.no_relevant",
         )
-    return judged
 
 
 class Sentence(NamedTuple):

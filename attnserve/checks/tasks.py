@@ -25,6 +25,7 @@ from attnserve.checks.task_data import (
     read_label,
     read_texts,
     read_words,
+    require_relevant,
 )
 from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
@@ -261,12 +262,7 @@ def _rerank(run: OpenModel, data: Path) -> RatioScore:
     for query, document, relevance in read_pairs(data):
         groups.setdefault(query, []).append((document, relevance))
     groups = {query: rows for query, rows in groups.items() if max(x for _, x in rows) > 0}
-    if not groups:
-        raise InvalidData(
-            f"{data}: no document has a relevance above 0",
-            "add relevant documents",
-            code="evaluate.no_relevant",
-        )
+    require_relevant(data, groups)
     prompt = run.artifact.prompt()  # as the service
     pairs: list[Text] = [
         (prompt + query, text) for query, rows in groups.items() for text, _ in rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -141,16 +141,26 @@ class Exchange:
         self.started = perf_counter()
         return body
 
-    def deadline(self, timeout_us: int | None = None) -> float:
-        """Return the time at which the limit of a request ends, on the clock of ``perf_counter``.
-
-        The time limit starts with the last byte of the body (``read_body``).
+    async def run(
+        self, work: Callable[..., Coroutine[Any, Any, T]], timeout_us: int | None = None
+    ) -> T:
+        """Await the answer of an engine until the deadline, or until the client disconnects.
 
         Args:
+            work: Makes the call of the engine from the argument ``deadline``.
             timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
 
         Raises:
             InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
+            ClientGone: The client disconnected.
+            AttnserveError: An error of the call.
+        """
+        return await cancel_on_disconnect(self.request, work(deadline=self._deadline(timeout_us)))
+
+    def _deadline(self, timeout_us: int | None) -> float:
+        """The time at which the limit of a request ends, on the clock of ``perf_counter``.
+
+        The time limit starts with the last byte of the body (``read_body``).
         """
         settings = self.repository.settings
         timeout = self.request.headers.get("x-timeout-ms", settings.timeout_ms)
@@ -165,18 +175,6 @@ class Exchange:
                 "send a number in this range, or leave the header out",
             )
         return self.started + min(timeout_ms / 1e3, timeout_us / 1e6 if timeout_us else math.inf)
-
-    async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await the answer of an engine until the client disconnects.
-
-        Args:
-            work: A call with ``deadline``.
-
-        Raises:
-            ClientGone: The client disconnected.
-            AttnserveError: An error of the call.
-        """
-        return await cancel_on_disconnect(self.request, work)
 
 
 async def _current(request: Request) -> Exchange:

@@ -84,7 +84,7 @@ class ObserveRequests:
                 exchange.held.close()
                 # The pattern of the route, not the path: the number of series must stay bounded.
                 route = getattr(routed.get("route"), "path", "unknown")
-                self._repository.metrics.count_response(route, status)
+                self._repository.metrics.requests.labels(route, status).inc()
                 finish_span(span, scope["method"], route, status, exchange.cost)
                 if access.isEnabledFor(logging.INFO):
                     line = {

@@ -21,7 +21,13 @@ from graph_passes.errors import InvalidArgument, InvalidData
 from service.api.exchange import Here
 from service.api.requests import Body, JsonRoute, Name, serve_at
 from service.api.responses import respond
-from service.api.texts import SomeTexts, VectorOptions, embed_texts, with_token_ids
+from service.api.texts import (
+    SomeTexts,
+    VectorOptions,
+    embed_texts,
+    with_prompt,
+    with_token_ids,
+)
 from service.engine.engine import Engine
 from service.errors import InvalidField, UnknownField, UnknownModel
 
@@ -135,7 +141,7 @@ router = APIRouter(
 )
 
 
-def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
+def render_error(status: int, text: str, error: Exception | None) -> tuple[int, OpenAIError]:
     """(status, body) of an error below /v1; OpenAI answers 400 where other routes answer 422."""
     kind, code = ERRORS.get(
         status, ("invalid_request_error" if status < 500 else "server_error", None)
@@ -147,8 +153,8 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
         text = f"Unrecognized request argument supplied: {error.field}"
     elif isinstance(error, InvalidField):
         param = error.field or None
-    body = {"message": text, "type": kind, "param": param, "code": code}
-    return 400 if status == 422 else status, {"error": body}
+    detail = OpenAIErrorDetail(message=text, type=kind, param=param, code=code)
+    return 400 if status == 422 else status, OpenAIError(error=detail)
 
 
 # Without /v1 as in text-embeddings-inference.
@@ -156,9 +162,12 @@ def render_error(status: int, text: str, error: Exception | None) -> tuple[int, 
 async def embeddings(exchange: Here, body: EmbeddingsRequest) -> Response:
     """One vector per text or list of token ids."""
     engine = exchange.acquire(body.model)
-    texts = with_token_ids(engine, body.input, "input")
+    inputs = with_token_ids(engine, body.input, "input")
     try:
-        answer, vectors = await embed_texts(exchange, engine, texts, body, truncate=False)
+        texts = with_prompt(engine, inputs, body.prompt_name)
+        answer, vectors = await embed_texts(
+            exchange, engine, texts, truncate=False, dimensions=body.dimensions
+        )
     except InvalidField:
         raise
     except (InvalidData, InvalidArgument) as error:

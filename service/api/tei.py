@@ -20,7 +20,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from attnserve import __version__
-from attnserve.models.tokenizer import TextEncoder
+from attnserve.models.tokenizer import TextEncoder, Token
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
@@ -52,7 +52,6 @@ from service.api.tei_bodies import (
 )
 from service.api.texts import (
     Prediction,
-    VectorOptions,
     classes,
     cosines_of,
     embed_texts,
@@ -61,15 +60,7 @@ from service.api.texts import (
 )
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
-from service.errors import (
-    DeadlineExceeded,
-    EmptyBatch,
-    NotReady,
-    Overloaded,
-    TooLarge,
-    UnknownModel,
-    UnsupportedTask,
-)
+from service.errors import EmptyBatch, NotReady, UnsupportedTask
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -85,45 +76,28 @@ class TeiError(BaseModel):
     error_type: ErrorType
 
 
-ROUTES = (
-    "/embed", "/embed_all", "/embed_sparse", "/rerank", "/predict", "/similarity", "/tokenize",
-    "/decode", "/info", "/health",
-)  # fmt: skip
-PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")
-"""Prefixes of the paths with errors of this form; "/" stands for that path alone."""
-
-ERRORS: dict[type[AttnserveError], tuple[int, ErrorType]] = {
-    EmptyBatch: (400, "Empty"),
-    UnknownModel: (404, "Validation"),
-    TooLarge: (413, "Validation"),
-    UnsupportedTask: (424, "Backend"),
-    ModelFailed: (424, "Backend"),
-    CheckFailed: (424, "Backend"),
-    Overloaded: (429, "Overloaded"),
-    NotReady: (503, "Unhealthy"),
-    DeadlineExceeded: (504, "Overloaded"),
+ERRORS: dict[int, ErrorType] = {
+    424: "Backend",
+    429: "Overloaded",
+    503: "Unhealthy",
+    504: "Overloaded",
 }
-"""Status and type of errors; the entry of the closest base class applies."""
-
-CODES: dict[str, tuple[int, ErrorType]] = {
-    "text.too_long": (413, "Validation"),
-    "text.too_many_tokens": (413, "Validation"),
-    "text.tokenizer_failed": (422, "Tokenizer"),
-    "text.not_unicode": (422, "Tokenizer"),
-}
-"""Status and type of errors with these codes."""
+"""TEI's type of an error by status; another status has the type of its class (4xx, 5xx)."""
 
 
-def render_error(status: int, text: str, error: Exception | None) -> tuple[int, dict[str, Any]]:
-    """(status, body) of an error of these routes."""
-    kind: ErrorType = "Validation" if status < 500 else "Backend"
-    for cls in type(error).__mro__:
-        if cls in ERRORS:
-            status, kind = ERRORS[cls]
-            break
-    if isinstance(error, AttnserveError):
-        status, kind = CODES.get(error.code, (status, kind))
-    return status, {"error": text, "error_type": kind}
+def render_error(status: int, text: str, error: Exception | None) -> tuple[int, TeiError]:
+    """(status, body) of an error of these routes, with the statuses in which TEI differs."""
+    code = error.code if isinstance(error, AttnserveError) else ""
+    if isinstance(error, UnsupportedTask | ModelFailed | CheckFailed):
+        status = 424
+    elif code in ("text.too_long", "text.too_many_tokens"):
+        status = 413
+    kind: ErrorType = ERRORS.get(status, "Validation" if status < 500 else "Backend")
+    if isinstance(error, EmptyBatch):
+        kind = "Empty"
+    elif code in ("text.tokenizer_failed", "text.not_unicode"):
+        kind = "Tokenizer"
+    return status, TeiError(error=text, error_type=kind)
 
 
 # -- routes ---------------------------------------------------------------------------------------
@@ -135,8 +109,13 @@ router = APIRouter(
 )
 
 
+ROUTES: list[str] = []
+"""The paths that ``_route`` serves."""
+
+
 def _route(path: str, **options: Any) -> Callable[[F], F]:
     """Return a decorator that serves ``path``, also below a model."""
+    ROUTES.append(path)
     return serve_at(router, path, f"/models/{{name}}{path}", **options)
 
 
@@ -147,12 +126,11 @@ async def embed(exchange: Here, body: EmbedRequest) -> Response:
     answer, vectors = await embed_texts(
         exchange,
         engine,
-        with_token_ids(engine, body.inputs, "inputs"),
-        VectorOptions(prompt_name=body.prompt_name, dimensions=body.dimensions),
+        _prompted(engine, body),
         truncate=body.truncate,
         side=body.side,
+        dimensions=body.dimensions,
         normalize=body.normalize,
-        default_prompt=False,
     )
     return await respond(exchange, engine, answer, vectors)
 
@@ -164,13 +142,7 @@ async def _run(
     texts: Sequence[Text],
     options: TruncationOptions,
 ) -> TextAnswer:
-    work = engine.run_task(
-        task,
-        texts,
-        truncate=options.truncate,
-        side=options.side,
-        deadline=exchange.deadline(),
-    )
+    work = partial(engine.run_task, task, texts, truncate=options.truncate, side=options.side)
     return await exchange.run(work)
 
 
@@ -228,15 +200,11 @@ async def predict(exchange: Here, body: PredictRequest) -> Response:
 async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
     """The cosine similarity of a text with each of several."""
     engine = exchange.acquire(body.model, body.version)
-    options, inputs = body.parameters or SimilarityParameters(), body.inputs
+    options = body.parameters or SimilarityParameters()
+    texts = [body.inputs.source_sentence, *body.inputs.sentences]
+    prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=False)
     answer, vectors = await embed_texts(
-        exchange,
-        engine,
-        [inputs.source_sentence, *inputs.sentences],
-        VectorOptions(prompt_name=options.prompt_name),
-        truncate=options.truncate,
-        side=options.side,
-        default_prompt=False,
+        exchange, engine, prompted, truncate=options.truncate, side=options.side
     )
     return await respond(exchange, engine, answer, cosines_of(vectors[:1], vectors[1:])[0])
 
@@ -253,23 +221,23 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
         special=body.add_special_tokens,
         most=engine.settings.max_tokens,
     )
-    rows = await exchange.run(engine.tokenize(texts, work, deadline=exchange.deadline()))
-    content: list[list[dict[str, Any]]] = []
-    for text, row in zip(whole, rows, strict=True):
-        place = _byte_places(text)
-        content.append(
-            [
-                {
-                    "id": token.id,
-                    "text": token.text,
-                    "special": token.special,
-                    "start": None if token.special else place[token.start],
-                    "stop": None if token.special else place[token.stop],
-                }
-                for token in row
-            ]
+    rows = await exchange.run(partial(engine.tokenize, texts, work))
+    return json_response(list(map(_simple_tokens, whole, rows)))
+
+
+def _simple_tokens(text: str, tokens: Sequence[Token]) -> list[SimpleToken]:
+    """The tokens of a text, with their places in its bytes."""
+    place = _byte_places(text)
+    return [
+        SimpleToken(
+            id=token.id,
+            text=token.text,
+            special=token.special,
+            start=None if token.special else place[token.start],
+            stop=None if token.special else place[token.stop],
         )
-    return json_response(content)
+        for token in tokens
+    ]
 
 
 def _byte_places(text: str) -> Sequence[int]:
@@ -285,9 +253,7 @@ async def decode(exchange: Here, body: DecodeRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(
-        await exchange.run(engine.tokenize(rows, work, deadline=exchange.deadline()))
-    )
+    return json_response(await exchange.run(partial(engine.tokenize, rows, work)))
 
 
 @_route("/info", method="GET")
@@ -346,7 +312,11 @@ async def invoke(exchange: Here) -> Response:
     return await route(exchange, parse_json(content, schema))
 
 
-def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Any]:
+PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")
+"""Prefixes of the paths with errors of this form; "/" stands for that path alone."""
+
+
+def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Text]:
     """The texts and token ids of a request, with its prompt."""
     inputs = with_token_ids(engine, body.inputs, "inputs")
     return with_prompt(engine, inputs, body.prompt_name, default_prompt=False)

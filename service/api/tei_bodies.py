@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PlainValidator, PositiveInt
@@ -32,26 +34,31 @@ def _require(value: Any, is_valid: bool, expected: str) -> Any:
     return value
 
 
+def _listed(value: Any, is_item: Callable[[Any], bool], expected: str) -> Any:
+    """A list of items; a single item becomes a list."""
+    items = [value] if is_item(value) else value
+    return _require(items, type(items) is list and all(map(is_item, items)), expected)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _to_inputs(value: Any) -> list[str | list[int]]:
-    items = [value] if isinstance(value, str) or _is_ids(value) else value
-    is_valid = type(items) is list and all(isinstance(x, str) or _is_ids(x) for x in items)
-    return _require(items, is_valid, "a text, a non-empty list of token ids, or a list of these")
+    expected = "a text, a non-empty list of token ids, or a list of these"
+    return _listed(value, lambda item: _is_text(item) or _is_ids(item), expected)
 
 
 def _to_ids(value: Any) -> list[list[int]]:
-    rows = [value] if _is_ids(value) else value
-    is_valid = type(rows) is list and all(_is_ids(row) for row in rows)
-    return _require(rows, is_valid, "a non-empty list of token ids, or a list of these")
+    return _listed(value, _is_ids, "a non-empty list of token ids, or a list of these")
 
 
 def _to_texts(value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    is_valid = type(texts) is list and all(isinstance(text, str) for text in texts)
-    return _require(texts, is_valid, "a text, or a list of texts")
+    return _listed(value, _is_text, "a text, or a list of texts")
 
 
 def _to_list(value: Any) -> list[str]:
-    if isinstance(value, str):
+    if _is_text(value):
         raise PydanticCustomError("input", "expected a list of texts")
     return _to_texts(value)
 
@@ -205,7 +212,8 @@ class Rank(Body):
     text: str | None = None
 
 
-class SimpleToken(Body):
+@dataclass(slots=True)
+class SimpleToken:
     """A token; ``start`` and ``stop`` count characters, and are null for special tokens."""
 
     id: TokenId

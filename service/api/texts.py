@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Annotated, Any
@@ -107,7 +108,8 @@ class Usage(Body):
     """Including special tokens, excluding padding."""
 
 
-class Prediction(Body):
+@dataclass(slots=True)
+class Prediction:
     """A class with its score."""
 
     label: str
@@ -153,32 +155,24 @@ async def embed_texts(
     exchange: Exchange,
     engine: Engine,
     texts: Sequence[Text],
-    options: VectorOptions,
     *,
     truncate: bool,
     side: Side | None = None,
+    dimensions: int | None = None,
     normalize: bool | None = None,
-    default_prompt: bool = True,
 ) -> tuple[TextAnswer, np.ndarray]:
-    """Embed texts with the chosen prompt, and token ids without a prompt.
-
-    Vectors are cut to ``options.dimensions`` and then normalized.
+    """Embed texts and token ids; vectors are cut to ``dimensions`` and then normalized.
 
     Args:
+        texts: With their prompt (``with_prompt``).
         side: The side at which long texts lose tokens; None for the tokenizer's own.
         normalize: None if the model normalizes.
-        default_prompt: Use the default prompt of the model for ``prompt_name`` None.
 
     Raises:
-        InvalidField: The model has no such prompt, token ids were sent for it, or the vectors have
-            fewer dimensions.
+        InvalidField: The vectors have fewer dimensions.
     """
-    artifact, dimensions = engine.model.artifact, options.dimensions
-    prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=default_prompt)
-    deadline = exchange.deadline()
-    answer = await exchange.run(
-        engine.run_task("embed", prompted, truncate=truncate, side=side, deadline=deadline)
-    )
+    work = partial(engine.run_task, "embed", texts, truncate=truncate, side=side)
+    answer = await exchange.run(work)
     vectors = answer.vectors
     if dimensions is not None and dimensions > vectors.shape[1]:
         raise InvalidField(
@@ -186,14 +180,22 @@ async def embed_texts(
             "reduce it, or leave it out",
             field="dimensions",
         )
-    is_normal = artifact.normalize if normalize is None else normalize
+    is_normal = engine.model.artifact.normalize if normalize is None else normalize
     return answer, shorten(vectors, dimensions, is_normal)
 
 
 def with_prompt(
-    engine: Engine, texts: Sequence[Text], name: str | None, *, default_prompt: bool = True
+    engine: Engine,
+    texts: Sequence[Text],
+    name: str | None = None,
+    *,
+    default_prompt: bool = True,
 ) -> list[Text]:
     """Put a prompt of the model before texts; token ids have no prompt.
+
+    Args:
+        name: The name of the prompt; None for the default prompt of the model.
+        default_prompt: False for no prompt in place of the default prompt.
 
     Raises:
         InvalidField: The model has no such prompt, or token ids were sent for it.
@@ -252,7 +254,10 @@ async def embed(exchange: Here, body: TextEmbedRequest) -> Response:
     An empty text is valid: it is embedded as its special tokens.
     """
     engine = exchange.acquire(body.model, body.version)
-    answer, vectors = await embed_texts(exchange, engine, body.inputs, body, truncate=body.truncate)
+    texts = with_prompt(engine, body.inputs, body.prompt_name)
+    answer, vectors = await embed_texts(
+        exchange, engine, texts, truncate=body.truncate, dimensions=body.dimensions
+    )
     content = {"embeddings": vectors, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
 
@@ -266,12 +271,8 @@ async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     it they are class numbers.
     """
     engine = exchange.acquire(body.model, body.version)
-    prompt = engine.model.artifact.prompt()
-    texts = [prompt + text for text in body.inputs]
-    deadline = exchange.deadline()
-    answer = await exchange.run(
-        engine.run_task("classify", texts, truncate=body.truncate, deadline=deadline)
-    )
+    texts = with_prompt(engine, body.inputs)
+    answer = await exchange.run(partial(engine.run_task, "classify", texts, truncate=body.truncate))
     predictions = classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
@@ -282,9 +283,8 @@ async def similarity(exchange: Here, body: TextSimilarityRequest) -> Response:
     """The cosine similarity of pairs of texts, or of one text with each of several."""
     engine = exchange.acquire(body.model, body.version)
     texts, left, right = _pairs(body)
-    answer, vectors = await embed_texts(
-        exchange, engine, texts, VectorOptions(), truncate=body.truncate
-    )
+    prompted = with_prompt(engine, texts)
+    answer, vectors = await embed_texts(exchange, engine, prompted, truncate=body.truncate)
     # All products of distinct texts: their number is limited, and there may be many more pairs.
     distinct, rows = np.unique(left, return_inverse=True)
     cosines = cosines_of(vectors[distinct], vectors)[rows, right]
@@ -297,8 +297,7 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = exchange.acquire(body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    deadline = exchange.deadline()
-    encodings = await exchange.run(engine.tokenize(body.inputs, work, deadline=deadline))
+    encodings = await exchange.run(partial(engine.tokenize, body.inputs, work))
     tokens = [encoding.ids for encoding in encodings]
     count = sum(map(len, tokens))
     check_limit(count, engine.settings.max_tokens, "tokens")
@@ -308,13 +307,13 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
 
 def classes(
     engine: Engine, answer: TextAnswer, top_k: int | None = None, *, raw_scores: bool = False
-) -> list[list[dict[str, Any]]]:
+) -> list[list[Prediction]]:
     """The classes of each text with their scores, most likely first."""
     labels = engine.model.labels
     activation = "identity" if raw_scores else engine.model.artifact.activation
     return [
         [
-            {"label": labels.get(index, str(index)), "score": float(scores[index])}
+            Prediction(labels.get(index, str(index)), float(scores[index]))
             for index in np.argsort(-scores, kind="stable")[:top_k].tolist()
         ]
         for scores in scores_of(answer.vectors, activation)

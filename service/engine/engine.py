@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
 from time import perf_counter_ns
@@ -26,21 +26,17 @@ from attnserve.models.tokenizer import Encoding, TextEncoder
 from attnserve.runtime.interface import Feed, row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory
 from attnserve.serving.text_tasks import TextTask
-from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 from service.engine.answer import RowOutputs, TensorAnswer, TextAnswer
 from service.engine.batcher import Batcher, BatchResult, BatchRun, RequestResult
-from service.engine.request_limits import check_limit, check_size, check_texts
+from service.engine.request_limits import (
+    check_encodings,
+    check_limit,
+    check_tensors,
+    check_texts,
+)
 from service.engine.row_queue import Queue, Row
 from service.engine.shadow import Shadow
-from service.errors import (
-    DeadlineExceeded,
-    NotReady,
-    Overloaded,
-    TooLarge,
-    UnknownModel,
-    UnsupportedTask,
-    hide_folders,
-)
+from service.errors import NotReady, UnsupportedTask, error_class, hide_folders
 from service.metrics import ModelMetrics, StageNanoseconds, VersionState
 from service.settings import Settings
 
@@ -51,22 +47,6 @@ Text = str | tuple[str, str] | Encoding
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Delays before each attempt to reload a broken model; the last one repeats."""
-
-REASONS: Mapping[type[BaseException], str] = {
-    Overloaded: "overloaded",
-    DeadlineExceeded: "deadline",
-    asyncio.CancelledError: "gone",
-    TooLarge: "too_large",
-    InvalidData: "invalid",
-    InvalidArgument: "invalid",
-    UnknownModel: "invalid",
-    UnsupportedTask: "invalid",
-    NotReady: "not_ready",
-    ModelFailed: "not_ready",
-    CheckFailed: "not_finite",
-    BaseException: "error",
-}
-"""Labels of failed requests in the metrics."""
 
 COPIES = 2
 """Number of copies of the output tensors of a request: per row, and joined for the answer."""
@@ -204,19 +184,11 @@ class Engine:
             NotReady: The model is broken, or out of memory.
         """
         with self._counted() as started_ns:
-            model, signature = self.model, self.model.signature
+            signature = self.model.signature
             signature.check_outputs(outputs)
             signature.check(inputs)
             names = tuple(outputs) or signature.output_names
-            input_bytes = sum(array.nbytes for array in inputs.values())
-            check_limit(input_bytes, self.settings.max_tensor_bytes, "bytes of input tensors")
-            padded_tokens = math.prod(signature.ids(inputs).shape[:2])
-            shapes = {name: array.shape for name, array in inputs.items()}
-            run_shapes = shapes
-            if model.rows_are_independent:  # the batcher bounds the rows of a run
-                run_shapes = {name: (1, *shape[1:]) for name, shape in shapes.items()}
-            check_limit(padded_tokens, self.settings.max_padded_tokens, "padded tokens")
-            expected_bytes = check_size(model, self.settings, shapes, run_shapes, names)
+            expected_bytes = check_tensors(self.model, self.settings, inputs, names)
             if hold is not None:
                 await hold(COPIES * expected_bytes, deadline)
             rows = self._tensor_rows(inputs, names)
@@ -229,7 +201,7 @@ class Engine:
                 outputs=dict(zip(names, arrays, strict=True)),
                 result=result,
                 tokens=signature.tokens(inputs),
-                padded_tokens=padded_tokens,
+                padded_tokens=math.prod(signature.ids(inputs).shape[:2]),
                 out_of_calibration=self._count_outside(row_ids(inputs)),
                 follow_up=self._shadow.follow_up(self, None, names, result.rows),
             )
@@ -273,14 +245,7 @@ class Engine:
 
             def rows() -> list[Row[Encoding, RowOutputs]]:  # in a thread
                 encodings = model.encode(texts, truncate=truncate, side=side)
-                tokens = sum(map(len, encodings))
-                check_limit(tokens, self.settings.max_tokens, "tokens")
-                # Pooling makes the answer small, but the run needs the memory for its longest row.
-                longest = max(encodings, key=len)
-                shapes = model.text_shapes(longest)
-                size = check_size(model, self.settings, shapes, shapes, names) // len(longest)
-                size *= tokens if task == "tokens" else len(encodings)
-                check_limit(size, self.settings.max_tensor_bytes, "bytes of vectors")
+                check_encodings(model, self.settings, task, encodings, names)
                 return [self._text_row(task, names, encoding) for encoding in encodings]
 
             result = await self.batcher.submit_from(rows, len(texts), deadline, is_short=is_short)
@@ -378,8 +343,8 @@ class Engine:
                 raise NotReady(f"{self.name} is not ready: {self._broken}", "try again later")
             yield start_ns
         except BaseException as error:
-            kind = next(kind for kind in type(error).__mro__ if kind in REASONS)
-            self.metrics.record_failure(perf_counter_ns() - start_ns, REASONS[kind])
+            reason = error_class(error).reason
+            self.metrics.record_failure(perf_counter_ns() - start_ns, reason)
             raise
         finally:
             self.in_flight -= 1

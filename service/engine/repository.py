@@ -22,7 +22,7 @@ from service.engine.device import on_device
 from service.engine.engine import Engine
 from service.engine.model_loader import ModelLoader, log_operators
 from service.engine.shadow import Shadow
-from service.errors import NotReady, Overloaded, UnknownModel
+from service.errors import NotReady, Overloaded, UnknownModel, one_line
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 
@@ -213,7 +213,7 @@ class Repository:
             try:
                 await self.loader.replace(name)
             except AttnserveError as error:
-                log.error("%s is not loaded: %s", name, str(error).replace("\n", "; "))
+                log.error("%s is not loaded: %s", name, one_line(error))
                 self.loader.missing.add(name)
                 first_error = first_error or error
         if not self.loader.by_name:

@@ -21,7 +21,7 @@ from attnserve.runtime.memory_use import rss_bytes
 from graph_passes.errors import AttnserveError, InvalidModel
 from service.engine.engine import Engine
 from service.engine.repository import Repository
-from service.errors import NotReady, UnknownModel
+from service.errors import NotReady, UnknownModel, one_line
 from service.metrics import Metrics, Second, Version, VersionState
 from service.settings import Settings
 from service.workers.shared_state import SharedState, Status, TargetModel, TargetState
@@ -126,7 +126,7 @@ class SharedRepository(Repository):
         try:
             await self.shadow.start()  # in worker 0 if it is a replacement
         except AttnserveError as error:
-            log.warning("the original is not loaded: %s", str(error).replace("\n", "; "))
+            log.warning("the original is not loaded: %s", one_line(error))
         self.loader.started = True
 
     async def change(self, name: str, change: Callable[[str], Awaitable[None]]) -> None:
@@ -262,7 +262,7 @@ class SharedRepository(Repository):
             try:
                 await self._apply_model(name, model)
             except AttnserveError as error:
-                log.error("worker %d: %s", self._worker, str(error).replace("\n", "; "))
+                log.error("worker %d: %s", self._worker, one_line(error))
                 first = error if first is None or isinstance(first, InvalidModel) else first
         self._error, self._generation = first, target.generation
 

@@ -35,7 +35,7 @@ from time import monotonic
 from attnserve.runtime.isolation import allowed_environment, describe_exit, error_from_json
 from attnserve.runtime.temporary import temporary_folder
 from graph_passes.errors import AttnserveError
-from service.errors import NotReady, ServiceError
+from service.errors import NotReady, ServiceError, one_line
 from service.server import STOP_SIGNALS, log_ready
 from service.settings import Settings
 from service.workers.shared_state import SharedState
@@ -206,7 +206,7 @@ class _Supervisor:
                 if is_final or (failures >= MAX_FAILURES and not self._serving):
                     self._stop(error)
                     return
-                log.error("%s", str(error).replace("\n", "; "))
+                log.error("%s", one_line(error))
             delay = BACK_OFF_S[min(max(0, failures - 1), len(BACK_OFF_S) - 1)]
             log.error("%s %s; restart in %g s", worker, exited, delay)
             with suppress(TimeoutError):
