@@ -65,9 +65,13 @@ def runtime_of(source: Path | ir.Model, device: Device) -> str:
 
 
 def selectable_runtimes(device: Device) -> list[str]:
-    """The names of the runtimes from which serving selects: all installed ones for ``AUTO``."""
+    """The names of the runtimes from which serving selects: all installed ones for ``AUTO``.
+
+    Raises:
+        InvalidArgument: The runtime is unknown.
+    """
     if device.runtime != AUTO or device.provider != "cpu":
-        return [device.runtime_name]
+        return [RUNTIMES[device.runtime_name].name]
     installed: list[str] = []
     for runtime in RUNTIMES:
         with suppress(MissingExtra):

@@ -268,7 +268,7 @@ async def info(exchange: Here) -> Info:
         model_type=_model_type(engine),
         served_model_name=engine.name,
         max_concurrent_requests=settings.max_queue,
-        max_input_length=(encoder and encoder.max_length) or settings.max_padded_tokens,
+        max_input_length=(encoder and encoder.max_length) or settings.max_tokens,
         max_batch_tokens=engine.batcher.queue.budget,
         max_client_batch_size=settings.max_inputs,
         auto_truncate=False,

@@ -214,7 +214,7 @@ class Rank(Body):
 
 @dataclass(slots=True)
 class SimpleToken:
-    """A token; ``start`` and ``stop`` count characters, and are null for special tokens."""
+    """A token; ``start`` and ``stop`` count bytes of UTF-8, and are null for special tokens."""
 
     id: TokenId
     text: str

@@ -28,6 +28,7 @@ from attnserve.runtime.session import open_session
 from graph_passes.errors import (
     CannotRewrite,
     CheckFailed,
+    InvalidArgument,
     InvalidModel,
 )
 from tests.architectures import Cell
@@ -575,3 +576,13 @@ def test_optimize_strip_cache_is_exact_and_allows_a_second_run(tmp_path: Path):
     masks = {block.name: [1, 0, 1] for block in read_attention(load_model(new)).blocks}
     pruned = optimize(new, tmp_path / "pruned.onnx", prune_heads=masks)
     assert pruned.record.after.parameters < report.record.after.parameters
+
+
+def test_an_unknown_runtime_is_refused_before_any_work(tiny: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+    with raises(InvalidArgument, "runtime.unknown"):
+        optimize(
+            tiny, tmp_path / "out", collab_dk=16, runtime="typo",
+            progress=lambda stage, *_: stages.append(stage),
+        )  # fmt: skip
+    assert not stages
