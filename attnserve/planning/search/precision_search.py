@@ -47,9 +47,10 @@ REFERENCE = "float32"
 
 LOSES = "it loses more than the goal allows"
 
-HELPFUL = 2.0
-"""How much more blocks can be converted than their mean loss allows. With a larger value, fewer
-precisions are left out, and a search takes longer."""
+SHARE_FACTOR = 2.0
+"""The ratio of the share of blocks that may be converted to the share that the mean loss of a block
+allows: a search converts the blocks that lose least. With a larger value, fewer precisions are left
+out, and a search takes longer."""
 
 MISSED = frozenset({"search.precision", "search.target_speedup"})
 """Codes of errors of a search that finds no result."""
@@ -89,17 +90,17 @@ class PrecisionComparison:
     def potential(self, point: PrecisionPoint, goal: Goal) -> float:
         """The speed-up over float32 that a search in a precision may reach.
 
-        If all blocks lose too much, some of them stay in the rest of the precision. Those that are
-        converted are taken to lose ``1 / HELPFUL`` of their share, because the search selects them.
+        If all blocks lose too much, some of them stay in the precision ``Scheme.rest``. Time and
+        loss are taken to grow in proportion to the converted share, see ``SHARE_FACTOR``.
         """
         scheme, speed = SCHEMES[point.precision], point.speedup.value
         if goal.keep is None or not scheme.allows_float_blocks:
             return speed
         points = {each.precision: each for each in self.points}
         rest = points.get(scheme.rest, points[REFERENCE])
-        excess = max(point.loss - rest.loss, 0.0)
-        room = HELPFUL * max(allowed_loss(goal.keep) - rest.loss, 0.0)
-        share = min(room / excess, 1.0) if excess else 1.0
+        added = max(point.loss - rest.loss, 0.0)
+        allowed = SHARE_FACTOR * max(allowed_loss(goal.keep) - rest.loss, 0.0)
+        share = min(allowed / added, 1.0) if added else 1.0
         return 1 / (share / speed + (1 - share) / rest.speedup.value)
 
 
