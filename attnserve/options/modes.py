@@ -51,8 +51,8 @@ def check_mode(
     if changed := next(iter(rewrites.changed()), None):
         name, _ = changed
         fail(
-            f"`{name}` requests a rewrite, but a {'plan' if plan else 'search'} selects the "
-            "rewrites",
+            f"`{name}` belongs to rewrites by hand, but a {'plan' if plan else 'search'} selects "
+            "the rewrites",
             f"leave `{name}` out, or `plan`, `keep` and `target_speedup`",
             "optimize.conflict",
         )

@@ -42,7 +42,7 @@ from attnserve.planning.plans.plan_file import PlanRecord, SavedPlan
 from attnserve.planning.request.rewrites import plan_request
 from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.search import run_search
-from attnserve.planning.search.verdict import Found
+from attnserve.planning.search.search_result import SearchResult
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.openvino_runtime import OpenVino
@@ -137,6 +137,8 @@ def optimize(
     check_mode(goal, rewrites, data, target, as_path(plan))
     check_cpu(target.precision)
     saved = None if plan is None else SavedPlan.read(Path(plan))
+    if saved is not None:
+        saved.check_run(run)
     artifact = open_artifact(model)
     original = load_model(artifact, in_place=True)
     file = _output_file(artifact, original, Path(model), as_path(output), write)
@@ -158,7 +160,7 @@ def optimize(
     report = OptimizeReport(
         _entry(job, rewritten, write), rewritten.state.plan, file, rewritten.search
     )
-    _require_cosine(report, write.min_cosine)
+    _require_cosine(report, rewritten.search or rewritten.planned, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
@@ -203,7 +205,7 @@ class _Rewritten:
 
     state: State
     timer: ServedTimer
-    found: Found | None = None
+    found: SearchResult | None = None
     mixing: MixingChoice | None = None
     warnings: Sequence[str] = ()
     planned: PlanRecord | None = None
@@ -366,8 +368,13 @@ def _break_even(before: ir.Model, after: ir.Model) -> int | None:
     return break_even(old, new) if old and new else None
 
 
-def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
+def _require_cosine(
+    report: OptimizeReport, search: PlanRecord | None, min_cosine: float | None
+) -> None:
     """Check the mean cosine of the outputs to the original's, if there is a bound.
+
+    Args:
+        search: The record of the search that made the plan, if there was one.
 
     Raises:
         CheckFailed: It is below the bound.
@@ -376,7 +383,12 @@ def _require_cosine(report: OptimizeReport, min_cosine: float | None) -> None:
     data = report.fidelity.data
     if min_cosine is None or cosine >= min_cosine:
         return
-    less = "raise `collab_dk`" if report.plan.find(Collaborate) else "rewrite fewer layers"
+    if search is not None:
+        less = "lower `target_speedup`" if search.goal.keep is None else "raise `keep`"
+    elif report.plan.find(Collaborate):
+        less = "raise `collab_dk`"
+    else:
+        less = "rewrite fewer layers"
     calibrated = report.fidelity.is_held_out
     raise CheckFailed(
         f"mean cosine {cosine:.4f} on {data}, expected at least {min_cosine}: nothing was written",

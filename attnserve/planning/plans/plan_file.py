@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 import onnx_ir as ir
 from pydantic import Field, PlainSerializer, PlainValidator, ValidationError
 
-from attnserve.context import AUTO, CPU, DEFAULT_CONTEXT, Provider, RunContext
+from attnserve.context import AUTO, Provider, RunContext
 from attnserve.data.datasets import Dataset
 from attnserve.data.lengths import spread_lengths
 from attnserve.job import Job
@@ -23,7 +23,7 @@ from attnserve.models.lineage import Calibration, Source
 from attnserve.models.measured import Fidelity, ServedSpeed
 from attnserve.models.recorded import Always, Recorded
 from attnserve.models.search_record import SearchRecord
-from attnserve.options import Data, Lengths, Target
+from attnserve.options import Data, Lengths, Run, Target
 from attnserve.planning.plans.plan import HOW_TO_PLAN, Plan
 from attnserve.precision.convert import check_cpu
 from attnserve.runtime.cache import digest
@@ -185,6 +185,23 @@ class SavedPlan:
         record = self.record
         return digest([record.model.sha256, record.calibration.sha256, record.plan.to_json()])
 
+    def check_run(self, run: Run) -> None:
+        """Check that options that affect the model have the values of the search, if given.
+
+        Raises:
+            InvalidArgument: One has another value.
+        """
+        goal = self.record.goal
+        planned = {"seed": goal.seed, "provider": goal.provider, "runtime": goal.runtime}
+        for name in run.model_fields_set & planned.keys():
+            given = getattr(run, name)
+            if given not in (AUTO, planned[name]):
+                raise InvalidArgument(
+                    f"`{name}` is {given}, and {self.path} was made with {planned[name]}",
+                    f"leave `{name}` out, or make a new plan with it",
+                    code="optimize.conflict",
+                )
+
     def required_measure(self, given: SearchMeasure) -> SearchMeasure:
         """The measure of the guaranteed quality; the given one if the guarantee is a task score.
 
@@ -218,14 +235,10 @@ class SavedPlan:
         they affect what is timed and counted, and not the model.
 
         Raises:
-            InvalidArgument: Another measure, seed, provider or runtime is given.
+            InvalidArgument: Another measure is given.
             InvalidData: A file cannot be used, or this version does not know a value of the search.
         """
         goal, device = self.record.goal, context.device
-        provider = _known(self.path, goal.provider, Provider)
-        self._require_same("seed", context.seed, DEFAULT_CONTEXT.seed, goal.seed)
-        self._require_same("provider", device.provider, CPU.provider, provider)
-        self._require_same("runtime", device.runtime, AUTO, goal.runtime)
         target = target.model_copy(
             update={
                 "batch": target.batch or goal.batch,
@@ -233,6 +246,7 @@ class SavedPlan:
                 "phase": target.phase or _known(self.path, goal.phase, Phase),
             }
         )
+        provider = _known(self.path, goal.provider, Provider)
         device = replace(device, provider=provider, threads=device.threads or goal.threads)
         in_runtime = replace(device, runtime=goal.runtime)
         job = Job.read(
@@ -242,19 +256,6 @@ class SavedPlan:
         )  # fmt: skip
         # The record has the runtime of its losses; serving selects from those that are given.
         return replace(job, runtimes=selectable_runtimes(device))
-
-    def _require_same(self, name: str, given: object, default: object, planned: object) -> None:
-        """Check that an option that affects the model has the value of the search, if it is given.
-
-        Raises:
-            InvalidArgument: It has another value.
-        """
-        if given not in (default, planned):
-            raise InvalidArgument(
-                f"`{name}` is {given}, and {self.path} was made with {planned}",
-                f"leave `{name}` out, or make a new plan with it",
-                code="optimize.conflict",
-            )
 
     def plan_for(self, artifact: Artifact, data: Dataset) -> Plan:
         """Return the plan after checking that it was made for this model and data.

@@ -11,9 +11,11 @@
 5. Candidate (``Candidate``): a choice with the model of its plan, measured on the rows to choose. A
    search of the front (``FrontSearch``) selects choices by the goal: ``FastestSearch`` keeps a
    quality, ``LeastLossySearch`` reaches a speed-up. ``Judge`` builds and measures the candidates.
-6. Verified candidate (``Verified``): a candidate with its verifications on held-out rows.
-7. Result (``PlanRecord``): the plan of the verified candidate, or an empty one if it is not faster.
+6. Verified candidate (``VerifiedCandidate``): a candidate with its verifications on held-out
+   rows.
+7. Result (``SearchResult``): the plan of the verified candidate, or an empty one if it is not
+   faster.
 
-``choose`` goes to the best candidate of one precision (5), and ``Chosen.verified`` to the result.
+A ``PrecisionSearch`` goes to the best candidate of one precision (5), and then to the result.
 ``search_precisions`` compares several precisions before.
 """

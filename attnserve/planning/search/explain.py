@@ -10,7 +10,7 @@ from attnserve.models.search_record import Point
 from attnserve.planning.blocks.configurations import AS_EXPORTED
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan_file import Decision
-from attnserve.planning.search.front import ChosenBlock, Front
+from attnserve.planning.search.front import ConfiguredBlock, Front
 
 __all__ = ["explain", "front_points"]
 
@@ -66,7 +66,7 @@ def explain(front: Front, choice: Choice) -> list[Decision]:
     return sorted(decisions, key=lambda decision: names.index(decision.block))
 
 
-def _reason(chosen: ChosenBlock) -> str:
+def _reason(chosen: ConfiguredBlock) -> str:
     """State in one sentence why a block has its configuration."""
     group, curve, configs = chosen.group, chosen.curve, chosen.unit.configs
     if group.refusal is not None:

@@ -30,7 +30,7 @@ from attnserve.planning.search.front_search import (
     TrainChoice,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate, Verified
+from attnserve.planning.search.judge import Candidate, VerifiedCandidate
 from graph_passes.errors import CheckFailed, Refusal
 
 __all__ = ["FastestSearch"]
@@ -186,10 +186,12 @@ class FastestSearch(FrontSearch):
     def _ms(self, index: int) -> float:
         return self.front.predicted_ms(self.front.choices[index])
 
-    def verify(self, candidate: Candidate | None) -> Verified:
+    def verify(self, candidate: Candidate | None) -> VerifiedCandidate:
         if candidate is None:
             first = self.build_first()
-            return Verified(first, (), self._missed("choice with the least loss", first.loss))
+            return VerifiedCandidate(
+                first, (), self._missed("choice with the least loss", first.loss)
+            )
         verifications: list[HeldOutComparison] = []
         for number, part in enumerate(VERIFIED_PARTS, start=1):
             if number == len(VERIFIED_PARTS):
@@ -198,13 +200,13 @@ class FastestSearch(FrontSearch):
                 candidate = self._step_back(candidate, verifications[-1].loss)
             verifications.append(self.judge.verify(candidate, part))
             if verifications[-1].loss <= self.allowed:
-                return Verified(candidate, verifications)
+                return VerifiedCandidate(candidate, verifications)
             if not candidate.choice.loss:
                 break
         if not candidate.choice.loss and self.front.precision == "float32":
-            return Verified(candidate, verifications)  # outputs differ by rounding only
+            return VerifiedCandidate(candidate, verifications)  # outputs differ by rounding only
         missed = self._missed("best choice", verifications[-1].loss, " on held-out data")
-        return Verified(candidate, verifications, missed)
+        return VerifiedCandidate(candidate, verifications, missed)
 
     def _missed(self, choice: str, loss: float, data: str = "") -> Refusal:
         return Refusal("quality", f"the {choice} reaches {1 - loss:.4f}{data}, goal {self.keep:g}")

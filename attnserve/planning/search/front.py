@@ -24,11 +24,11 @@ from graph_passes.blocks import Block
 from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fold_biases import FoldBiases
 
-__all__ = ["ChosenBlock", "Front"]
+__all__ = ["ConfiguredBlock", "Front"]
 
 
 @dataclass(frozen=True, eq=False)
-class ChosenBlock:
+class ConfiguredBlock:
     """A block in a choice.
 
     Attributes:
@@ -126,7 +126,7 @@ class Front:
         slow, fast = (self.predicted_ms(self.choices[index]) for index in (low, high))
         return slow < MIN_GAIN * fast
 
-    def blocks(self, choice: Choice) -> Iterator[ChosenBlock]:
+    def blocks(self, choice: Choice) -> Iterator[ConfiguredBlock]:
         """Each block with its configuration in a choice, unit by unit."""
         for unit, pick in zip(self.units, choice.picks, strict=True):
             chosen = unit.configs[pick]
@@ -144,7 +144,7 @@ class Front:
                     operator = None if is_plain else latency.operator
                     # Two blocks that share probabilities are timed together: each gets half.
                     ms = chosen.ms / 2 if chosen.sources else latency.configs[config].mean
-                    yield ChosenBlock(
+                    yield ConfiguredBlock(
                         block, group, config, unit, pick, place, curve, mask, in_float, operator,
                         loss, ms,
                     )  # fmt: skip

@@ -15,7 +15,7 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.models.search_record import GoalRecord
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.front import Front
-from attnserve.planning.search.judge import Candidate, Judge, Verified
+from attnserve.planning.search.judge import Candidate, Judge, VerifiedCandidate
 
 __all__ = ["MAX_CANDIDATES", "BisectStep", "FrontSearch", "TrainChoice", "bisect"]
 
@@ -107,7 +107,7 @@ class FrontSearch(ABC):
         """Search like ``run``, but build the fastest choice first, which often meets the goal."""
 
     @abstractmethod
-    def verify(self, candidate: Candidate | None) -> Verified:
+    def verify(self, candidate: Candidate | None) -> VerifiedCandidate:
         """Verify the result of ``run`` on data that no choice has seen, and others if it fails."""
 
     @abstractmethod

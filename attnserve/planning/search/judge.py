@@ -37,7 +37,14 @@ from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = ["Candidate", "Judge", "ScoredTask", "TimedCandidate", "Verified", "compare_part"]
+__all__ = [
+    "Candidate",
+    "Judge",
+    "ScoredTask",
+    "TimedCandidate",
+    "VerifiedCandidate",
+    "compare_part",
+]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -84,7 +91,7 @@ class TimedCandidate:
 
 
 @dataclass(frozen=True, eq=False)
-class Verified:
+class VerifiedCandidate:
     """The result of the verifications of a search.
 
     Attributes:

@@ -13,7 +13,7 @@ from attnserve.planning.search.front_search import (
     TrainChoice,
     bisect,
 )
-from attnserve.planning.search.judge import Candidate, Verified
+from attnserve.planning.search.judge import Candidate, VerifiedCandidate
 from graph_passes.errors import CheckFailed
 
 __all__ = ["LeastLossySearch"]
@@ -70,10 +70,10 @@ class LeastLossySearch(FrontSearch):
         _, high = bisect(0, len(choices) - 1, MAX_CANDIDATES, aim=aim, probe=is_slow)
         return self.build(choices[high])
 
-    def verify(self, candidate: Candidate | None) -> Verified:
+    def verify(self, candidate: Candidate | None) -> VerifiedCandidate:
         """Verify a candidate once: the goal limits no loss."""
         assert candidate is not None
-        return Verified(candidate, [self.judge.verify(candidate, HeldOut.VERIFY)])
+        return VerifiedCandidate(candidate, [self.judge.verify(candidate, HeldOut.VERIFY)])
 
     def train_choices(self, untrained: Candidate, rounds: int, train: TrainChoice) -> None:
         """Train the choice without training itself, which must lose less than before."""

@@ -20,7 +20,7 @@ from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.plan import TRAININGS, Train
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, Verified
+from attnserve.planning.search.judge import Candidate, VerifiedCandidate
 from attnserve.runtime.cache import digest
 from attnserve.versions import package_versions
 from graph_passes.errors import AttnserveError, InvariantBroken, Refusal
@@ -57,7 +57,7 @@ class RecoverySearch:
     found: list[Candidate] = field(default_factory=list[Candidate])
     verifications: list[HeldOutComparison] = field(default_factory=list[HeldOutComparison])
 
-    def verify(self, untrained: Candidate | None) -> Verified:
+    def verify(self, untrained: Candidate | None) -> VerifiedCandidate:
         """Train choices that may be better than ``untrained``, and verify the best one.
 
         An error in a round ends the rounds. Without a better one, ``untrained`` is verified.
@@ -67,7 +67,7 @@ class RecoverySearch:
         else:
             trained, rounds = self._train_choices(untrained)
             if trained is not None:
-                return Verified(trained, self.verifications, recovered=rounds)
+                return VerifiedCandidate(trained, self.verifications, recovered=rounds)
         verified = self.search.verify(untrained)
         verifications = [*self.verifications, *verified.verifications]
         return replace(verified, verifications=verifications, recovered=rounds)

@@ -10,14 +10,14 @@ from attnserve.context import AUTO
 from attnserve.job import Job
 from attnserve.models.output_kinds import require_measurable
 from attnserve.options import Goal
-from attnserve.planning.search.chosen import choose
-from attnserve.planning.search.precision_search import search_precisions
-from attnserve.planning.search.verdict import Found
+from attnserve.planning.search.precision_search import PrecisionSearch
+from attnserve.planning.search.precisions import search_precisions
+from attnserve.planning.search.search_result import SearchResult
 
 __all__ = ["run_search"]
 
 
-def run_search(goal: Goal, job: Job) -> Found:
+def run_search(goal: Goal, job: Job) -> SearchResult:
     """Search for a plan; ``attnserve.plan`` describes the goal.
 
     Times, losses and the measurements of candidates are stored in the user's cache folder, so that
@@ -37,4 +37,4 @@ def run_search(goal: Goal, job: Job) -> Found:
         require_measurable(job.original)
     if job.target.precision == AUTO:
         return search_precisions(goal, job)
-    return choose(goal, job).verified()
+    return PrecisionSearch.run(goal, job).verified()

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 from attnserve.limits import MIN_REMOVAL_GAIN
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, TimedCandidate, Verified
+from attnserve.planning.search.judge import Candidate, TimedCandidate, VerifiedCandidate
 
 __all__ = ["time_or_replace"]
 
 
-def time_or_replace(search: FrontSearch, verified: Verified) -> tuple[Verified, TimedCandidate]:
+def time_or_replace(
+    search: FrontSearch, verified: VerifiedCandidate
+) -> tuple[VerifiedCandidate, TimedCandidate]:
     """A verified candidate and its speed, or those of an unreduced one.
 
     The unreduced one is verified too. It is the result if the candidate is refused for its speed,

@@ -27,7 +27,7 @@ from attnserve.options import Goal  # noqa: E402
 from attnserve.planning.optimize import OptimizeReport  # noqa: E402
 from attnserve.planning.plans.apply import start  # noqa: E402
 from attnserve.planning.plans.plan import Distill, Plan  # noqa: E402
-from attnserve.planning.search import chosen, recovery_search  # noqa: E402
+from attnserve.planning.search import precision_search, recovery_search  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.operators.registry import OPERATORS  # noqa: E402
 from attnserve.runtime.cache import cache_folder  # noqa: E402
@@ -226,7 +226,7 @@ def test_operator_that_cannot_be_trained_is_refused_before_the_search(
     def searched(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("nothing is timed before the check")
 
-    monkeypatch.setattr(chosen.ModelLatency, "time", searched)
+    monkeypatch.setattr(precision_search.ModelLatency, "time", searched)
     key = next(key for key in OPERATORS if "Softmax" in str(key))
     monkeypatch.delitem(OPERATORS, key)
     with pytest.raises(AttnserveError) as caught:

@@ -138,6 +138,33 @@ def test_optimize_plan_with_another_seed_provider_or_runtime_is_refused(
         optimized(plan=path, **options)
 
 
+@pytest.mark.parametrize("option", [{"seed": 0}, {"provider": "cpu"}])
+def test_defaults_beside_a_plan_are_checked_if_they_are_given(
+    optimized: Optimizer, option: dict[str, Any], model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    asked = {"seed": 3, "provider": "cuda"}
+    path.write_text(json.dumps(empty_plan(model, sentences) | {"asked": asked}))
+    with raises(InvalidArgument, "optimize.conflict", *map("`{}`".format, option), path):
+        optimized(plan=path, **option)
+
+
+@pytest.mark.parametrize("asked", [{"keep": 0.9}, {"target_speedup": 1.5}])
+def test_too_low_cosine_of_a_plan_advises_another_goal(
+    optimized: Optimizer, asked: dict[str, Any], model: Path, sentences: Path, tmp_path: Path
+):
+    path = tmp_path / "p.json"
+    block = attnserve.inspect(model).matches.blocks[0]
+    mask = [1, *[0] * (block.num_heads - 1)]
+    content = empty_plan(model, sentences) | {
+        "plan": {"passes": [{"pass": "prune_heads", "targets": {block.name: mask}}]},
+        "asked": asked,
+    }  # fmt: skip
+    path.write_text(json.dumps(content))
+    with raises(CheckFailed, "optimize.min_cosine", *map("`{}`".format, asked)):
+        optimized(plan=path, min_cosine=1.0)
+
+
 SCORE = {"keep": 0.9, "task": "sts", "eval_data": "sts.tsv", "measure": "score"}
 
 

@@ -12,7 +12,7 @@ import pytest
 from attnserve.job import Job
 from attnserve.planning.plans import apply
 from attnserve.planning.plans.plan import Plan, State
-from attnserve.planning.search import chosen, judge
+from attnserve.planning.search import judge, precision_search
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.runtime.cache import digest
 from attnserve.runtime.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ def test_search_ignores_damaged_checkpoint(
         file.write(lambda opened: opened.write(content.encode()))
         return SearchCheckpoint(file)
 
-    monkeypatch.setattr(chosen, "SearchCheckpoint", damaged)
+    monkeypatch.setattr(precision_search, "SearchCheckpoint", damaged)
     assert planned(keep=0.97).gain
 
 

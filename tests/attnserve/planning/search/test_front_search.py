@@ -21,7 +21,7 @@ from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
-from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate, Verified
+from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate, VerifiedCandidate
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
@@ -237,8 +237,8 @@ def test_unreduced_at_the_border_of_the_speedup_is_no_error() -> None:
     assert found is not None and found.choice == INT8
 
 
-def verified_of(candidate: Candidate) -> Verified:
-    return Verified(candidate, [candidate.measured])
+def verified_of(candidate: Candidate) -> VerifiedCandidate:
+    return VerifiedCandidate(candidate, [candidate.measured])
 
 
 REDUCED = verified_of(candidate_of(FRONT[3], reduced=True))

@@ -16,13 +16,13 @@ from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, TimedCandidate, Verified
+from attnserve.planning.search.judge import Candidate, TimedCandidate, VerifiedCandidate
 from attnserve.planning.search.unreduced import time_or_replace
 from attnserve.precision.schemes import SCHEMES
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
 
-__all__ = ["Found", "result_of"]
+__all__ = ["SearchResult", "result_of"]
 
 ITSELF = HeldOutComparison(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -31,7 +31,7 @@ ITSELF = HeldOutComparison(
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """The result of a search.
 
     Attributes:
@@ -45,7 +45,7 @@ class Found:
     runtimes: VerifiedRuntimes | None = None
 
 
-def result_of(search: FrontSearch, verified: Verified) -> Found:
+def result_of(search: FrontSearch, verified: VerifiedCandidate) -> SearchResult:
     """The verified plan, or an empty one if it is not faster than the original.
 
     Raises:
@@ -70,7 +70,7 @@ def result_of(search: FrontSearch, verified: Verified) -> Found:
     return _no_gain(search, final, refusal)
 
 
-def _gain(search: FrontSearch, verified: Verified, timed: TimedCandidate) -> Found:
+def _gain(search: FrontSearch, verified: VerifiedCandidate, timed: TimedCandidate) -> SearchResult:
     """A plan that meets the goal and is faster than the original."""
     state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
     runtimes = search.judge.verify_runtimes(verified.candidate, last.fidelity)
@@ -88,7 +88,7 @@ def _gain(search: FrontSearch, verified: Verified, timed: TimedCandidate) -> Fou
     record = _record(
         search, verified.candidate, verdict, recovered, timed, verified.verifications, speed
     )
-    return Found(record, state, runtimes)
+    return SearchResult(record, state, runtimes)
 
 
 def _kept(verification: HeldOutComparison, task: str | None) -> str:
@@ -110,13 +110,13 @@ def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRoun
     return recovered.model_copy(update={"gain": False, "verdict": verdict})
 
 
-def _no_gain(search: FrontSearch, verified: Verified, refusal: Refusal) -> Found:
+def _no_gain(search: FrontSearch, verified: VerifiedCandidate, refusal: Refusal) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {refusal}; the original is returned"
     recovered = _without_gain(verified.recovered, refusal.reason)
     job = search.judge.job
     state = start(Plan(), job, job.original)
-    return Found(_record(search, verified.candidate, verdict, recovered), state)
+    return SearchResult(_record(search, verified.candidate, verdict, recovered), state)
 
 
 def _record(

@@ -25,14 +25,15 @@ from attnserve.options import Data, Goal, Target
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
 from attnserve.planning.runtime_verification import VerifiedRuntimes
-from attnserve.planning.search import precision_search
+from attnserve.planning.search import precisions
 from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate
-from attnserve.planning.search.precision_search import (
+from attnserve.planning.search.precision_search import PrecisionSearch
+from attnserve.planning.search.precisions import (
     PrecisionComparison,
     compare_precisions,
     search_precisions,
 )
-from attnserve.planning.search.verdict import Found
+from attnserve.planning.search.search_result import SearchResult
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.by_length import RowRuntimes
@@ -367,21 +368,19 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
             record: Any = SimpleNamespace(
                 gain=True, model_copy=lambda update: SimpleNamespace(name=name, **update)
             )
-            return Found(record, state)
+            return SearchResult(record, state)
 
         return SimpleNamespace(
             speed=lambda: (COMPARED.fusion * speed, SLOW if blocks == REFUSED else None),
             best=None if blocks is NONE else SimpleNamespace(state=state),
-            search=SimpleNamespace(
-                front=SimpleNamespace(precision=name),
-            ),
+            precision=name,
             recovery=None,
             verified=result,
         )
 
-    monkeypatch.setattr(precision_search, "choose", choose_one)
-    monkeypatch.setattr(precision_search, "checked_workloads", lambda job: None)
-    monkeypatch.setattr(precision_search, "compare_precisions", lambda goal, job, task: COMPARED)
+    monkeypatch.setattr(PrecisionSearch, "run", choose_one)
+    monkeypatch.setattr(precisions, "checked_workloads", lambda job: None)
+    monkeypatch.setattr(precisions, "compare_precisions", lambda goal, job, task: COMPARED)
     job = job_of(model, target=Target(precision="auto"))
     # The machine may not compute a precision.
     monkeypatch.setattr(
@@ -404,7 +403,7 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
 
 @dataclass(frozen=True)
 class Trainable:
-    """A search whose candidate may be trained, in place of ``Chosen``."""
+    """A search whose candidate may be trained, in place of ``PrecisionSearch``."""
 
     precision: str
     speedup: float
@@ -415,14 +414,10 @@ class Trainable:
     def best(self) -> object:
         return self
 
-    @property
-    def search(self) -> Any:
-        return SimpleNamespace(front=SimpleNamespace(precision=self.precision))
-
     def speed(self) -> tuple[float, None]:
         return self.speedup, None
 
-    def verified(self) -> Found:
+    def verified(self) -> SearchResult:
         rounds, speedup = None, self.speedup
         if self.recovery is not None:
             gain = self.trained is not None
@@ -430,7 +425,7 @@ class Trainable:
             speedup = self.trained or speedup
         record = PlanRecord(format=FORMAT, gain=True, speedup=speedup, recovered=rounds)
         state: Any = None
-        return Found(record, state)
+        return SearchResult(record, state)
 
 
 @pytest.mark.parametrize(
@@ -450,11 +445,11 @@ def test_training_is_in_the_fastest_precision(
         "int8": Trainable("int8", 2.0, trained),
         "bfloat16-cpu": Trainable("bfloat16-cpu", best, None),
     }
-    monkeypatch.setattr(precision_search, "required_training", lambda *_: None)
-    monkeypatch.setattr(precision_search, "checked_workloads", lambda job: None)
-    monkeypatch.setattr(precision_search, "compare_precisions", lambda *_: COMPARED)
+    monkeypatch.setattr(precisions, "required_training", lambda *_: None)
+    monkeypatch.setattr(precisions, "checked_workloads", lambda job: None)
+    monkeypatch.setattr(precisions, "compare_precisions", lambda *_: COMPARED)
     monkeypatch.setattr(
-        precision_search, "choose", lambda goal, job, task: searches[job.target.precision]
+        PrecisionSearch, "run", lambda goal, job, task: searches[job.target.precision]
     )
     monkeypatch.setattr(
         Job, "with_precision", lambda job, name: job_of(model, target=Target(precision=name))
