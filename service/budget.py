@@ -9,7 +9,7 @@ from service.errors import DeadlineExceeded, Overloaded
 
 
 class Budget:
-    """Byte budget of the requests of one event loop. A free budget admits a request of any size.
+    """Byte budget of the requests of one event loop. A request alone may have any size.
 
     Args:
         limit: Maximum number of bytes in use at the same time.
@@ -21,13 +21,16 @@ class Budget:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
 
-    def take(self, size: int) -> None:
+    def take(self, size: int, held: int = 0) -> None:
         """Reserve ``size`` bytes until they are released.
+
+        Args:
+            held: The bytes that the same request has reserved before.
 
         Raises:
             Overloaded: Other requests use too many bytes.
         """
-        if not self._has_room(size):
+        if self._used > held and not self._has_room(size):
             raise Overloaded(
                 f"open requests hold {self._used} bytes, and the limit is {self._limit}",
                 "try again later",

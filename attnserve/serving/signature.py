@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,18 +141,32 @@ class Signature:
 
     def output_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
         """Size of ``outputs`` for inputs of these shapes; an axis of unknown size counts as 1."""
+        return sum(
+            math.prod(shape) * dtype.itemsize
+            for shape, dtype in self._output_shapes(shapes, outputs)
+        )
+
+    def vector_bytes(self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> int:
+        """Size of one vector of ``outputs``: the last axis, for a row or for one of its tokens."""
+        return sum(
+            math.prod(shape[-1:]) * dtype.itemsize
+            for shape, dtype in self._output_shapes(shapes, outputs)
+        )
+
+    def _output_shapes(
+        self, shapes: Mapping[str, Sequence[int]], outputs: Sequence[str]
+    ) -> Iterator[tuple[list[int], np.dtype[Any]]]:
+        """The shape and type of each of ``outputs`` for inputs of these shapes."""
         sizes: dict[int | str | None, int] = {}
         for tensor in self.inputs:
             sizes |= zip(tensor.axes, shapes[tensor.name], strict=False)
         sizes[None] = 1
-        return sum(
-            math.prod(
-                (axis if isinstance(axis, int) else sizes.get(axis, 1)) for axis in value.axes
-            )
-            * value.dtype.itemsize
-            for value in self.outputs
-            if value.name in outputs
-        )
+        for value in self.outputs:
+            if value.name in outputs:
+                shape = [
+                    axis if isinstance(axis, int) else sizes.get(axis, 1) for axis in value.axes
+                ]
+                yield shape, value.dtype
 
     @property
     def output_names(self) -> tuple[str, ...]:

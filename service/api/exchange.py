@@ -121,7 +121,7 @@ class Exchange:
 
         def take(size: int) -> None:
             nonlocal taken
-            self.bodies.take(size)
+            self.bodies.take(size, held=taken)
             taken += size
 
         # One release for the whole body, not one for each chunk: a client may send single bytes.

@@ -88,8 +88,9 @@ def check_encodings(
     # Pooling makes the answer small, but the run needs the memory for its longest row.
     longest = max(encodings, key=len)
     shapes = model.text_shapes(longest)
-    size = _check_size(model, settings, shapes, shapes, outputs) // len(longest)
-    size *= tokens if task == "tokens" else len(encodings)
+    _check_size(model, settings, shapes, shapes, outputs)
+    vectors = tokens if task == "tokens" else len(encodings)
+    size = vectors * model.signature.vector_bytes(shapes, outputs)
     check_limit(size, settings.max_tensor_bytes, "bytes of vectors")
 
 

@@ -23,6 +23,19 @@ def test_take_above_the_limit_is_refused_until_bytes_are_given_back(taken: tuple
     budget.take(1)
 
 
+def test_a_lone_request_may_take_more_in_parts() -> None:
+    budget = Budget(100)
+    budget.take(90)
+    budget.take(90, held=90)
+    with pytest.raises(Overloaded):
+        budget.take(1)  # of another request
+    budget.give_back(180)
+    budget.take(10)
+    budget.take(20)  # of another request
+    with pytest.raises(Overloaded):
+        budget.take(90, held=10)
+
+
 async def test_wait_is_served_in_the_order_of_arrival() -> None:
     """A small request does not overtake a large one, which would wait for ever."""
     order: list[int] = []

@@ -139,6 +139,41 @@ def test_outputs_above_limit_are_refused_before_the_run_if_their_size_is_known(
     assert post("/texts/embed", {"inputs": ["a", "a b"]}) == (413, 0)
 
 
+# 4 numbers per text. The first model pads each text to 8 tokens; the second one pools.
+FIXED = """
+<ir_version: 10, opset_import: ["": 18]>
+fixed (int64[batch, 8] input_ids, int64[batch, 8] attention_mask) => (float[batch, 8, 4] hidden)
+  <int64[1] last = {2}, int64[3] repeats = {1, 1, 4}>
+{
+    masked = Mul(input_ids, attention_mask)
+    ids = Cast<to = 1>(masked)
+    wide = Unsqueeze(ids, last)
+    hidden = Tile(wide, repeats)
+}
+"""
+POOLED = """
+<ir_version: 10, opset_import: ["": 18]>
+pooled (int64[batch, sequence] input_ids) => (float[batch, 4] sentence_embedding)
+  <int64[1] tokens = {1}, int64[2] repeats = {1, 4}>
+{
+    ids = Cast<to = 1>(input_ids)
+    sum = ReduceSum<keepdims = 1>(ids, tokens)
+    sentence_embedding = Tile(sum, repeats)
+}
+"""
+
+
+@pytest.mark.parametrize("model", [FIXED, POOLED])
+def test_limit_of_vectors_counts_vectors_and_not_padding(
+    start: Callable[..., TestClient], tmp_path: Path, model: str
+) -> None:
+    path = write_model(tmp_path / "model.onnx", model, tokenizer=True)
+    client = start(path, max_tensor_bytes=8 * 4 * 4)
+    for count, status in ((8, 200), (9, 413)):
+        answer = client.post("/texts/embed", json={"inputs": ["a"] * count})
+        assert answer.status_code == status, answer.text
+
+
 SCORES = """
 <ir_version: 10, opset_import: ["": 18]>
 scores (int64[batch, sequence] input_ids) => (float[batch, sequence] sums)
