@@ -427,7 +427,7 @@ class Write(Options):
     """Write the weights to a file beside the model."""
     openvino: bool = False
     """Write openvino/openvino_model.xml too, which sentence-transformers loads without attnserve;
-    always written for models that OpenVINO runs."""
+    always written to the folders of models that OpenVINO runs."""
     dry_run: bool = False
     """Compute and report everything, but write nothing."""
     force: bool = False

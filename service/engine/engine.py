@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Generator, Hashable, Iterable, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
+from threading import Lock
 from time import perf_counter_ns
 from typing import Any, NamedTuple, TypeVar
 
@@ -125,6 +126,8 @@ class Engine:
         self._unused = asyncio.Event()
         self._broken: str | None = None
         self._recovering: asyncio.Task[None] | None = None
+        # The end of ``_recovering`` does not end its thread, which may load a model meanwhile.
+        self._replacing, self._is_closed = Lock(), False
 
     @property
     def name(self) -> str:
@@ -328,7 +331,9 @@ class Engine:
         """Refuse open requests, wait for the current runs, free the session."""
         self.batcher.close()
         self._tokenizer.close()
-        self.model.close()
+        with self._replacing:
+            self._is_closed = True
+            self.model.close()
 
     # -- runs -------------------------------------------------------------------------------------
 
@@ -458,5 +463,8 @@ class Engine:
             self.batcher.resume()
 
     def _replace(self) -> None:
-        self.model.close()  # free the old session first: there may be no memory for both
-        self.model = self._reload()
+        with self._replacing:
+            if self._is_closed:
+                return
+            self.model.close()  # free the old session first: there may be no memory for both
+            self.model = self._reload()

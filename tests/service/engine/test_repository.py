@@ -12,6 +12,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -619,6 +620,35 @@ def test_failed_session_is_not_ready_until_reloaded(
     until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/texts/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
     assert engine.model._session.native is not faulty
+
+
+def test_model_that_a_recovery_loads_during_its_unloading_is_closed(
+    start: Callable[..., TestClient], encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.engine.engine.RETRY_S", (0.01,))
+    client = start(encoder)
+    engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
+    faulty = Faulty(engine.model._session.native, "CUDA failure 700")
+    monkeypatch.setattr(engine.model._session, "native", faulty)
+    loading, go, closed = threading.Event(), threading.Event(), threading.Event()
+    again = engine._reload
+
+    def reload_slowly() -> Model:
+        loading.set()
+        assert go.wait(20)
+        model = again()
+        monkeypatch.setattr(model, "close", closed.set)
+        return model
+
+    monkeypatch.setattr(engine, "_reload", reload_slowly)
+    assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 503
+    assert loading.wait(20)
+    with ThreadPoolExecutor(1) as threads:
+        unloaded = threads.submit(client.post, "/v2/repository/models/tiny/unload")
+        until(lambda: engine._recovering.done())
+        go.set()
+        assert unloaded.result().status_code == 200
+    assert closed.wait(20)
 
 
 def test_failed_allocation_of_one_request_leaves_model_ready(
