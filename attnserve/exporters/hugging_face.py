@@ -267,6 +267,8 @@ def _load(name: str, task: str, attention: Attention, *, openvino: bool) -> _Loa
     folder = find_folder(name)
     settings = read_settings(folder)
     source = folder / settings.encoder
+    if settings.is_sparse_encoder:
+        _check_sparse_task(settings, task)
     is_scoring = task == "rerank" and settings.is_language_model
     if openvino:
         _check_openvino(task, is_scoring=is_scoring)
@@ -342,6 +344,8 @@ def _logits(loaded: _Loaded) -> _Wrapped:
     """
     settings, task = loaded.settings, loaded.task
     wrapped = positional_module(loaded.torch, loaded.network, loaded.tokenizer, loaded.kind)
+    if settings.is_sparse_encoder:
+        return wrapped, settings.sparse_vectors
     if task not in ("rerank", "sequence-classification"):
         return wrapped, NO_EMBEDDING
     classes = loaded.network.config.num_labels
@@ -445,6 +449,22 @@ def _check_openvino(task: str, *, is_scoring: bool) -> None:
             code="openvino.not_loadable",
         )
     require_openvino()
+
+
+def _check_sparse_task(settings: FolderSettings, task: str) -> None:
+    """Check that a sparse encoder is supported, and exported with its logits of words.
+
+    Raises:
+        InvalidModel: A setting or module is not supported, or the task has another output.
+    """
+    settings.check_sparse()  # before the task: no task helps a model that is not supported
+    if task != "fill-mask":
+        raise InvalidModel(
+            f"{settings.folder}: the model is a SparseEncoder, which has sparse vectors only:"
+            f" expected the task fill-mask, found {task}",
+            "set `task` to fill-mask",
+            code="export.sparse_encoder",
+        )
 
 
 def _head_width(torch: Any, head: Any, width: int, source: Path) -> int:

@@ -63,6 +63,14 @@ PROBLEMS: Mapping[str | None, Activation] = {
 EMBEDDING_MODULES = frozenset({"Pooling", "Dense", "Normalize", "LayerNorm"})
 KINDS = (None, "SentenceTransformer", "CrossEncoder")
 
+NETWORKS = ("Transformer", "MLMTransformer")
+"""The modules with a network of transformers; MLMTransformer is that of older sparse encoders."""
+
+SPLADE = {"pooling_strategy": "max", "activation_function": "relu"}
+"""The supported settings of a module SpladePooling."""
+
+USE_LIBRARY = "use this model in sentence-transformers"
+
 File = TypeVar("File", bound=SettingsFile)
 
 
@@ -88,7 +96,8 @@ class FolderSettings:
         library: config_sentence_transformers.json.
         transformer: The file of the module Transformer.
         config: The path of config.json, which is read on first use.
-        encoder: The folder of the module Transformer in the model's folder, mostly "".
+        encoder: The folder of the network's module in the model's folder, mostly "".
+        network: The class of that module, one of ``NETWORKS``; "" without modules.json.
     """
 
     folder: Path
@@ -97,6 +106,7 @@ class FolderSettings:
     transformer: Transformer
     config: Path
     encoder: str
+    network: str
 
     @cached_property
     def model(self) -> TransformersConfig:
@@ -149,6 +159,15 @@ class FolderSettings:
         return self.library.model_type == "CrossEncoder"
 
     @property
+    def is_sparse_encoder(self) -> bool:
+        """Whether sentence-transformers saved a model that makes sparse vectors."""
+        return (
+            self.library.model_type == "SparseEncoder"
+            or self.network == "MLMTransformer"
+            or any(module.kind == "SpladePooling" for module in self.modules)
+        )
+
+    @property
     def is_language_model(self) -> bool:
         """Whether the network predicts next tokens."""
         return self.token_score is not None or self.model.is_for("ForCausalLM")
@@ -192,6 +211,52 @@ class FolderSettings:
             ),
         }
 
+    @property
+    def sparse_vectors(self) -> dict[str, Any]:
+        """The fields of a record that make sparse vectors of the logits of tokens.
+
+        The similarity is not one of them: callers compare sparse vectors.
+
+        Raises:
+            InvalidModel: A setting or module is not supported.
+        """
+        self.check_sparse()
+        prompts = given(prompts=self.prompts, default_prompt=self.default_prompt)
+        return {"pooling": "none", "normalize": False, "task": "fill-mask", **prompts}
+
+    def check_sparse(self) -> None:
+        """Check that sparse vectors are the largest log(1 + relu(logit)) over the tokens.
+
+        Raises:
+            InvalidModel: A setting or module is not supported.
+        """
+        kinds = [module.kind for module in self.modules]
+        if self.has_modules and not (self.network and kinds == ["SpladePooling"]):
+            found = ", ".join(filter(None, [self.network, *kinds]))
+            raise InvalidModel(
+                f"{self.folder / 'modules.json'}: the modules of a sparse encoder are {found}:"
+                " expected Transformer and SpladePooling; others are not supported",
+                USE_LIBRARY,
+                code="export.module",
+            )
+        for module in self.modules:
+            for key, supported in SPLADE.items():
+                if (value := getattr(module.settings, key)) != supported:
+                    raise InvalidModel(
+                        f"{module.path}: {key} is {value}: expected {supported}, other sparse"
+                        " vectors are not supported",
+                        USE_LIBRARY,
+                        code="export.sparse_pooling",
+                    )
+        if (limit := self.library.max_active_dims) is not None:
+            raise InvalidModel(
+                f"{self.folder / 'config_sentence_transformers.json'}: max_active_dims is {limit}:"
+                " expected null, the number of weights of a sparse vector is not limited",
+                "set it to null, and keep the largest weights of each vector yourself",
+                code="export.sparse_pooling",
+            )
+        self._check_output("fill-mask", "logits")
+
     def activation(self, classes: int, *, of_problem: bool = True) -> Activation | None:
         """The function from logits to scores.
 
@@ -231,6 +296,7 @@ class FolderSettings:
         """The record that an ONNX file in this folder needs; empty without any setting.
 
         If the graph must compute the head, its output is sentence_embedding, as Optimum writes it.
+        The graph of a sparse encoder has the output logits.
 
         Raises:
             InvalidModel: A setting is not supported.
@@ -248,6 +314,8 @@ class FolderSettings:
                 "modality_config",
                 "an ONNX file reads plain texts, found message: a chat template",
             )
+        if self.is_sparse_encoder:
+            return self.sparse_vectors | {"output": "logits"} | values
         if kinds == {"LogitScore"}:
             return values
         embedding = self.embedding
@@ -284,7 +352,7 @@ class FolderSettings:
         if (kind := self.library.model_type) not in KINDS:
             raise InvalidModel(
                 f"{self.folder / 'config_sentence_transformers.json'}: model_type is {kind}:"
-                f" expected SentenceTransformer or CrossEncoder",
+                f" expected SentenceTransformer, CrossEncoder or SparseEncoder",
                 "remove the file to use the network without it",
                 code="settings.model_type",
             )
@@ -319,13 +387,16 @@ class FolderSettings:
             expected = f"expected one of {', '.join(sorted(ACTIVATIONS))} of torch.nn"
             raise _malformed(one.path, "activation_function", f"{expected}, found {name}")
 
-    def _check_output(self) -> None:
-        """Check that the network gives the hidden states of plain texts."""
+    def _check_output(
+        self, task: str = "feature-extraction", output: str = "last_hidden_state"
+    ) -> None:
+        """Check that the network gives this output of plain texts."""
         transformer = self.transformer
+        default = "feature-extraction" if self.network == "Transformer" else task
         modality = transformer.modality_config
         text = modality.get("text") if modality else None
         entries: dict[str, tuple[Any, Any]] = {
-            "transformer_task": (transformer.transformer_task, "feature-extraction"),
+            "transformer_task": (transformer.transformer_task or default, task),
             "module_output_name": (transformer.module_output_name, "token_embeddings"),
         }
         if modality is not None:
@@ -334,7 +405,7 @@ class FolderSettings:
             entries["method"] = (text and text.method, "forward")
             entries["method_output_name"] = (
                 names[0] if isinstance(names, list) and len(names) == 1 else names,
-                "last_hidden_state",
+                output,
             )
         for key, (value, expected_value) in entries.items():
             if value not in (None, expected_value):
@@ -357,7 +428,7 @@ def read_settings(*folders: Path) -> FolderSettings:
         return next((path for path in paths if path.is_file()), paths[-1])
 
     entries = _entries(find("modules.json"))
-    network = next((entry for entry in entries if _kind(entry) == "Transformer"), None)
+    network = next((entry for entry in entries if _kind(entry) in NETWORKS), None)
     encoder = "" if network is None else network.path
     files = [find(encoder, name) for name in TRANSFORMER_FILES]
     file = next((path for path in files if path.is_file() and read_json(path)), files[0])
@@ -374,7 +445,11 @@ def read_settings(*folders: Path) -> FolderSettings:
         parse_settings(file, Transformer),
         find(encoder, "config.json"),
         encoder,
+        "" if network is None else _kind(network),
     )
+    if settings.transformer.transformer_task == "fill-mask" and not settings.is_sparse_encoder:
+        expected = "expected a SparseEncoder with a module SpladePooling"
+        raise _malformed(file, "transformer_task", f"{expected} for fill-mask")
     default = library.default_prompt_name
     if default is not None and default not in (library.prompts or {}):
         path = find("config_sentence_transformers.json")
@@ -388,11 +463,11 @@ def _module(kind: str, path: Path) -> Module:
     """A module with its configuration file; those of unknown modules are not read.
 
     Raises:
-        InvalidModel: The file is malformed, or a module Pooling has none.
+        InvalidModel: The file is malformed, or a pooling has none.
     """
     if kind not in MODULES or kind == "Transformer":
         return Module(kind, path, SettingsFile())
-    if kind == "Pooling" and not (path.is_file() and read_json(path)):
+    if kind in ("Pooling", "SpladePooling") and not (path.is_file() and read_json(path)):
         raise InvalidModel(
             f"{path}: the pooling is missing", "download the model again", code="export.pooling"
         )

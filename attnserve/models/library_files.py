@@ -156,7 +156,8 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
 
     It needs config.json and tokenizer.json, a graph that takes only tokens and their mask, and an
     embedding or the scores of texts. Rerankers with a template have no form in the library that
-    computes their score from one graph. Graphs that need padding on the left are left out too.
+    computes their score from one graph. Graphs that need padding on the left are left out too, and
+    masked language models: sparse vectors are no embeddings of a ``SentenceTransformer``.
 
     Raises:
         InvalidModel: config.json or tokenizer_config.json is not valid.
@@ -166,7 +167,7 @@ def library_model(artifact: Artifact, graph: ir.Model) -> LibraryModel | None:
     is_fed = {"input_ids", "attention_mask"} <= inputs <= INPUTS
     if not (is_fed and artifact.config.get("model_type") and artifact.tokenizer):
         return None
-    if record.template is not None or record.padding == "left":
+    if record.template is not None or record.padding == "left" or record.task == "fill-mask":
         return None
     values = {value.name or "": value for value in graph.graph.outputs}
     is_scores = "logits" in values and not values.keys() & set(VECTOR_OUTPUTS)

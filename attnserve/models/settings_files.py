@@ -33,6 +33,7 @@ __all__ = [
     "Normalize",
     "Pooling",
     "SettingsFile",
+    "SpladePooling",
     "TokenizerConfig",
     "Transformer",
     "TransformersConfig",
@@ -135,7 +136,7 @@ class Library(SettingsFile):
     }
 
     model_type: str | None = None
-    """SentenceTransformer or CrossEncoder. Others are refused."""
+    """SentenceTransformer, CrossEncoder or SparseEncoder. Others are refused."""
     prompts: dict[str, str | None] | None = None
     """Texts before an input, by name."""
     default_prompt_name: str | None = None
@@ -146,6 +147,8 @@ class Library(SettingsFile):
     """The number of dimensions to keep."""
     activation_fn: str | None = None
     """The activation of the scores of a cross-encoder, a class of torch.nn."""
+    max_active_dims: PositiveInt | None = None
+    """The maximum number of weights of a sparse vector. Must be null for sparse encoders."""
 
 
 class CallArguments(SettingsFile):
@@ -253,10 +256,16 @@ class Transformer(SettingsFile):
     do_lower_case: bool | None = None
     """Whether texts are converted to lower case before they are tokenized."""
     transformer_task: (
-        Literal["feature-extraction", "sequence-classification", "text-generation", "any-to-any"]
+        Literal[
+            "feature-extraction",
+            "sequence-classification",
+            "text-generation",
+            "any-to-any",
+            "fill-mask",
+        ]
         | None
     ) = None
-    """The head of the network. Others are refused."""
+    """The head of the network. Others are refused. ``fill-mask`` is for sparse encoders only."""
     modality_config: dict[str, Modality] | None = None
     """The method for texts. ``message`` (texts in a chat template) is for rerankers only."""
     module_output_name: str | None = None
@@ -371,6 +380,21 @@ class Dropout(SettingsFile):
     ignored = {"dropout": "for training"}
 
 
+class SpladePooling(SettingsFile):
+    """config.json of a module SpladePooling: one sparse vector per text from token logits."""
+
+    ignored = {
+        "embedding_dimension": "the logits have this size",
+        "word_embedding_dimension": "the logits have this size",
+        "chunk_size": SPEED,
+    }
+
+    pooling_strategy: Literal["max", "sum"] = "max"
+    """Must be max."""
+    activation_function: Literal["relu", "log1p_relu"] = "relu"
+    """Must be relu."""
+
+
 class LogitScore(SettingsFile):
     """config.json of a module LogitScore: the score of a reranker that is a language model."""
 
@@ -384,7 +408,16 @@ class LogitScore(SettingsFile):
 
 MODULES: Mapping[str, type[SettingsFile]] = {
     kind.__name__: kind
-    for kind in (Transformer, Pooling, Dense, Normalize, LayerNorm, Dropout, LogitScore)
+    for kind in (
+        Transformer,
+        Pooling,
+        Dense,
+        Normalize,
+        LayerNorm,
+        Dropout,
+        SpladePooling,
+        LogitScore,
+    )
 }
 """The modules that are read, by the name of their class. Others are refused."""
 
@@ -534,6 +567,6 @@ class TokenizerConfig(SettingsFile):
 FILES: tuple[type[SettingsFile], ...] = (
     ModuleEntry, Library, Transformer, ProcessingArguments, CallArguments, TokenizerArguments,
     ModelArguments, ConfigArguments, Modality, Pooling, Dense, Normalize, LayerNorm, Dropout,
-    LogitScore, TransformersConfig, CrossEncoder, TokenizerConfig,
+    SpladePooling, LogitScore, TransformersConfig, CrossEncoder, TokenizerConfig,
 )  # fmt: skip
 """All files and parts of files, in the order of the documentation."""

@@ -114,7 +114,7 @@ def test_cross_encoder_ranks_as_the_original(tmp_path: Path):
         ("1_Pooling/config.json", None, "export.pooling"),
         ("config.json", "[", "artifact.json"),
         ("config.json", "{}", "integration.not_loadable"),
-        (LIBRARY, '{"model_type": "SparseEncoder"}', "settings.model_type"),
+        (LIBRARY, '{"model_type": "SparseEncoder"}', "export.module"),
     ],
 )
 def test_broken_folder_is_refused_by_the_usual_error(

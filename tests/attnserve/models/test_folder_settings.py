@@ -14,7 +14,7 @@ from attnserve.models.settings_files import MODULES, TRANSFORMER_FILES, Library,
 from attnserve.models.tokenizer_files import BERT_MODELS, BERT_TOKENIZERS, load_encoder
 from graph_passes.errors import InvalidModel
 from tests.attnserve.models.files import write_modules
-from tests.errors import raises
+from tests.errors import check_length, raises
 from tests.files import write_json
 from tests.word_tokenizer import PAIR, TEXT, word_tokenizer
 
@@ -78,7 +78,7 @@ def test_unknown_key_is_refused_by_its_name(hub: Path, file: str, content: Any, 
             ({"similarity_fn_name": "euclidean"}, "similarity_fn_name"),
             ([], "expected a JSON object"),
         )),
-        (LIBRARY, {"model_type": "SparseEncoder"}, "settings.model_type", "SparseEncoder"),
+        (LIBRARY, {"model_type": "SparseEncoder"}, "export.module", "SpladePooling"),
         (LIBRARY, {"model_type": "MultiVectorEncoder"}, "settings.model_type", "MultiVector"),
         (POOLING, {}, "export.pooling", "1_Pooling"),
     ],
@@ -217,6 +217,104 @@ def test_empty_prompts_are_left_out_and_the_default_prompt_is_kept(hub: Path) ->
     artifact = open_artifact(hub)
     found = (artifact.prompt(), artifact.prompt("document"), artifact.prompt("passage"))
     assert found == ("the ", "", "")  # the default prompt is not one of documents
+
+
+# --- sparse vectors -----------------------------------------------------------------------------
+
+SPLADE = "1_SpladePooling/config.json"
+LOGITS = {"method": "forward", "method_output_name": "logits"}
+
+
+@pytest.fixture
+def sparse(hub: Path) -> Path:
+    """The files of a SparseEncoder, as sentence-transformers 6 writes them."""
+    write_modules(hub, "Transformer", "SpladePooling")
+    write_json(hub / SPLADE, {"pooling_strategy": "max", "activation_function": "relu",
+                              "embedding_dimension": 30522})  # fmt: skip
+    write_json(hub / SENTENCE, {"transformer_task": "fill-mask", "max_seq_length": 9,
+                                "modality_config": {"text": LOGITS},
+                                "module_output_name": "token_embeddings"})  # fmt: skip
+    write_json(hub / LIBRARY, {"model_type": "SparseEncoder", "similarity_fn_name": "dot",
+                               "prompts": {"query": "Q: "}})  # fmt: skip
+    return hub
+
+
+SPARSE_RECORD: dict[str, Any] = {
+    "pooling": "none", "normalize": False, "task": "fill-mask", "output": "logits", "max_length": 9,
+}  # fmt: skip
+
+
+def test_sparse_encoder_is_a_masked_language_model(sparse: Path) -> None:
+    assert open_artifact(sparse).record.stated == SPARSE_RECORD | {"prompts": {"query": "Q: "}}
+
+
+def test_sparse_encoder_of_older_versions_is_read(sparse: Path) -> None:
+    write_modules(sparse, "MLMTransformer", "SpladePooling")
+    write_json(sparse / SENTENCE, {"max_seq_length": 9, "do_lower_case": True})
+    write_json(sparse / SPLADE, {"pooling_strategy": "max", "word_embedding_dimension": None})
+    write_json(sparse / LIBRARY, {})  # the module suffices
+    assert open_artifact(sparse).record.stated == SPARSE_RECORD | {"lower_case": True}
+
+
+def test_sparse_encoder_without_modules_has_the_pooling_of_the_library(sparse: Path) -> None:
+    (sparse / "modules.json").unlink()
+    (sparse / SPLADE).unlink()
+    assert open_artifact(sparse).record.stated == SPARSE_RECORD | {"prompts": {"query": "Q: "}}
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "code", "values"),
+    [
+        (SPLADE, {"pooling_strategy": "sum"}, "export.sparse_pooling", ["is sum", "max"]),
+        (SPLADE, {"activation_function": "log1p_relu"}, "export.sparse_pooling", ["log1p_relu"]),
+        (SPLADE, {"activation_function": "gelu"}, "export.config", ["activation_function"]),
+        (SPLADE, {"pooling_strategy": "max", "top": 3}, "settings.unknown_key", ["top"]),
+        (SPLADE, {}, "export.pooling", []),
+        (LIBRARY, {"model_type": "SparseEncoder", "max_active_dims": 64}, "export.sparse_pooling",
+         ["max_active_dims is 64"]),
+        (SENTENCE, {"max_seq_length": 9}, "export.config", ["transformer_task", "fill-mask"]),
+        (SENTENCE, {"transformer_task": "fill-mask", "module_output_name": "scores"},
+         "export.config", ["module_output_name"]),
+        (SENTENCE, {"transformer_task": "fill-mask", "modality_config": {"text": RUN}},
+         "export.config", ["method_output_name", "logits"]),
+    ],
+)  # fmt: skip
+def test_other_sparse_vectors_are_refused_by_their_setting(
+    sparse: Path, file: str, content: dict[str, Any], code: str, values: list[str]
+) -> None:
+    write_json(sparse / file, content)
+    with raises(InvalidModel, code, str(sparse / file), *values) as caught:
+        open_artifact(sparse)
+    check_length(caught.value)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("Transformer",),
+        ("SpladePooling",),
+        ("SparseStaticEmbedding",),
+        ("Router",),
+        ("Transformer", "SpladePooling", "Normalize"),
+        ("Transformer", "SpladePooling", "SpladePooling"),
+        ("Transformer", "Pooling", "SparseAutoEncoder"),
+        ("MLMTransformer", "Pooling"),
+    ],
+)
+def test_other_modules_of_a_sparse_encoder_are_refused(sparse: Path, names: tuple[str, ...]):
+    write_json(sparse / "2_SpladePooling" / "config.json", {"pooling_strategy": "max"})
+    write_json(sparse / "config.json", {"pooling_strategy": "max"})  # of a module at the path ""
+    write_modules(sparse, *names)
+    with raises(InvalidModel, "export.module", ", ".join(names), "SpladePooling") as caught:
+        open_artifact(sparse)
+    check_length(caught.value)
+
+
+def test_fill_mask_without_a_sparse_encoder_is_refused(sparse: Path) -> None:
+    write_modules(sparse, "Transformer")
+    write_json(sparse / LIBRARY, {"model_type": "CrossEncoder"})
+    with raises(InvalidModel, "export.config", "transformer_task", "SparseEncoder"):
+        open_artifact(sparse)
 
 
 # --- scores -------------------------------------------------------------------------------------

@@ -111,6 +111,8 @@ def test_pooled_graph_repeats_its_vector(tmp_path: Path):
         (graph(), {"pooling": "none"}),
         (graph("logits"), {}),
         (graph("logits", pooled=True), {"template": "{query} {document}"}),
+        (graph("logits"), {"task": "fill-mask", "pooling": "none"}),
+        (graph("sentence_embedding", pooled=True), {"task": "fill-mask", "pooling": "none"}),
         (graph("start_logits"), {"pooling": "none"}),
         (graph(), {"padding": "left"}),
         (graph(), {"output": "missing"}),
