@@ -172,6 +172,9 @@ class ErrorResponses:
         self, scope: Scope, status: int, text: str, error: Exception | None = None
     ) -> Response:
         """The answer to a request, in the form of the protocol of its path."""
+        # By the first status: TEI's 424 of a failed run (503 elsewhere) keeps retry-after, because
+        # the model may run again soon. That of a task that the model does not support (404) has
+        # none. TEI itself sends no such header.
         headers = HEADERS.get(status)
         body: BaseModel = Error(error=text)
         for prefix, render in self.renderers.items():

@@ -293,23 +293,41 @@ async def ping(exchange: Here) -> Response:
     return await health(exchange)
 
 
-MAIN: Sequence[tuple[TextTask, Any, type[Body]]] = (
+MainRoute = tuple[TextTask, Any, type[Body]]
+"""(task, route, request)."""
+
+MAIN: Sequence[MainRoute] = (
     ("sparse", embed_sparse, EmbedSparseRequest),
     ("rerank", rerank, RerankRequest),
     ("classify", predict, PredictRequest),
     ("embed", embed, EmbedRequest),
 )
-"""(task, route, request). The main route of a model is that of its first task, else the last."""
+"""The main route of a model is that of its first task, else the last."""
+
+SIMILARITY: MainRoute = ("embed", similarity, SimilarityRequest)
+"""The main route in place of the last one if ``inputs`` is an object, which no other route takes.
+
+TEI has it instead if its environment variable TASK is "sentence-similarity".
+"""
+
+
+class MainRequest(TeiBody):
+    """The fields of a request that decide its route."""
+
+    inputs: Any = None
 
 
 @serve_at(router, "/", "/invocations", "/models/{name}", include_in_schema=False)
 async def invoke(exchange: Here) -> Response:
-    """The main route of the model: /embed, /embed_sparse, /rerank or /predict."""
+    """The main route of the model: /embed, /embed_sparse, /rerank, /predict or /similarity."""
     content = await exchange.read_body()
-    named = parse_json(content, TeiBody)
-    engine = exchange.engine(named.model, named.version)
-    _, route, schema = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
-    return await route(exchange, parse_json(content, schema))
+    request = parse_json(content, MainRequest)
+    engine = exchange.engine(request.model, request.version)
+    row = next((row for row in MAIN if engine.model.can(row[0])), MAIN[-1])
+    _, route, schema = SIMILARITY if row is MAIN[-1] and isinstance(request.inputs, dict) else row
+    body = parse_json(content, schema)
+    del content, request  # they may be large, and the route may wait
+    return await route(exchange, body)
 
 
 PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")

@@ -171,17 +171,36 @@ async def embed_texts(
     Raises:
         InvalidField: The vectors have fewer dimensions.
     """
+    if dimensions is not None:
+        _check_dimensions(engine, dimensions, _vector_size(engine))
     work = partial(engine.run_task, "embed", texts, truncate=truncate, side=side)
     answer = await exchange.run(work)
     vectors = answer.vectors
-    if dimensions is not None and dimensions > vectors.shape[1]:
+    if dimensions is not None:
+        _check_dimensions(engine, dimensions, vectors.shape[1])
+    is_normal = engine.model.artifact.normalize if normalize is None else normalize
+    return answer, shorten(vectors, dimensions, is_normal)
+
+
+def _vector_size(engine: Engine) -> int | None:
+    """The number of dimensions of a vector; None if only a run shows it."""
+    model = engine.model
+    if not model.can("embed"):
+        return None  # ``Engine.run_task`` refuses the request
+    if model.artifact.dimensions is not None:
+        return model.artifact.dimensions
+    axes = model.signature.axes_of(model.text_output("embed"))
+    return axes[-1] if axes and isinstance(axes[-1], int) else None
+
+
+def _check_dimensions(engine: Engine, dimensions: int, size: int | None) -> None:
+    """Refuse more ``dimensions`` than the ``size`` of a vector, if that is known."""
+    if size is not None and dimensions > size:
         raise InvalidField(
-            f"dimensions is {dimensions}, but vectors of {engine.name} have {vectors.shape[1]}",
+            f"dimensions is {dimensions}, but vectors of {engine.name} have {size}",
             "reduce it, or leave it out",
             field="dimensions",
         )
-    is_normal = engine.model.artifact.normalize if normalize is None else normalize
-    return answer, shorten(vectors, dimensions, is_normal)
 
 
 def with_prompt(

@@ -52,6 +52,17 @@ class Example:
     answer: str
 
 
+def parse_examples(text: str) -> list[Example]:
+    """The commands of a block, each with the output in the comments that follow it."""
+    found: list[Example] = []
+    for part in re.split(r"^(?=curl )", text, flags=re.MULTILINE)[1:]:
+        lines = part.splitlines()
+        shown = [line.removeprefix("#") for line in lines if line.startswith("#")]
+        command = [line for line in lines if not line.startswith("#")]
+        found.append(Example("\n".join(command), "".join(shown)))
+    return found
+
+
 def examples() -> list[Example]:
     """The commands of the blocks that are marked ``run: serve``."""
     blocks = re.findall(
@@ -59,31 +70,35 @@ def examples() -> list[Example]:
         PAGE.read_text(encoding="utf-8"),
         re.MULTILINE | re.DOTALL,
     )
-    found: list[Example] = []
-    for block in blocks:
-        for part in re.split(r"^(?=curl )", block, flags=re.MULTILINE)[1:]:
-            lines = part.splitlines()
-            shown = [line.removeprefix("#") for line in lines if line.startswith("#")]
-            command = [line for line in lines if not line.startswith("#")]
-            found.append(Example("\n".join(command), "".join(shown)))
-    return found
+    return [example for block in blocks for example in parse_examples(block)]
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("models") / "smaller"
+def write_bert(folder: Path) -> Path:
+    """The model that the examples name: BERT's inputs, and four dimensions."""
     folder.mkdir()
     model = parser.parse_model(BERT)
     table = np.random.default_rng(0).standard_normal((30522, 4)).astype(np.float32)
     model.graph.initializer.append(numpy_helper.from_array(table, "words"))
     onnx.save(model, folder / "model.onnx")
     word_tokenizer(WORDS, single=TEXT).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = write_bert(tmp_path_factory.mktemp("models") / "smaller")
     with listening(create_app(Settings(model=folder, probe=False))) as address:
         yield address
 
 
-def squeezed(text: str) -> str:
-    return re.sub(r"\s+", "", text)
+def is_answer(example: Example, answer: str) -> bool:
+    """Whether ``answer`` is what the example shows, except for white space."""
+
+    def squeezed(text: str) -> str:
+        return re.sub(r"\s+", "", text)
+
+    pattern = ".*".join(map(re.escape, squeezed(example.answer).split("...")))
+    return re.fullmatch(pattern, squeezed(answer), re.DOTALL) is not None
 
 
 @pytest.mark.skipif(
@@ -96,8 +111,7 @@ def test_example_command_prints_what_the_page_shows(address: str, example: Examp
     done = subprocess.run(
         ["bash", "-ec", command], capture_output=True, text=True, timeout=60, check=True
     )
-    pattern = ".*".join(map(re.escape, squeezed(example.answer).split("...")))
-    assert re.fullmatch(pattern, squeezed(done.stdout), re.DOTALL), done.stdout
+    assert is_answer(example, done.stdout), done.stdout
 
 
 def test_examples_cover_every_protocol() -> None:

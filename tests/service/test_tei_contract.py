@@ -122,3 +122,40 @@ def test_every_route_of_the_document_exists_below_a_model(client: TestClient) ->
     routes = re.findall(r"/(\w+)", " ".join(p for p in paths if p.startswith("/models/")))
     assert {"embed", "embed_all", "embed_sparse", "rerank", "predict", "similarity", "tokenize",
             "decode", "info", "health"} <= set(routes)  # fmt: skip
+
+
+# The metrics of TEI 1.9.3: router/src/http/server.rs, core/src/infer.rs, core/src/queue.rs and
+# core/src/tokenization.rs.
+TEI_METRICS = {
+    *(f"te_request_{what}" for what in ("count", "success", "failure", "duration", "input_length")),
+    *(f"te_{task}_{what}" for task in ("embed", "predict") for what in ("count", "success")),
+    *(
+        f"te_{of}_{part}duration"
+        for of in ("request", "embed", "predict")
+        for part in ("", "tokenization_", "queue_", "inference_")
+    ),
+    "te_queue_size",
+    "te_batch_next_size",
+    "te_batch_next_tokens",
+}
+
+
+def test_table_of_metrics_has_those_of_tei_and_names_existing_series(client: TestClient) -> None:
+    section = PAGE.read_text().partition("\n## Metrics")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.+) \| (.+) \|$", section, re.MULTILINE)
+    theirs = [name for left, _ in rows for name in re.findall(r"`(\w+)`", left)]
+    assert sorted(theirs) == sorted(TEI_METRICS)
+
+    answer = client.post("/embed", json={"inputs": "a"})
+    text = client.get("/metrics").text
+    series = dict(re.findall(r"^# TYPE (\w+) (\w+)$", text, re.MULTILINE))
+    stages = {f'stage="{stage}"' for stage in re.findall(r'stage="(\w+)"', text)}
+    known = {
+        *series,
+        *(f"{name}_sum" for name, kind in series.items() if kind == "histogram"),
+        *stages,
+        *answer.headers,
+    }
+    for left, right in rows:
+        ours = re.findall(r"`([^`]+)`", right)
+        assert ours and set(ours) <= known, left

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.serving.loaded_model import Model, ModelFailed
 from tests.attack.requests import SPARSE
+from tests.service.conftest import HeldRuns, samples, until
 from tests.service.tiny import (
     PROMPTS,
     cosine,
@@ -231,6 +234,69 @@ def test_errors_have_the_body_of_tei(
     assert answer.json()["error_type"] == kind
 
 
+# (path, body) of each route that runs the model, for an encoder.
+RUNS = [
+    ("/embed", {"inputs": "a"}),
+    ("/models/tiny/embed", {"inputs": ["a"]}),
+    ("/embed_all", {"inputs": "a"}),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"]}}),
+    ("/", {"inputs": "a"}),
+    ("/invocations", {"inputs": "a"}),
+]
+
+
+def test_full_queue_has_the_body_and_the_status_of_tei(
+    start: Start, encoder: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    client = start(encoder, max_queue=1)
+    held = hold()
+    with ThreadPoolExecutor(2) as threads:
+        accepted = [threads.submit(client.post, "/embed", json={"inputs": "a"})]
+        held.wait()
+        accepted.append(threads.submit(client.post, "/embed", json={"inputs": "a"}))
+        until(lambda: samples(client)["attnserve_queue_rows model=tiny version=1"] == 1)
+        for path, body in RUNS:
+            refused = client.post(path, json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "1"), path
+            assert list(refused.json()) == ["error", "error_type"]
+            assert refused.json()["error_type"] == "Overloaded"
+        held.go.set()
+        assert [one.result().status_code for one in accepted] == [200, 200]
+
+
+@pytest.mark.parametrize(("path", "body"), RUNS)
+def test_deadline_has_the_body_of_tei(
+    start: Start, encoder: Path, hold: Callable[[], HeldRuns], path: str, body: Any
+) -> None:
+    client = start(encoder)
+    held = hold()
+    late = client.post(path, json=body, headers={"x-timeout-ms": "20"})
+    held.go.set()
+    assert late.status_code == 504
+    assert list(late.json()) == ["error", "error_type"]
+    assert late.json()["error_type"] == "Overloaded"
+
+
+def test_retry_after_only_where_the_model_may_run_again(
+    start: Start, encoder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = start(encoder)
+    unsupported = client.post("/predict", json={"inputs": "a"})
+    assert (unsupported.status_code, unsupported.headers.get("retry-after")) == (424, None)
+
+    def fail(*_: Any) -> Any:
+        raise ModelFailed("the device is lost")
+
+    monkeypatch.setattr(Model, "run", fail)
+    failed = client.post("/embed", json={"inputs": "a"})
+    assert (failed.status_code, failed.json()["error_type"]) == (424, "Backend")
+    assert failed.headers["retry-after"] == "5"
+    until(lambda: client.get("/health").status_code == 503)
+    broken = client.post("/embed", json={"inputs": "a"})
+    assert (broken.status_code, broken.json()["error_type"]) == (503, "Unhealthy")
+    assert broken.headers["retry-after"] == "5"
+
+
 def test_health_and_root_by_accept(client: TestClient) -> None:
     for path in ("/health", "/ping", "/", "/models/tiny/health"):
         answer = client.get(path, headers={"accept": "*/*"})
@@ -262,7 +328,12 @@ def test_post_root_is_the_main_route(start: Start, tmp_path: Path) -> None:
     expected = embedded.post("/embed", json=body).json()
     for path in ("/", "/invocations", "/models/e"):
         assert embedded.post(path, json=body).json() == expected
+    compared = {"inputs": {"source_sentence": "a", "sentences": ["a", "b"]}}
+    expected = embedded.post("/similarity", json=compared).json()
+    for path in ("/", "/invocations", "/models/e"):
+        assert embedded.post(path, json=compared).json() == expected
     classified = start(write_classifier(tmp_path / "c"))
+    assert classified.post("/", json=compared).status_code == 422
     assert classified.post("/", json=body).json() == classified.post("/predict", json=body).json()
     reranked = start(write_reranker(tmp_path / "r"))
     query = {"query": "b", "texts": ["b", "a"]}

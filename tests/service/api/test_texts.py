@@ -19,6 +19,7 @@ from graph_passes.errors import InvalidModel
 from service.api.texts import TextSimilarityRequest
 from service.errors import UnsupportedTask
 from tests.errors import raises
+from tests.service.conftest import HeldRuns
 from tests.service.tiny import (
     CLASSIFIER,
     cosine,
@@ -31,6 +32,61 @@ from tests.service.tiny import (
     write_model,
 )
 from tests.word_tokenizer import panicking
+
+# Vectors as wide as their text has tokens.
+AS_WIDE_AS_LONG = """
+<ir_version: 10, opset_import: ["": 18]>
+wide (int64[batch, sequence] input_ids) => (float[batch, width] sentence_embedding) {
+    sentence_embedding = Cast<to = 1>(input_ids)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("record", "size"), [({}, 4), ({"dimensions": 2}, 2)], ids=["graph", "artifact"]
+)
+def test_embed_too_large_dimensions_are_refused_before_the_run(
+    start: Callable[..., TestClient],
+    tmp_path: Path,
+    hold: Callable[[], HeldRuns],
+    record: dict[str, int],
+    size: int,
+) -> None:
+    client = start(write_encoder(tmp_path / "m", **record))
+    held = hold()
+    held.go.set()
+    for path, body, status in (
+        ("/texts/embed", {"inputs": "a"}, 422),
+        ("/embed", {"inputs": "a"}, 422),
+        ("/v1/embeddings", {"model": "m", "input": "a"}, 400),
+    ):
+        refused = client.post(path, json={**body, "dimensions": size + 1})
+        assert refused.status_code == status
+        assert f"have {size}" in refused.text
+    assert held.started == 0
+    assert client.post("/embed", json={"inputs": "a", "dimensions": size}).status_code == 200
+    assert held.started == 1
+
+
+def test_embed_too_large_dimensions_of_unknown_size_are_refused_after_the_run(
+    start: Callable[..., TestClient], tmp_path: Path, hold: Callable[[], HeldRuns]
+) -> None:
+    path = write_model(tmp_path / "wide.onnx", AS_WIDE_AS_LONG, tokenizer=True)
+    client = start(path)
+    held = hold()
+    held.go.set()
+    for dimensions, status in ((3, 200), (4, 422)):
+        body = {"inputs": "a", "dimensions": dimensions}
+        assert client.post("/texts/embed", json=body).status_code == status
+    assert held.started == 2
+
+
+def test_embed_dimensions_of_a_classifier_are_an_unsupported_task(
+    start: Callable[..., TestClient], tmp_path: Path
+) -> None:
+    client = start(write_classifier(tmp_path / "c"))
+    refused = client.post("/texts/embed", json={"inputs": "a", "dimensions": 9})
+    assert (refused.status_code, "no embeddings" in refused.text) == (404, True)
 
 
 def test_embed_averages_tokens_without_padding(client: TestClient) -> None:
