@@ -134,6 +134,8 @@ class PrecisionPoint(Recorded, frozen=True):
         speedup: The speed-up over the fused original in float32 in the default runtime.
         loss: The loss on the rows to choose; a confidence bound.
         unused: Why the result has another precision; empty if it has this one.
+        front: The choices of the search in this precision, if there was one. Their speed-ups are
+            over the fused original in float32, as that of the precision.
     """
 
     precision: str
@@ -141,6 +143,7 @@ class PrecisionPoint(Recorded, frozen=True):
     speedup: Speedup
     loss: FiniteFloat
     unused: str = ""
+    front: tuple[Point, ...] = ()
 
 
 class SearchRecord(Measured, frozen=True):

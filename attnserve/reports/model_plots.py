@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, pairwise
+from itertools import chain, cycle, groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from attnserve.models.lineage import LineageEntry, RecoverEntry, search_of
 from attnserve.models.search_record import PrecisionPoint, SearchRecord
-from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, PAPER, SECOND, svg, svg_file
+from attnserve.reports.drawing import FIRST, GRID, INK, MUTED, PAPER, SECOND, THIRD, svg, svg_file
 from attnserve.reports.plots import Figure
 
 __all__ = ["figures", "plot_search"]
@@ -43,7 +43,8 @@ def _search(rewrite: LineageEntry) -> Figure | None:
         "search",
         "Speed and quality of the search",
         ("Left: the original in each precision. Right: " if search.precisions else "")
-        + "The choices of the search for which no other choice loses less and is faster.",
+        + "The choices of the search for which no other choice loses less and is faster, for each "
+        "searched precision.",
         svg(partial(_draw_search, search), (width, 3.6)),
         round(100 * width),
     )
@@ -54,32 +55,42 @@ def _search_width(search: SearchRecord) -> float:
 
 
 def _draw_search(search: SearchRecord, figure: Any, *, title: str = "") -> None:
-    """Draw the compared precisions, if there are any, and the front in the precision of the result.
+    """Draw the compared precisions, if there are any, and the front of each searched precision.
 
-    Speed-ups of precisions are over float32, and those of choices over their own precision.
+    Speed-ups of several precisions are over the fused original in float32, and those of one over
+    the original in it.
     """
     panels = figure.subplots(1, 2 if search.precisions else 1, squeeze=False)[0]
     if search.precisions:
         _draw_precisions(search.precisions, panels[0])
     axes, precision, kept = panels[-1], search.goal.precision, search.kept
-    predicted = [(1 - point.predicted_loss, point.speedup) for point in search.front]
+    fronts = {point.precision: point.front for point in search.precisions if point.front}
+    is_common = bool(fronts)
+    fronts = fronts or {"predicted Pareto front": search.front}
+    predicted: list[tuple[float, float]] = []
+    for (label, front), color in zip(fronts.items(), cycle((FIRST, THIRD, MUTED)), strict=False):
+        points = [(1 - point.predicted_loss, point.speedup) for point in front]
+        axes.plot(*zip(*points, strict=True), color=color, label=label)
+        predicted += points
     built = [
         (1 - point.measured_loss, point.speedup)
-        for point in search.front
+        for point in chain.from_iterable(fronts.values())
         if point.measured_loss is not None
     ]
-    axes.plot(*zip(*predicted, strict=True), color=FIRST, label="predicted Pareto front")
     if built:
         axes.plot(*zip(*built, strict=True), "o", color=SECOND, label="built and evaluated")
     plan: list[tuple[float, float]] = []
-    if kept is not None and search.speedup is not None and precision == "float32":
+    if kept is not None and search.speedup is not None and precision == "float32" and not is_common:
         plan.append((kept, search.speedup))
         axes.plot(*plan[0], "D", color=INK, label="plan (whole model, measured)")
     left = min([0.99, *(kept for kept, _ in (*built, *plan))]) - 0.02
     speeds = [speed for kept, speed in (*predicted, *built, *plan) if kept >= left]
     axes.set_xlim(left, 1.002)
     axes.set_ylim(min([1.0, *speeds]) - 0.03, max(1.05, *speeds) * 1.05)
-    axes.set_ylabel("speed-up" if precision == "float32" else f"speed-up in {precision}")
+    if is_common:
+        axes.set_ylabel("speed-up over the fused original")
+    else:
+        axes.set_ylabel("speed-up" if precision == "float32" else f"speed-up in {precision}")
     axes.legend(loc="best")
     axes.grid(color=GRID)
     axes.axhline(1.0, color=MUTED, linewidth=0.8, linestyle="--")

@@ -11,6 +11,7 @@ from attnserve.checks.certify import read_attention, require_attention
 from attnserve.fusion import newest_opset
 from attnserve.job import Job
 from attnserve.literals import Precision
+from attnserve.models.search_record import Point
 from attnserve.options import Goal
 from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
@@ -18,6 +19,7 @@ from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan, Train
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
+from attnserve.planning.search.explain import front_points
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import FrontSearch
@@ -86,6 +88,20 @@ class PrecisionSearch:
     @property
     def precision(self) -> Precision:
         return self.front_search.front.precision
+
+    def points(self, fused: float) -> list[Point]:
+        """The choices of the front as they are recorded.
+
+        Args:
+            fused: The speed-up of the fused original in this precision. Those of the choices are
+                over the same model.
+        """
+        front = self.front_search.front
+        scale = fused / front.predicted_speedup(front.unreduced[-1])
+        return [
+            point.model_copy(update={"speedup": scale * point.speedup})
+            for point in front_points(front, self.front_search.judge.measured)
+        ]
 
     def speed(self) -> tuple[float, Refusal | None]:
         """The speed-up of the candidate over the original, and why it is too slow, if it is.

@@ -20,12 +20,12 @@ from attnserve.checks.held_out import HeldOut
 from attnserve.checks.quality import allowed_loss
 from attnserve.job import Job
 from attnserve.limits import MIN_GAIN
-from attnserve.models.search_record import PrecisionPoint, TrainingRounds
+from attnserve.models.search_record import Point, PrecisionPoint, TrainingRounds
 from attnserve.options import Goal
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.search.precision_search import PrecisionSearch, required_training
 from attnserve.planning.search.judge import ScoredTask, compare_part
+from attnserve.planning.search.precision_search import PrecisionSearch, required_training
 from attnserve.planning.search.search_input import checked_workloads
 from attnserve.planning.search.search_result import SearchResult
 from attnserve.planning.served_speed import ServedTimer
@@ -135,7 +135,12 @@ def search_precisions(goal: Goal, job: Job) -> SearchResult:
     else:
         unused.setdefault(used, "its result brings no gain")
     points = [
-        point.model_copy(update={"unused": unused.get(point.precision, "")})
+        point.model_copy(
+            update={
+                "unused": unused.get(point.precision, ""),
+                "front": tuple(searches.fronts.get(point.precision, ())),
+            }
+        )
         for point in comparison.points
     ]
     return replace(found, record=found.record.model_copy(update={"precisions": tuple(points)}))
@@ -152,6 +157,7 @@ class _Searches:
         speed: Its speed-up over the exported original.
         last: The last search without a fast candidate that meets the goal.
         unused: The reasons why precisions are not used.
+        fronts: The choices of each search.
         errors: The errors of searches.
     """
 
@@ -164,6 +170,7 @@ class _Searches:
     speed: float = 0.0
     last: PrecisionSearch | None = None
     unused: dict[str, str] = field(default_factory=dict[str, str])
+    fronts: dict[str, list[Point]] = field(default_factory=dict[str, list[Point]])
     errors: dict[str, AttnserveError] = field(default_factory=dict[str, AttnserveError])
 
     def try_precision(self, point: PrecisionPoint) -> None:
@@ -175,6 +182,7 @@ class _Searches:
         job = self.job.with_precision(name).labeled(name)
         try:
             search = PrecisionSearch.run(self.goal, job, self.task)
+            self.fronts[name] = search.points(point.speedup.value)
             speed, refusal = search.speed()
         except InvariantBroken:  # a defect
             raise

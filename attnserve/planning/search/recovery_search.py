@@ -142,7 +142,7 @@ class RecoverySearch:
 
     def _verdict(self, speedup: float, without: float) -> str:
         minutes = sum(trained.seconds for trained in self.rounds) / 60
-        count = f"{len(self.rounds)} round{'s' * (len(self.rounds) > 1)}"
+        count = f"{len(self.rounds)} round{'s' if len(self.rounds) > 1 else ''}"
         after = f"{count} of training in {minutes:.1f} minutes"
         return f"{speedup:.2f}x after {after}, {without:.2f}x without"
 

@@ -20,7 +20,7 @@ from attnserve.models.artifact import open_artifact
 from attnserve.models.measured import Fidelity, ShapeLatency
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import int8_weight_bits
-from attnserve.models.search_record import PrecisionPoint, TrainingRounds
+from attnserve.models.search_record import Point, PrecisionPoint, TrainingRounds
 from attnserve.options import Data, Goal, Target
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
@@ -103,6 +103,13 @@ def test_search_of_any_precision_takes_the_fastest_that_keeps_the_quality(
     assert [each.precision for each in report.precisions if not each.unused] == [
         report.goal.precision
     ]
+    # The front of the result on the common scale: quality and speed rise and fall together.
+    front = points[report.goal.precision].front
+    assert [each.measured_loss for each in front] == [each.measured_loss for each in report.front]
+    scales = [common.speedup / own.speedup for common, own in zip(front, report.front, strict=True)]
+    assert scales == pytest.approx([scales[0]] * len(scales))
+    fastest = next(each for each in reversed(front) if each.measured_loss is not None)
+    assert fastest.speedup >= 0.9 * points[report.goal.precision].speedup.value
 
 
 BFLOAT16_INT8 = "int8-full-bfloat16"
@@ -374,6 +381,7 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
             speed=lambda: (COMPARED.fusion * speed, SLOW if blocks == REFUSED else None),
             best=None if blocks is NONE else SimpleNamespace(state=state),
             precision=name,
+            points=lambda fused: [],
             recovery=None,
             verified=result,
         )
@@ -413,6 +421,9 @@ class Trainable:
     @property
     def best(self) -> object:
         return self
+
+    def points(self, fused: float) -> list[Point]:
+        return []
 
     def speed(self) -> tuple[float, None]:
         return self.speedup, None
