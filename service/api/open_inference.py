@@ -204,7 +204,7 @@ async def model_metadata(exchange: Here) -> ModelMetadata:
         parameters={
             "runtime": model.runtime,
             "precision": model.precision,
-            "refused": model.operators.fused.refused if model.operators.fused else {},
+            "refused": model.operators.refused_runtimes,
             **({"long_rows": asdict(model.long_rows)} if model.long_rows else {}),
         },
         inputs=_describe(model.signature.inputs),

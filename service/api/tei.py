@@ -192,7 +192,7 @@ async def predict(exchange: Here, body: PredictRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     is_batch, texts = body.inputs
     answer = await _run(exchange, engine, "classify", texts, body)
-    predictions = classes(engine, answer, raw_scores=body.raw_scores)
+    predictions = await classes(engine, answer, raw_scores=body.raw_scores)
     return await respond(exchange, engine, answer, predictions if is_batch else predictions[0])
 
 
@@ -215,14 +215,16 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
     whole = [text for text in texts if isinstance(text, str)]
-    work = partial(
-        TextEncoder.tokens,
-        texts=whole,
-        special=body.add_special_tokens,
-        most=engine.settings.max_tokens,
-    )
-    rows = await exchange.run(partial(engine.tokenize, texts, work))
-    return json_response(list(map(_simple_tokens, whole, rows)))
+
+    def work(encoder: TextEncoder) -> list[orjson.Fragment]:  # in a thread
+        most = engine.settings.max_tokens
+        rows = encoder.tokens(whole, special=body.add_special_tokens, most=most)
+        return [
+            orjson.Fragment(orjson.dumps(_simple_tokens(text, row)))
+            for text, row in zip(whole, rows, strict=True)
+        ]
+
+    return json_response(await exchange.run(partial(engine.tokenize, texts, work)))
 
 
 def _simple_tokens(text: str, tokens: Sequence[Token]) -> list[SimpleToken]:

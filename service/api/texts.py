@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from itertools import chain
 from typing import Annotated, Any
 
 import numpy as np
+import orjson
 from fastapi import APIRouter, Response
 from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
@@ -23,7 +25,7 @@ from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
 from service.api.exchange import Exchange, Here
 from service.api.requests import Body, JsonRoute, Name
-from service.api.responses import json_response, respond
+from service.api.responses import JSON, SLICE, json_response, respond
 from service.engine.answer import TextAnswer
 from service.engine.engine import Engine, Text
 from service.engine.request_limits import check_limit
@@ -292,7 +294,7 @@ async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     texts = with_prompt(engine, body.inputs)
     answer = await exchange.run(partial(engine.run_task, "classify", texts, truncate=body.truncate))
-    predictions = classes(engine, answer, body.top_k)
+    predictions = await classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
 
@@ -324,19 +326,25 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     return json_response({"tokens": tokens, **usage})
 
 
-def classes(
+async def classes(
     engine: Engine, answer: TextAnswer, top_k: int | None = None, *, raw_scores: bool = False
-) -> list[list[Prediction]]:
-    """The classes of each text with their scores, most likely first."""
+) -> list[orjson.Fragment]:
+    """For each text the JSON of its ``Prediction`` of each class, most likely first.
+
+    There may be millions of scores: other requests run between the texts.
+    """
     labels = engine.model.labels
     activation = "identity" if raw_scores else engine.model.artifact.activation
-    return [
-        [
+    rows: list[orjson.Fragment] = []
+    for scores in scores_of(answer.vectors, activation):
+        predictions = [
             Prediction(labels.get(index, str(index)), float(scores[index]))
             for index in np.argsort(-scores, kind="stable")[:top_k].tolist()
         ]
-        for scores in scores_of(answer.vectors, activation)
-    ]
+        rows.append(orjson.Fragment(orjson.dumps(predictions, option=JSON)))
+        if answer.vectors.size > SLICE:
+            await asyncio.sleep(0)
+    return rows
 
 
 def cosines_of(left: np.ndarray, right: np.ndarray) -> np.ndarray:
