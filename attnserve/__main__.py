@@ -12,6 +12,8 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
+from attnserve.cli import INTERRUPTED
+
 __all__ = ["main"]
 
 
@@ -29,9 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(INTERRUPTED, file=sys.stderr)
         return 128 + signal.SIGINT
-
-
-INTERRUPTED = "interrupted: no partial output was written"
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "InvalidOutput",
     "InvariantBroken",
     "MissingExtra",
+    "OutdatedExtra",
     "Refusal",
 ]
 
@@ -84,6 +85,10 @@ class MissingExtra(AttnserveError):
     """An optional dependency is not installed."""
 
     default_code = "extra.missing"
+
+
+class OutdatedExtra(MissingExtra):
+    """An optional dependency is installed in a version that is too old."""
 
 
 class CannotRewrite(AttnserveError, ir.passes.PreconditionError):

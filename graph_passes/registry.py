@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["Registry", "load_plugins"]
+__all__ = ["Registry", "failed_plugins", "load_plugins"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def load_plugins() -> None:
     Raises:
         InvalidArgument: A module cannot be imported.
     """
-    for entry, error in _failed_plugins():
+    for entry, error in failed_plugins():
         raise InvalidArgument(
             _failure(entry, error),
             "update or remove the package that names it",
@@ -51,7 +51,8 @@ def load_plugins() -> None:
 
 
 @cache  # a second import of the module would add its parts a second time
-def _failed_plugins() -> list[tuple[EntryPoint, Exception]]:
+def failed_plugins() -> list[tuple[EntryPoint, Exception]]:
+    """Import the plugins once; return those that cannot be imported, with their errors."""
     failed: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=GROUP):
         try:
@@ -139,5 +140,5 @@ class Registry(Generic[Part]):
         A plugin that cannot be imported is logged: a command that does not name one of its parts
         does not need it.
         """
-        _failed_plugins()
+        failed_plugins()
         return iter(self._parts.values())

@@ -6,6 +6,7 @@ import logging
 import os
 
 from attnserve.runtime.machine import available_cores
+from attnserve.runtime.session import warn_of_old_runtimes
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.engine.device import on_device
@@ -43,7 +44,9 @@ def serve(settings: Settings) -> None:
         log.warning("every client that reaches %s is served: no API keys are set", settings.host)
     try:
         check_tls(settings)
-        _serve(share_cores(on_device(settings)))
+        settings = on_device(settings)
+        warn_of_old_runtimes(settings.device)
+        _serve(share_cores(settings))
     finally:
         flush_log()  # before the error is printed
 

@@ -13,6 +13,8 @@ import pytest
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from tests.onnx_text import EXP
+
 ROOT = Path(__file__).parents[1]
 FROM_EXTRAS = (
     "beartype",
@@ -20,6 +22,7 @@ FROM_EXTRAS = (
     "hypothesis",
     "jaxtyping",
     "onnxruntime",
+    "openvino",
     "pytest",
     "sentence_transformers",
     "torch",
@@ -46,7 +49,7 @@ def modules_of(package: str) -> list[str]:
 @pytest.mark.process
 @pytest.mark.parametrize("package", ["graph_passes", "attnserve", "service"])
 def test_import_without_extras_succeeds(package: str):
-    """No module imports torch or ONNX Runtime when it is imported."""
+    """No module imports torch or a runtime when it is imported."""
     code = (
         "import importlib, json, sys\n"
         "for name in sys.argv[1:]: importlib.import_module(name)\n"
@@ -55,6 +58,21 @@ def test_import_without_extras_succeeds(package: str):
     done = python(code, *modules_of(package))
     assert done.returncode == 0, done.stderr
     assert not set(FROM_EXTRAS) & set(json.loads(done.stdout))
+
+
+@pytest.mark.process
+def test_model_in_onnx_runtime_does_not_import_openvino():
+    """Also if its release is checked."""
+    code = (
+        "import sys, onnx_ir as ir\n"
+        "from attnserve.context import AUTO, Device\n"
+        "from attnserve.runtime.session import open_session, warn_of_old_runtimes\n"
+        "warn_of_old_runtimes(Device(runtime=AUTO))\n"
+        "open_session(ir.from_onnx_text(sys.argv[1]), Device(runtime=AUTO))\n"
+        "print('onnxruntime' in sys.modules, 'openvino' in sys.modules)"
+    )
+    done = python(code, EXP)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
 
 
 @pytest.mark.process

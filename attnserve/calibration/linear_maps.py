@@ -16,7 +16,7 @@ import onnx_ir as ir
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.constants import constant_array, origin
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, Block, FeedForwardBlock
 from graph_passes.emit.affine import emit_affine
 from graph_passes.emit.editing import Inserter
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -115,7 +115,7 @@ def find_sites(model: ir.Model, names: Sequence[str]) -> dict[str, Site]:
     return {site.name: site for site in sorted(sites, key=lambda site: place[site.output])}
 
 
-def last_map(block: AttentionBlock | FeedForwardBlock) -> Site:
+def last_map(block: Block) -> Site:
     """The output projection of attention, or the second product of a feed-forward layer."""
     if isinstance(block, FeedForwardBlock):
         return Site(block.name, block.hidden, block.output, block)

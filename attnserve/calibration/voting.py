@@ -24,7 +24,7 @@ from graph_passes.errors import InvalidArgument
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-__all__ = ["Votes", "cosines", "elect_heads", "group_heads", "voting_to_stay"]
+__all__ = ["Votes", "cosines", "elect_heads", "group_heads", "k_means", "voting_to_stay"]
 
 RESTARTS = 10
 """Number of k-means runs, of which the best is used."""
@@ -174,7 +174,7 @@ def group_heads(likeness: Float[np.ndarray, "H H"], count: int, seed: int) -> In
         likeness: Inner products of the heads' feature maps, for example ``cosines``.
         count: C, the number of groups, from 1 to H. No group is empty.
     """
-    return _k_means(_coordinates(likeness), count, seed)
+    return k_means(_coordinates(likeness), count, seed)
 
 
 def elect_heads(
@@ -217,7 +217,7 @@ def _coordinates(gram: Float[np.ndarray, "H H"]) -> Float[np.ndarray, "H H"]:
     return vectors * np.sqrt(np.maximum(values, 0.0))
 
 
-def _k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.ndarray, " N"]:
+def k_means(points: Float[np.ndarray, "N X"], count: int, seed: int) -> Int[np.ndarray, " N"]:
     """Labels of the best of ``RESTARTS`` k-means runs, numbered by first occurrence.
 
     No cluster is empty: a small jitter makes equal points distinct, and runs with an empty cluster

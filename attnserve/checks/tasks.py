@@ -45,7 +45,7 @@ from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["TASKS", "OpenModel"]
+__all__ = ["TASKS", "OpenModel", "entities_of"]
 
 RECALL = 100
 """Cutoff rank of recall, as in BEIR (Thakur et al. 2021)."""
@@ -349,8 +349,8 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
             places = encodings[index][1]
             # Truncated words have no prediction.
             guess = ["O" if at is None else names.get(int(classes[at]), "O") for at in places]
-            gold = _entities(sentences[index].labels)
-            entities = _entities(guess)
+            gold = entities_of(sentences[index].labels)
+            entities = entities_of(guess)
             right[index], expected[index] = len(gold & entities), len(gold)
             predicted[index] = len(entities)
     if not expected.sum():
@@ -370,8 +370,8 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
     )
 
 
-def _entities(labels: Sequence[str]) -> set[tuple[int, int, str]]:
-    """(first word, end, type) of the entities of labels in the scheme IOB (conlleval).
+def entities_of(labels: Sequence[str]) -> set[tuple[int, int, str]]:
+    """Return (first word, end, type) of the entities of labels in the scheme IOB (conlleval).
 
     An entity begins with B-, or with I- after another type. Labels without a prefix are entities of
     one word each.

@@ -1,1 +1,4 @@
 """The command line: ``attnserve COMMAND``."""
+
+INTERRUPTED = "interrupted: no partial output was written"
+"""The message after Ctrl-C."""

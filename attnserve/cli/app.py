@@ -6,6 +6,7 @@ stderr. Exit codes: 0 success, 1 a check failed, 2 bad input or usage.
 
 from __future__ import annotations
 
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import typer
 from typer.main import get_command
 
 import attnserve
-from attnserve.cli import checks, compress, deploy, reports
+from attnserve.cli import INTERRUPTED, checks, compress, deploy, reports
 from attnserve.cli.display import option_names, print_line, print_message, with_options
 from attnserve.options import without_prefixes
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from graph_passes.errors import AttnserveError
 
 __all__ = ["app", "main"]
-
-INTERRUPTED = 130
-"""The exit code of a program that Ctrl-C ended."""
 
 app = typer.Typer(
     name="attnserve",
@@ -71,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _interrupted()
     except Exception as error:
         return _failed(error, arguments)
-    if result == INTERRUPTED:  # the result of typer after Ctrl-C
+    if result == 128 + signal.SIGINT:  # of typer, after Ctrl-C
         return _interrupted()
     return result if isinstance(result, int) else 0
 
@@ -116,8 +114,8 @@ def _show(error: AttnserveError, arguments: Sequence[str]) -> None:
 
 
 def _interrupted() -> int:
-    print_message("interrupted: no partial output was written")
-    return INTERRUPTED
+    print_message(INTERRUPTED)
+    return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def _show_report(report: OptimizeReport, dry_run: bool) -> None:
     _show_changes(title, changes)
     if precision != "float32":
         count = len(report.plan.float_blocks)
-        suffix = f", {count} block{'s' * (count > 1)} not converted" if count else ""
+        suffix = f", {count} block{'s' if count > 1 else ''} not converted" if count else ""
         print_line(f"weights in {precision}{suffix}")
     _show_cost(record)
     for fidelity in (report.fidelity, *record.also_verified):

@@ -76,7 +76,8 @@ class CalibrationRange:
             places = np.minimum(ids, len(self.seen) - 1)
             seen_count = int(np.count_nonzero(self.seen[places]))
             is_new = len(ids) - seen_count > self.most_unseen * len(ids)
-        return ("length",) * is_long + ("tokens",) * is_new
+        names = ("length",) if is_long else ()
+        return (*names, "tokens") if is_new else names
 
 
 def row_ids(batch: Mapping[str, np.ndarray]) -> Iterable[Int[np.ndarray, " T"]]:

@@ -54,7 +54,7 @@ from attnserve.models.folder_settings import FolderSettings, given, read_setting
 from attnserve.models.onnx_files import save_model
 from attnserve.models.outputs import (
     check_output,
-    remove_earlier_openvino,
+    remove_earlier_files,
     staged,
     write_for_libraries,
 )
@@ -82,6 +82,11 @@ DEFAULT_OPSET = {"dynamo": 18, "torchscript": 17}
 
 NO_EMBEDDING = {"pooling": "none", "normalize": False}
 """The fields of the record of a graph whose outputs are not embeddings of tokens."""
+
+NEW_TOKENIZER_CLASS = '"tokenizer_class": "TokenizersBackend"'
+TOKENIZER_CLASS = '"tokenizer_class": "PreTrainedTokenizerFast"'
+"""A class as transformers 5 writes it into tokenizer_config.json, and the name that version 4 and
+optimum-onnx know too."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +202,7 @@ def export(
     max_length = _max_length(loaded.settings, tokenizer, limit)
     limit = limit and max(limit, max_length or 0)
     example, *feeds = random_feeds(wrapped, tokenizer, limit, seed)
-    finish = partial(remove_earlier_openvino, folder=folder)
+    finish = partial(remove_earlier_files, folder=folder)
     with staged(folder, finish) as stage, tempfile.TemporaryDirectory(dir=stage) as temporary:
         scratch = Path(temporary)
         with _exporter_errors(model, exporter, opset):
@@ -393,6 +398,10 @@ def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -
     """Write the tokenizer and config.json to ``stage``, without unused files."""
     with quiet():
         tokenizer.save_pretrained(scratch)
+    settings = scratch / "tokenizer_config.json"
+    if settings.is_file():
+        text = settings.read_text(encoding="utf-8")
+        settings.write_text(text.replace(NEW_TOKENIZER_CLASS, TOKENIZER_CLASS), encoding="utf-8")
     shutil.copyfile(source / "config.json", scratch / "config.json")
     for file in COMPANIONS:
         if (scratch / file).is_file():

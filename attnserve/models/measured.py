@@ -355,5 +355,5 @@ class ServedSpeed(Recorded, frozen=True):
         if self.removal is not None:
             parts.append(f"{self.removal.value:.2f}x by removal")
         threads = self.device.threads
-        where = f"{self.device.provider}, {threads or 'all'} thread{'s' * (threads != 1)}"
+        where = f"{self.device.provider}, {threads or 'all'} thread{'' if threads == 1 else 's'}"
         return f"{', '.join(parts)} (at {', '.join(map(str, self.workloads))} tokens, {where})"

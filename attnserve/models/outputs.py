@@ -35,7 +35,8 @@ from attnserve.models.record import (
 )
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.locks import open_folder, try_lock
-from attnserve.runtime.openvino_runtime import require_openvino, write_openvino
+from attnserve.runtime.openvino_runtime import require_openvino
+from attnserve.runtime.openvino_writer import write_openvino
 from attnserve.runtime.signals import signals_delayed
 from graph_passes.errors import InvalidArgument, InvalidModel, InvalidOutput
 
@@ -45,7 +46,7 @@ __all__ = [
     "check_output",
     "default_output",
     "output_file",
-    "remove_earlier_openvino",
+    "remove_earlier_files",
     "staged",
     "staging_folder",
     "write_for_libraries",
@@ -340,7 +341,7 @@ def write_rewritten(
         complete = record.model_copy(update={"files": files})
         write_record(stage, merged_record(file, complete))
         if _gets_library_files(file, source):
-            remove_earlier_openvino(stage, file.parent)
+            remove_earlier_files(stage, file.parent)
 
     with staged(file.parent, finish) as stage:
         save_model(model, stage / file.name, external=external)
@@ -392,11 +393,12 @@ def write_for_libraries(
         (stage / CARD).write_text(text, encoding="utf-8")
 
 
-def remove_earlier_openvino(stage: Path, folder: Path) -> None:
-    """Remove the OpenVINO file of an earlier model, which has another graph, if none follows."""
-    if not (stage / OPENVINO_FILE).exists():
-        for suffix in (".xml", ".bin"):
-            (folder / OPENVINO_FILE).with_suffix(suffix).unlink(missing_ok=True)
+def remove_earlier_files(stage: Path, folder: Path) -> None:
+    """Remove files for other libraries that describe an earlier model, if none follow them."""
+    openvino = (OPENVINO_FILE, OPENVINO_FILE.replace(".xml", ".bin"))
+    for name in (*LIBRARY_FILES, *openvino):
+        if not (stage / name).exists():
+            (folder / name).unlink(missing_ok=True)
 
 
 def _gets_library_files(file: Path, source: Artifact) -> bool:

@@ -195,8 +195,8 @@ class Options(BaseModel):
 def field_docstrings(module: str) -> dict[str, dict[str, str]]:
     """Read the docstrings of the fields of each class of a module.
 
-    ``use_attribute_docstrings`` of pydantic reads the module once for each class, which takes a
-    tenth of the time of ``attnserve --help``.
+    ``use_attribute_docstrings`` of pydantic reads the module once for each class, which would slow
+    down ``attnserve --help``.
     """
     file = getattr(sys.modules[module], "__file__", None)
     try:

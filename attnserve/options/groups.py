@@ -337,7 +337,7 @@ def check_files(
     ):
         fail(
             f"`{name}` names {duplicate} more than once",
-            "give each file once" + ("; `calib_weights` sets its share" * (name == "calib")),
+            "give each file once" + ("; `calib_weights` sets its share" if name == "calib" else ""),
             "data.repeated",
         )
     if weights and (len(weights) != len(paths) or not all(0 < w < math.inf for w in weights)):

@@ -1,4 +1,4 @@
-"""Products of activations and constant weights, and statistics of their activations."""
+"""Products that can be quantized, and statistics of their activations."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ class WeightKey(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A product of an activation and constant weights.
+    """A product of an activation and a constant float32 matrix, which can be quantized.
+
+    ``graph_passes.blocks.Linear`` also describes stacked and quantized weights, element by element.
 
     Attributes:
         node: The MatMul, Gemm or Attention.

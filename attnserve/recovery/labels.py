@@ -34,7 +34,7 @@ from attnserve.recovery.loss import served_vectors
 from attnserve.runtime.interface import Batch, Session
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidData
 
-__all__ = ["LabeledBatch", "Labels"]
+__all__ = ["LabeledBatch", "Labels", "task_loss"]
 
 WEIGHT = 3.0
 """Weight of the task loss, equal to the weight of served outputs."""
@@ -135,12 +135,13 @@ class Labels:
 
     def loss(self, output: Tensor, labeled: LabeledBatch) -> Tensor:
         """The weighted loss of a batch."""
-        return WEIGHT * self._loss(self._predictions(output, labeled), labeled.labels)
+        predictions = self._predictions(output, labeled)
+        return WEIGHT * task_loss(self.task, predictions, labeled.labels, self.unit)
 
     def held_out_loss(self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]]) -> float:
         """The loss of a held-out part, without its weight; infinite if it is not a number."""
         predictions, labels = self._joined(outputs)
-        loss = float(self._loss(torch.from_numpy(predictions), labels))
+        loss = float(task_loss(self.task, torch.from_numpy(predictions), labels, self.unit))
         return loss if np.isfinite(loss) else np.inf
 
     def score(self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]], seed: int = 0) -> Score:
@@ -191,16 +192,6 @@ class Labels:
             )
         return output.float()
 
-    def _loss(self, predictions: Tensor, labels: np.ndarray) -> Tensor:
-        if self.task == "classification":
-            gold = torch.from_numpy(labels).to(predictions.device)
-            return F.cross_entropy(predictions, gold.long()) / self.unit
-        spread = float(np.std(labels)) or 1.0
-        gold = torch.from_numpy((labels - labels.mean()) / spread).to(predictions.device)
-        x, y = predictions.float() - predictions.float().mean(), gold.float()
-        size = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
-        return 1 - (x * y).sum() / size.clamp(min=1e-6)  # a product would be rounded by autocast
-
     def _check_rows(self, parts: Sequence[Sequence[int]], labels: np.ndarray) -> None:
         if min(map(len, parts)) < MIN_ROWS:
             sizes = ", ".join(str(len(part)) for part in parts)
@@ -216,6 +207,18 @@ class Labels:
                 "give rows of each class, or with several scores",
                 code="recovery.constant_labels",
             )
+
+
+def task_loss(task: LearnedTask, predictions: Tensor, labels: np.ndarray, unit: float) -> Tensor:
+    """The loss of predictions; ``unit`` is the cross-entropy of the best constant classes."""
+    if task == "classification":
+        gold = torch.from_numpy(labels).to(predictions.device)
+        return F.cross_entropy(predictions, gold.long()) / unit
+    spread = float(np.std(labels)) or 1.0
+    gold = torch.from_numpy((labels - labels.mean()) / spread).to(predictions.device)
+    x, y = predictions.float() - predictions.float().mean(), gold.float()
+    size = torch.linalg.vector_norm(x) * torch.linalg.vector_norm(y)
+    return 1 - (x * y).sum() / size.clamp(min=1e-6)  # a product would be rounded by autocast
 
 
 def _check_shapes(model: ir.Model) -> None:

@@ -160,7 +160,7 @@ def _values(attribute: ir.Attr) -> tuple[ir.TensorProtocol, ...]:
     if attribute.is_ref():
         return ()
     if attribute.type == ir.AttributeType.TENSOR:
-        return (attribute.value,)  # ``as_tensor`` checks a protocol, which takes ten times as long
+        return (attribute.value,)  # ``as_tensor`` checks a protocol, which takes longer
     return tuple(attribute.value) if attribute.type == ir.AttributeType.TENSORS else ()
 
 

@@ -160,14 +160,13 @@ class SessionOptions:
 
     Attributes:
         optimize: False disables the graph optimizations of the runtime.
-        spinning: Idle threads of ONNX Runtime wait busily for the next operator until the run ends.
-            On two cores of an AMD EPYC, 10 tokens of BERT-base take 0.92 of the time, and one image
-            of a small model 0.8. False for concurrent runs that share cores.
+        spinning: Idle threads of ONNX Runtime wait busily for the next operator until the run ends,
+            so that it starts at once. False for concurrent runs that share cores.
         cuda: CUDA settings; by default exact float32 products.
         concurrency: Number of concurrent runs with ``Device.threads`` each. In ONNX
             Runtime, more runs are possible, and their threads wait for each other.
         varied_shapes: Runs have many shapes, so that ONNX Runtime stores no memory pattern for
-            each. On a CPU, patterns of 900 shapes of MiniLM take 30 MB or more.
+            each: on a CPU, they take memory.
         copied: Locations of external data that is read into memory. ONNX Runtime maps other files:
             changing them changes the results, and truncating them ends the process.
         profile: Path prefix of the file of the profile.
@@ -238,7 +237,6 @@ class Runtime(Protocol):
 def owned(array: np.ndarray) -> np.ndarray:
     """Return an output that is safe to keep: a copy, if the array is a view of session memory.
 
-    An output of a closed session keeps all memory of that session, packed weights included: 59 MB
-    for one output of 2 MB.
+    An output of a closed session keeps all memory of that session, packed weights included.
     """
     return array if array.flags.owndata else array.copy()

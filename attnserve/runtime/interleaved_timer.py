@@ -9,7 +9,7 @@ therefore begins with a run that is not timed: the functions before it have fill
 other weights, and for MiniLM loading them again takes longer than a row of 16 tokens.
 
 Rows of different lengths follow each other. Some runtimes prepare the graph again whenever the
-shape changes: for MiniLM in OpenVINO 2026.2 that takes 2 to 4 ms, about the time of a short row.
+shape changes: in OpenVINO 2026.2 that takes about as long as a short row.
 Served models are therefore timed with a change of the shape before each run (``time_shapes``).
 """
 

@@ -84,7 +84,7 @@ def return_freed_memory() -> None:
     """Return freed memory to the system, if the C library is glibc.
 
     glibc keeps freed blocks of up to 32 MB for later use, and sessions free their weights in blocks
-    of that size. After a session of 326 MB, it kept 237 MB, which the next session did not reuse.
+    of that size, which the next session does not reuse.
     """
     with suppress(OSError, AttributeError, TypeError):  # not glibc; Windows: TypeError
         ctypes.CDLL(None).malloc_trim(0)
@@ -96,7 +96,7 @@ def gpu_bytes() -> int | None:
     The first visible GPU is the first entry of CUDA_VISIBLE_DEVICES, an index or a UUID. The sample
     is at most ``SAMPLE_S`` old.
     """
-    nvml = _nvml()
+    nvml = load_nvml()
     if nvml is None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0].strip()
@@ -117,7 +117,7 @@ def _gpu_sample(nvml: Any, visible: str, interval: int) -> int | None:
 
 
 @cache
-def _nvml() -> Any:
+def load_nvml() -> Any:
     """The initialized ``pynvml`` module; None without the package or without a driver."""
     try:
         import pynvml

@@ -46,6 +46,7 @@ __all__ = [
     "BufferDevice",
     "OnnxRuntime",
     "OnnxSession",
+    "execution_providers",
     "placed",
     "require_runtime",
     "run_errors",
@@ -215,7 +216,7 @@ def _kind(error: Exception) -> Literal["inputs", "memory", "device"]:
 def _open(source: Path | ir.Model, device: Device, session_options: SessionOptions) -> OnnxSession:
     ort = require_runtime()
     options = _session_options(ort, device, session_options)
-    providers = _providers(ort, device.provider, session_options.cuda)
+    providers = execution_providers(ort, device.provider, session_options.cuda)
     if isinstance(source, ir.Model):
         return _open_in_memory(ort, source, device, options, providers)
     patched = safe_graph(source)
@@ -289,7 +290,7 @@ def _quota() -> int:
 
 FORCE_SPINNING_STOP = "session.force_spinning_stop", "1"
 """The setting that ends the busy waiting with each run. Without it, idle threads take the cores for
-another 50 ms, in which the next run of another session takes up to twice as long."""
+a while, which slows down the next run of another session."""
 
 NO_SPINNING = "session.intra_op.allow_spinning", "0"
 
@@ -300,8 +301,8 @@ EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 """The setting for the folder of the external data of a model in memory."""
 
 SHARED_BYTES = 2**16
-"""Minimum size of weights that are shared with a session instead of serialized. A session of
-BERT-base opens in a third of the time."""
+"""Minimum size of weights that are shared with a session instead of serialized, which would copy
+them."""
 
 
 def _shared_weights(model: ir.Model) -> dict[str, np.ndarray]:
@@ -375,7 +376,7 @@ def _without_plugin_warning(ort: Any) -> Generator[None]:
         ort.set_default_logger_severity(WARNING)
 
 
-def _providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
+def execution_providers(ort: Any, provider: Provider, cuda: Cuda) -> Sequence[Any]:
     """The execution providers of a session, in order of preference.
 
     Raises:

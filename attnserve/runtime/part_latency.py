@@ -31,7 +31,7 @@ from graph_passes.analysis.constants import origin
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_at
 from graph_passes.analysis.workload import Workload
 
-__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache"]
+__all__ = ["Cut", "LatencyTable", "Part", "cut_out", "default_cache", "dim_of"]
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -123,12 +123,12 @@ def _part(
         shapes = [arrays[value].shape for arrays in states]
         graph_input.type = ir.TensorType(ir.DataType.from_numpy(states[0][value].dtype))
         graph_input.shape = ir.Shape(
-            [_dim(i, axis_sizes, sizes) for i, axis_sizes in enumerate(zip(*shapes, strict=True))]
+            [dim_of(i, axis_sizes, sizes) for i, axis_sizes in enumerate(zip(*shapes, strict=True))]
         )
     return Part(part, tuple({name: arrays[v] for v, name in names.items()} for arrays in states))
 
 
-def _dim(axis: int, axis_sizes: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
+def dim_of(axis: int, axis_sizes: tuple[int, ...], sizes: Sequence[tuple[int, int]]) -> int | str:
     """The size of an axis, or a name if it differs between shapes.
 
     Args:

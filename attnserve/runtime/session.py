@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import logging
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import onnx_ir as ir
@@ -12,8 +14,8 @@ from attnserve.runtime.inference_precision import computes_in_bfloat16
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Batch, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_reader import read_in_place
 from attnserve.runtime.onnx_runtime import OnnxRuntime
-from attnserve.runtime.openvino_runtime import OpenVino
-from graph_passes.errors import InvalidArgument, MissingExtra
+from attnserve.runtime.openvino_runtime import OpenVino, check_release
+from graph_passes.errors import InvalidArgument, MissingExtra, OutdatedExtra
 from graph_passes.registry import Registry
 
 __all__ = [
@@ -24,7 +26,10 @@ __all__ = [
     "runtime_of",
     "runtimes_of",
     "selectable_runtimes",
+    "warn_of_old_runtimes",
 ]
+
+log = logging.getLogger(__name__)
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino(), other_values=(AUTO,))
 """Runtimes by name (``Device.runtime``)."""
@@ -58,26 +63,46 @@ def runtime_of(source: Path | ir.Model, device: Device) -> str:
         return device.runtime_name
     model = source if isinstance(source, ir.Model) else ir.from_proto(read_in_place(source))
     for runtime in RUNTIMES if computes_in_bfloat16(model) else ():
-        with suppress(MissingExtra):
-            if runtime.computes_bfloat16 and runtime.version():
-                return runtime.name
+        if runtime.computes_bfloat16 and _is_usable(runtime.version):
+            return runtime.name
     return device.runtime_name
 
 
 def selectable_runtimes(device: Device) -> list[str]:
     """The names of the runtimes from which serving selects: all installed ones for ``AUTO``.
 
+    The log warns of a runtime that is too old, once per process.
+
     Raises:
         InvalidArgument: The runtime is unknown.
     """
     if device.runtime != AUTO or device.provider != "cpu":
         return [RUNTIMES[device.runtime_name].name]
-    installed: list[str] = []
-    for runtime in RUNTIMES:
-        with suppress(MissingExtra):
-            if runtime.version():
-                installed.append(runtime.name)
-    return installed
+    return [runtime.name for runtime in RUNTIMES if _is_usable(runtime.version)]
+
+
+def warn_of_old_runtimes(device: Device) -> None:
+    """Warn as ``selectable_runtimes`` does, in a process that need not import the runtimes."""
+    if device.runtime == AUTO and device.provider == "cpu":
+        _is_usable(check_release)
+
+
+def _is_usable(check: Callable[[], object]) -> bool:
+    """Whether a check of a runtime passes; a runtime that is not installed needs no warning."""
+    try:
+        check()
+    except OutdatedExtra as error:
+        _warn_once(f"{error.what} ({error.fix}): it is not used")
+    except MissingExtra:
+        pass
+    else:
+        return True
+    return False
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def runtimes_of(model: ir.Model, device: Device) -> list[str]:

@@ -90,7 +90,8 @@ class CheckResult:
 
     def unfused(self, why: str) -> CheckResult:
         """The result for the model without operator fusion, for the reason ``why``."""
-        return replace(self, fused_file=None, operators=OperatorReport(why=why), fused_cost=None)
+        operators = OperatorReport(why=why, refused=self.operators.refused_runtimes)
+        return replace(self, fused_file=None, operators=operators, fused_cost=None)
 
     @property
     def running_facts(self) -> GraphFacts:

@@ -123,7 +123,7 @@ class Model:
         options = options.with_concurrency(len(runtimes) * facts.weight_bytes)
         self.concurrency = options.concurrency
         """Maximum number of concurrent runs."""
-        self._session: Session = open_runner(
+        self.session: Session = open_runner(
             graph or artifact.model,
             replace(options, device=replace(options.device, runtime=runtime)),
             longest=longest_text(artifact),
@@ -131,7 +131,7 @@ class Model:
             copied=facts.external if graph is None else (),
             compiled=graph and compiled_file(graph),
         )
-        self.signature = Signature.read(self.name, self._session, facts.id_bounds)
+        self.signature = Signature.read(self.name, self.session, facts.id_bounds)
         self.encoder = _load_encoder(artifact, self.signature)
         self._text_shapes: dict[int, dict[str, tuple[int, ...]]] = {}  # by the number of tokens
         self.signature.require_different_axes(artifact.model, self._caches)
@@ -194,7 +194,7 @@ class Model:
         """
         names = tuple(outputs) or self.signature.output_names
         try:
-            results = self._session.run(names, inputs)
+            results = self.session.run(names, inputs)
         except RunFailed as error:
             raise _run_failed(error, inputs) from error
         return dict(zip(names, results, strict=True))
@@ -237,7 +237,7 @@ class Model:
 
     def _allow_padding(self, inputs: Feed) -> None:
         """Allow sessions to pad their runs, if padding does not change the outputs."""
-        sessions = sessions_by_least_length(self._session).values()
+        sessions = sessions_by_least_length(self.session).values()
         padding_sessions = [each for each in sessions if isinstance(each, PaddingSession)]
         if not padding_sessions:
             return
@@ -254,7 +254,7 @@ class Model:
     @property
     def size_multiple(self) -> int:
         """The tokens of runs are padded to multiples of this number, by the runtime of any row."""
-        sessions = sessions_by_least_length(self._session).values()
+        sessions = sessions_by_least_length(self.session).values()
         runners = (session for session in sessions if isinstance(session, PaddingRunner))
         return max((runner.multiple for runner in runners), default=1)
 
@@ -264,12 +264,12 @@ class Model:
         if self.provider != "cpu" or self.max_rows is not None or example is None:
             return
         try:
-            for least, session in sessions_by_least_length(self._session).items():
+            for least, session in sessions_by_least_length(self.session).items():
                 if isinstance(session, PaddingRunner):
                     session.compile_sizes(example, least, self.concurrency)
             is_alone = IS_ALONE.set(self.concurrency == 1)
             try:
-                self.run_overhead = run_overhead(self._session, example)
+                self.run_overhead = run_overhead(self.session, example)
             finally:
                 IS_ALONE.reset(is_alone)
         except RunFailed as error:  # without the preparation, runs take longer
@@ -277,7 +277,7 @@ class Model:
 
     def close(self) -> None:
         """Free the session and return its memory to the system. The model cannot run afterwards."""
-        self._session = CLOSED
+        self.session = CLOSED
         return_freed_memory()
 
     # -- texts ------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Model:
     @cached_property
     def _text_inputs(self) -> dict[str, TextInput]:
         """The inputs that texts fill; see ``model_inputs``."""
-        return model_inputs(self._session)
+        return model_inputs(self.session)
 
     @property
     def fixed_tokens(self) -> int | None:

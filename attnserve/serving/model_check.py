@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from attnserve.context import AUTO, Device
 from attnserve.models.artifact import Artifact
 from attnserve.models.onnx_files import load_model
-from attnserve.planning.served_graph.fusion_report import FusionReport
+from attnserve.planning.served_graph.fusion_report import NotFaster
 from attnserve.runtime.isolation import (
     Worker,
     WorkerCrashed,
@@ -100,10 +100,10 @@ several copies in each runtime."""
 NICE = 5
 """Nice value of the fusion, so that requests have priority."""
 
-FusedModel = tuple[FusionReport, GraphCost]
-"""The report of a fusion, and the cost of the fused model."""
+FusionResult = tuple[OperatorReport, GraphCost | None]
+"""The result of a fusion, and the cost of the fused model; None if there is none."""
 
-FUSED_MODEL: TypeAdapter[FusedModel] = TypeAdapter(FusedModel)
+FUSION_RESULT: TypeAdapter[FusionResult] = TypeAdapter(FusionResult)
 """The JSON with which the child of a fusion answers."""
 
 STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
@@ -320,14 +320,12 @@ class LoadChecker:
             if refusal := _resource_refusal(result.facts.weight_bytes, file.parent, runtimes):
                 return result.unfused(refusal.reason)
             try:
-                report, fused_cost = self._run_fusion(artifact, file, timeout_s)
+                operators, fused_cost = self._run_fusion(artifact, file, timeout_s)
             except AttnserveError as error:
                 if self._is_stopped(error):
                     return result.unfused(f"the fusion was stopped: {error.what}")
-                fused_result = result.unfused(error.what)
-                is_final = isinstance(error, CannotRewrite)
+                fused_result, is_final = result.unfused(error.what), False
             else:
-                operators = OperatorReport(fused=report)
                 fused_result = replace(result, operators=operators, fused_cost=fused_cost)
                 is_final = True
             if not result.is_current(artifact):
@@ -337,14 +335,14 @@ class LoadChecker:
         self._write(fused_result, is_final=is_final)
         return fused_result
 
-    def _run_fusion(self, artifact: Artifact, file: Path, timeout_s: float) -> FusedModel:
+    def _run_fusion(self, artifact: Artifact, file: Path, timeout_s: float) -> FusionResult:
         """Run ``_fuse_in_child`` in a child process.
 
         If the fusion fails during the comparison of runtimes, for example because one ends the
         process, the fusion is repeated with the first runtime alone.
 
         Raises:
-            AttnserveError: The fusion fails.
+            AttnserveError: The fusion fails, without a statement about the model.
         """
         run = partial(
             run_isolated,
@@ -355,16 +353,15 @@ class LoadChecker:
             silent=True,
         )
         try:
-            return FUSED_MODEL.validate_python(run(_fuse_in_child, artifact, file, self._device))
+            return FUSION_RESULT.validate_python(run(_fuse_in_child, artifact, file, self._device))
         except AttnserveError as error:
-            is_final = isinstance(error, CannotRewrite) or self._is_stopped(error)
-            if self._device.runtime != AUTO or is_final:
+            if self._device.runtime != AUTO or self._is_stopped(error):
                 raise
             log.warning("%s: the runtimes could not be compared: %s", artifact.model, error.what)
             first = replace(self._device, runtime=self._device.runtime_name)
             content = run(_fuse_in_child, artifact, file, first)
-            report, cost = FUSED_MODEL.validate_python(content)
-            return replace(report, refused={AUTO: error.what}), cost
+            operators, cost = FUSION_RESULT.validate_python(content)
+            return operators.with_refused({AUTO: error.what}), cost
 
     def _is_stopped(self, error: AttnserveError) -> bool:
         """Whether a child ended because the server or a user ended it."""
@@ -413,13 +410,17 @@ class _CheckProcess:
 
 
 def _fuse_in_child(artifact: Artifact, new: Path, device: Device) -> Any:
-    """Write the fused model and return the JSON of a ``FusedModel``."""
+    """Write the fused model, unless fusion is refused; return the JSON of a ``FusionResult``."""
     # Imported here: only this process needs the modules that rewrite graphs.
     from attnserve.planning.served_graph.lossless import fuse_lossless
 
-    report = fuse_lossless(artifact, new, device)
-    graph = load_model(replace(artifact, model=new), in_place=True)
-    return FUSED_MODEL.dump_python((report, GraphCost.of(graph)), mode="json")
+    try:
+        operators = OperatorReport(fused=fuse_lossless(artifact, new, device))
+        cost = GraphCost.of(load_model(replace(artifact, model=new), in_place=True))
+    except CannotRewrite as error:
+        refused = error.refused if isinstance(error, NotFaster) else {}
+        operators, cost = OperatorReport(why=error.what, refused=refused), None
+    return FUSION_RESULT.dump_python((operators, cost), mode="json")
 
 
 def _idle_fusion_s(facts: GraphFacts) -> float:

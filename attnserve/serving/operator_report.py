@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
-from pydantic import BaseModel, model_serializer, model_validator
+from pydantic import BaseModel, Field, model_serializer, model_validator
 
 from attnserve.planning.served_graph.fusion_report import FusionReport
 
@@ -21,11 +22,25 @@ class OperatorReport(BaseModel, frozen=True, extra="forbid"):
         fused: The fused operators; None if the model runs without operator fusion.
         why: The reason for no fusion.
         is_pending: Whether a fusion has not ended yet.
+        refused: Without a fusion, why another runtime does not run the model, by its name. See
+            ``refused_runtimes``.
     """
 
     fused: FusionReport | None = None
     why: str = ""
     is_pending: bool = False
+    refused: Mapping[str, str] = Field(default_factory=dict[str, str])
+
+    @property
+    def refused_runtimes(self) -> Mapping[str, str]:
+        """Why other runtimes do not run the model, by name; ``AUTO`` if none was compared."""
+        return self.refused if self.fused is None else self.fused.refused
+
+    def with_refused(self, refused: Mapping[str, str]) -> OperatorReport:
+        """The report with other ``refused_runtimes``."""
+        if self.fused is None:
+            return self.model_copy(update={"refused": refused})
+        return self.model_copy(update={"fused": replace(self.fused, refused=refused)})
 
     @model_serializer
     def to_json(self) -> dict[str, Any]:
@@ -33,7 +48,8 @@ class OperatorReport(BaseModel, frozen=True, extra="forbid"):
         if self.fused is not None:
             return {"rewritten": True, **asdict(self.fused)}
         pending = {"pending": True} if self.is_pending else {}
-        return {"rewritten": False, **pending, "why": self.why}
+        refused = {"refused": dict(self.refused)} if self.refused else {}
+        return {"rewritten": False, **pending, "why": self.why, **refused}
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +58,8 @@ class OperatorReport(BaseModel, frozen=True, extra="forbid"):
             case {"rewritten": True, **fused}:
                 return {"fused": fused}
             case {"rewritten": False, "why": why, **others}:
-                return {"why": why, "is_pending": "pending" in others}
+                refused = others.get("refused", {})
+                return {"why": why, "is_pending": "pending" in others, "refused": refused}
             case _:  # the fields
                 return content
 

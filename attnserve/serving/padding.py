@@ -1,9 +1,8 @@
 """Pad the runs of runtimes that compile kernels for each size.
 
-OpenVINO compiles kernels for each new number of tokens of a run (rows x longest row). For MiniLM on
-two cores this takes 4 to 10 ms in float32 and bfloat16, and 20 to 60 ms in int8; a run of 160
-tokens takes 6 ms. Runs are therefore padded to few sizes, which are compiled before the first
-request.
+OpenVINO compiles kernels for each new number of tokens of a run (rows x longest row). That can take
+longer than the run, above all in int8. Runs are therefore padded to few sizes, which are compiled
+before the first request.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def model_cost(model: ir.Model, *, memory: bool = True) -> Cost:
     """Compute the cost of a model as a function of its axis lengths.
 
     Args:
-        memory: Also find ``largest_node_bytes``, which takes a third of the time.
+        memory: Also find ``largest_node_bytes``, which takes longer.
     """
     axes = tuple(named_axes(model.graph))
     num_parameters = parameters(model)

@@ -10,13 +10,9 @@ Dimensions, used in the whole project:
 A block is invalid once its graph has changed: find again after each rewrite.
 """
 
-from graph_passes.blocks.attention import (
-    AttentionBlock,
-    BlockForm,
-    Reused,
-    Softmax,
-    Unmatched,
-)
+from typing import TypeVar
+
+from graph_passes.blocks.attention import AttentionBlock, BlockForm, Reused, Softmax, Unmatched
 from graph_passes.blocks.feed_forward import FeedForwardBlock, Linear, Operand
 from graph_passes.blocks.logit_steps import (
     Capped,
@@ -46,10 +42,14 @@ Block = AttentionBlock | FeedForwardBlock
 """A block of any kind. All kinds have a last linear map: the output projection, or the second
 product. Its inputs are the parts that can be removed: heads, or neurons."""
 
+BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
+"""A block of one kind."""
+
 __all__ = [
     "AttentionBlock",
     "Block",
     "BlockForm",
+    "BlockT",
     "BroadcastLayout",
     "Capped",
     "Causal",

@@ -18,7 +18,8 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, FullLengths, Mask, PositionBias, Weighted
 from graph_passes.emit.affine import emit_affine, emit_order
 from graph_passes.emit.editing import Inserter, in_precision, type_of
-from graph_passes.emit.heads import emit_heads, heads_refusal
+from graph_passes.emit.head_terms import heads_refusal
+from graph_passes.emit.heads import emit_heads
 from graph_passes.errors import Refusal
 
 __all__ = [

@@ -25,7 +25,8 @@ from graph_passes.blocks import (
 )
 from graph_passes.emit.attention import emit_output, emit_output_projection
 from graph_passes.emit.editing import Attribute, Inserter
-from graph_passes.emit.heads import emit_columns, emit_heads, num_groups
+from graph_passes.emit.head_terms import num_groups
+from graph_passes.emit.heads import emit_columns, emit_heads
 from graph_passes.emit.probabilities import emit_steps
 
 __all__ = ["LOW", "OPSETS", "FusedOperator", "emit_fused_blocks", "is_plain"]

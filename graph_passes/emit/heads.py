@@ -1,171 +1,25 @@
 """Emit the heads of a projection: x W^h, with q/k norm and rotary embedding, (B, H, T, K).
 
 The result does not depend on the layout of the original nodes: each projection becomes one product
-with scales folded into its weight.
+with scales folded into its weight. ``head_terms`` states what is computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.blocks import (
-    AttentionBlock,
-    BroadcastLayout,
-    Norm,
-    Projection,
-    QuantizedProduct,
-    RotaryTerm,
-)
+from graph_passes.blocks import BroadcastLayout, Norm, Projection, QuantizedProduct
 from graph_passes.emit.editing import Inserter
-from graph_passes.errors import Refusal
+from graph_passes.emit.head_terms import HeadTerms, factor_axes, head_terms
 
-__all__ = ["TOKEN_LAYOUT", "emit_columns", "emit_heads", "heads_refusal", "num_groups"]
+__all__ = ["emit_columns", "emit_heads"]
 
 SPLIT_ORDER = {False: [0, 2, 1, 3], True: [1, 2, 0, 3]}
 """From (B, T, H, K), or (T, B, H, K) where the sequence comes first, to (B, H, T, K)."""
-
-TOKEN_LAYOUT = Refusal("token_layout", "its tokens are not laid out as (batch, sequence, size)")
-
-
-def heads_refusal(part: Projection) -> Refusal | None:
-    """Return why heads of a projection cannot be emitted in plain operators; None if they can."""
-    if part.is_cached:
-        return Refusal(
-            "cached",
-            "its cached keys and values are inputs of the graph, whose shapes would change",
-        )
-    if not (part.by_sequence or part.sequence_first):
-        return TOKEN_LAYOUT
-    try:
-        _terms(part, np.arange(part.num_heads))
-    except _UnsupportedError as error:
-        return Refusal("projection_layout", str(error))
-    return None
-
-
-class _UnsupportedError(Exception):
-    """A projection that cannot be emitted, with the reason."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Terms:
-    """A projection of some heads by distinct head; grouped heads are computed once.
-
-    Attributes:
-        base: The columns of W of each distinct head, G x K (of the norm, if any).
-        head_groups: The distinct head of each head.
-        rotary_terms: Each term with the order of the base elements that it reads.
-        group: The row of the norm of each distinct head; empty without a norm.
-    """
-
-    base: np.ndarray
-    head_groups: np.ndarray
-    rotary_terms: tuple[tuple[RotaryTerm, np.ndarray], ...]
-    group: np.ndarray
-
-
-def _terms(part: Projection, heads: np.ndarray) -> _Terms:
-    """The terms of some heads.
-
-    Raises:
-        _UnsupportedError: The projection cannot be emitted.
-    """
-    identity = (RotaryTerm(None, part.columns, part.gain, part.offset),)
-    rotary_terms = [_of_heads(term, heads) for term in part.rotary_terms or identity]
-    first, head_groups = _distinct(rotary_terms, heads)
-    base = _read_columns(rotary_terms, first) if part.rotary_terms else part.columns[heads[first]]
-    group = np.zeros(0, np.int64)
-    if part.norm is not None:
-        group = _norm_rows(part.norm, base)
-        if part.norm.rotary_terms:
-            _terms(part.norm.operand(part), group)
-        if part.rotary_terms:
-            base = np.sort(base, axis=1)
-        elif not (np.diff(base, axis=1) == 1).all():
-            raise _UnsupportedError("the elements of its q/k norm are reordered")
-    ordered_terms = [(_of_heads(term, first), _order(term, first, base)) for term in rotary_terms]
-    for term, _ in ordered_terms:
-        if term.factor is not None:
-            _factor_axes(term.factor, heads[first], term.gain != 0)
-    return _Terms(base, head_groups, tuple(ordered_terms), group)
-
-
-def _of_heads(term: RotaryTerm, heads: np.ndarray) -> RotaryTerm:
-    """The term of selected heads; its factor still covers all heads."""
-    return RotaryTerm(term.factor, term.columns[heads], term.gain[heads], term.offset[heads])
-
-
-def _distinct(terms: Sequence[RotaryTerm], heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first of each group of equal heads, in order, and the group of each head.
-
-    Args:
-        terms: The terms of ``heads``.
-        heads: The index of each head in the layouts of the factors.
-    """
-    arrays = [np.where(term.gain != 0, term.columns, -1) for term in terms]
-    for term in terms:
-        arrays += [term.gain, term.offset]
-        if term.factor is not None:
-            arrays += [axis[heads] for axis in term.factor.axes if not isinstance(axis, str)]
-    rows = np.concatenate(arrays, axis=1)
-    _, first, groups = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first)  # distinct heads in order of first use
-    return first[order], np.argsort(order)[groups.reshape(-1)]
-
-
-def _read_columns(terms: Sequence[RotaryTerm], heads: np.ndarray) -> np.ndarray:
-    """The columns of W that the terms of each head read, (G, K).
-
-    Raises:
-        _UnsupportedError: Heads read different numbers of columns.
-    """
-    read = np.concatenate([np.where(term.gain != 0, term.columns, -1) for term in terms], axis=1)
-    columns = [np.unique(row[row >= 0]) for row in read[heads]]
-    if len({len(row) for row in columns}) > 1:
-        raise _UnsupportedError("its rotary embedding covers different numbers of elements by head")
-    return np.stack(columns)
-
-
-def _norm_rows(norm: Norm, base: np.ndarray) -> np.ndarray:
-    """The row of the norm that each head reads, given its columns (G, K) of the flattened norm.
-
-    Raises:
-        _UnsupportedError: A head does not read one whole row.
-    """
-    length = norm.columns.shape[1]
-    rows = base // length
-    if base.shape[1] != length or not (rows == rows[:, :1]).all():
-        raise _UnsupportedError("its q/k norm covers all heads together")
-    return rows[:, 0]
-
-
-def _order(term: RotaryTerm, first: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """The base element of each element of a term, which must be the same in each head."""
-    columns = term.columns[first]
-    is_used = term.gain[first] != 0
-    if np.array_equal(columns, base):
-        return np.arange(base.shape[1])
-    pairs = zip(base, columns, strict=True)
-    order = np.array([np.searchsorted(np.sort(read), wanted) for read, wanted in pairs])
-    common = np.where(is_used, order, 0).max(axis=0)
-    if not ((order == common) | ~is_used).all():
-        raise _UnsupportedError("its rotary embedding has another order of elements in each head")
-    return common
-
-
-def num_groups(block: AttentionBlock) -> int:
-    """G, if each of G key/value heads serves H / G consecutive query heads, else H."""
-    heads = np.arange(block.num_heads)
-    spread = [_terms(part, heads).head_groups for part in (block.k, block.v)]
-    groups = int(spread[0].max()) + 1
-    in_order = heads * groups // len(heads)
-    is_even = len(heads) % groups == 0 and all(np.array_equal(group, in_order) for group in spread)
-    return groups if is_even else len(heads)
 
 
 def emit_heads(
@@ -184,7 +38,7 @@ def emit_heads(
         distinct: Emit grouped heads once, (B, G, T, K), in order of first use.
     """
     indices = np.arange(part.num_heads) if heads is None else np.asarray(heads)
-    terms = _terms(part, indices)
+    terms = head_terms(part, indices)
     dtype = part.dtype
     count, size = terms.base.shape
     is_plain = (
@@ -248,7 +102,7 @@ def emit_columns(
 
 
 def _emit_product(
-    make: Inserter, part: Projection, terms: _Terms, scale: float, *, is_plain: bool
+    make: Inserter, part: Projection, terms: HeadTerms, scale: float, *, is_plain: bool
 ) -> ir.Value:
     """Emit the distinct heads (B, G, T, K) of the product, normalized if there is a norm.
 
@@ -323,7 +177,7 @@ def _mean(make: Inserter, value: ir.Value, size: int, name: str, dtype: ir.DataT
     return make.op("MatMul", [value, mean], name)
 
 
-def _rotary_precision(terms: _Terms) -> ir.DataType | None:
+def _rotary_precision(terms: HeadTerms) -> ir.DataType | None:
     """The precision of the factors; None if there are none, or if it is unknown."""
     factors = (term.factor for term, _ in terms.rotary_terms)
     return next((factor.dtype for factor in factors if factor is not None), None)
@@ -332,7 +186,7 @@ def _rotary_precision(terms: _Terms) -> ir.DataType | None:
 def _apply_rotary_terms(
     make: Inserter,
     value: ir.Value,
-    terms: _Terms,
+    terms: HeadTerms,
     scale: float,
     heads: np.ndarray,
     dtype: ir.DataType,
@@ -396,45 +250,6 @@ def _by_head(array: np.ndarray) -> np.ndarray:
     return array[0] if (array == array[:1]).all() else array[:, None, :]
 
 
-def _factor_axes(
-    spread: BroadcastLayout, heads: np.ndarray, is_used: np.ndarray
-) -> tuple[tuple[str, np.ndarray | None], ...]:
-    """The role of each axis of the factor, and the selected elements.
-
-    Roles are "batch", "token", "head", "element", "both" for elements that differ by head, or ""
-    for a single element.
-
-    Raises:
-        _UnsupportedError: The layout is not supported.
-    """
-    if spread.is_last_position or (spread.positions is not None and spread.axes[:1] != ("batch",)):
-        raise _UnsupportedError("its operator computes the rotary positions")
-    roles: list[tuple[str, np.ndarray | None]] = []
-    for axis in spread.axes:
-        if isinstance(axis, str):
-            roles.append((axis, None))
-            continue
-        index = np.where(is_used, axis[heads], -1)
-        by_element = index.max(axis=0)
-        by_head = index.max(axis=1)
-        if not is_used.any() or (index[is_used] == index[is_used][0]).all():
-            roles.append(("", np.array(max(index.max(), 0))))
-        elif ((index == by_element) | ~is_used).all():
-            roles.append(("element", np.maximum(by_element, 0)))
-        elif ((index == by_head[:, None]) | ~is_used).all():
-            roles.append(("head", np.maximum(by_head, 0)))
-        else:
-            roles.append(("both", np.maximum(index, 0)))
-    names = [role for role, _ in roles if role]
-    if (
-        len(names) != len(set(names))
-        or "token" not in names
-        or ("both" in names and {"head", "element"} & {*names})
-    ):
-        raise _UnsupportedError("the layout of its rotary angles is not supported")
-    return tuple(roles)
-
-
 def _emit_angles(
     make: Inserter, spread: BroadcastLayout, heads: np.ndarray, is_used: np.ndarray
 ) -> ir.Value:
@@ -442,7 +257,7 @@ def _emit_angles(
     value = spread.value
     if spread.positions is not None:
         value = make.op("Gather", [value, spread.positions], "angles_at", axis=0)
-    roles = _factor_axes(spread, heads, is_used)
+    roles = factor_axes(spread, heads, is_used)
     for axis in reversed(range(len(roles))):  # last first: earlier axes keep their index
         index = roles[axis][1]
         if index is not None:

@@ -284,14 +284,13 @@ class CachedHeads(NamedTuple):
 
 
 def split_heads(
-    trace: LinearTrace, axes: Sequence[int], heads: int, role: str
+    trace: LinearTrace, axes: Sequence[int], role: str
 ) -> tuple[dict[PositionFactor | None, TermByHead], CachedHeads | None]:
     """Split a trace into heads, and check that each token keeps its position.
 
     Args:
         trace: The trace of a projection.
-        axes: The permutation of the value to (B, H, T, K), (B*H, T, K) or (B, T, H*K).
-        heads: Number of heads in the last axis; 0 if heads have an axis of their own.
+        axes: The permutation of the value to (B, H, T, K) or (B*H, T, K).
         role: Name of the projection, for messages.
 
     Returns:
@@ -301,7 +300,7 @@ def split_heads(
         MatchFailure: Heads are split in another way, or depend on the position of the token.
     """
     laid_out = {
-        factor: term.map(lambda array: _by_head(array.transpose(axes), trace, heads, role))
+        factor: term.map(lambda array: _by_head(array.transpose(axes), trace, role))
         for factor, term in trace.terms.items()
     }
     present = {f: term for f, term in laid_out.items() if f is None or not f.past}
@@ -328,16 +327,10 @@ def split_heads(
     return terms, CachedHeads(factor, cached_heads)
 
 
-def _by_head(array: np.ndarray, trace: LinearTrace, heads: int, role: str) -> np.ndarray:
+def _by_head(array: np.ndarray, trace: LinearTrace, role: str) -> np.ndarray:
     """Reshape an array of an element map to (B, H, T, K)."""
     if array.ndim < 2:
         raise MatchFailure(f"the {role} is a single row")
-    if heads:
-        if array.ndim != 3 or array.shape[-1] % heads:
-            raise MatchFailure(
-                f"the {role} has shape {array.shape}, not {heads} heads side by side"
-            )
-        return split_last_axis(array, heads)
     length, size = array.shape[-2:]
     if trace.source is None or any(factor and factor.past for factor in trace.terms):
         if array.ndim != 4:

@@ -32,7 +32,9 @@ from graph_passes.matching.idioms import SOFTMAXES, SoftmaxMatch
 from graph_passes.matching.layout import LayoutReader
 from graph_passes.matching.naming import assign_names, attention_name
 from graph_passes.matching.operators import FUSED_OPERATORS, OPERATORS, OperatorMatch
+from graph_passes.matching.output_projection import match_output_projection
 from graph_passes.matching.products import ContextProduct, ScoreProduct
+from graph_passes.matching.projections import match_projection
 from graph_passes.matching.reuse import (
     IN_ORDER,
     head_sources,
@@ -133,12 +135,12 @@ def _match_softmax(
             raise MatchFailure(IN_INTEGERS)
         raise MatchFailure(f"{describe(node)} has no product of queries and keys as input")
     product = logits.product
-    q = reader.match_projection(product.query, "query", axes=product.query_axes)
-    k = reader.match_projection(product.key, "key", axes=product.key_axes)
+    q = match_projection(reader, product.query, "query", axes=product.query_axes)
+    k = match_projection(reader, product.key, "key", axes=product.key_axes)
     context = match_context(softmax, logits, reader)
     mixing = context.product
     reuses = () if context.joined is None else _reused_beside(context, reader)
-    v = reader.match_projection(mixing.value, "value", axes=mixing.value_axes)
+    v = match_projection(reader, mixing.value, "value", axes=mixing.value_axes)
     v = replace(v, scale=v.scale * mixing.scale)
     steps, content = _split_content(logits.steps, product, k, reader)
     steps = tuple(_mark_entangled(step, q, k) for step in steps)
@@ -257,7 +259,7 @@ def _reusing_block(
     reader: LayoutReader,
 ) -> AttentionBlock:
     """Build a block whose heads all reuse probabilities of other blocks; it has no q and k."""
-    v = reader.match_projection(product.value, "value", axes=product.value_axes)
+    v = match_projection(reader, product.value, "value", axes=product.value_axes)
     v = replace(v, scale=v.scale * product.scale)
     no_elements = np.zeros((0, source.head_size))
     no_columns = no_elements.astype(np.int64)
@@ -333,11 +335,11 @@ def _joined_block(
     value = whole_values(values, reader.info)
     if value is None or len({part.v.scale for part in parts}) > 1:
         raise MatchFailure(f"{describe(node)} joins contexts of different values")
-    v = replace(reader.match_projection(value, "value"), scale=first.v.scale)
+    v = replace(match_projection(reader, value, "value"), scale=first.v.scale)
     context = node.outputs[0]
     sizes = (v.sequences(reader.shape), v.num_heads, v.head_size)
     labels, order = _context_labels(reader.shape(context), sizes, IN_ORDER)
-    output = reader.match_output_projection(context, labels, order)
+    output = match_output_projection(reader, context, labels, order)
     starts = np.cumsum([0, *(part.num_heads for part in parts)])
     reuses = tuple(
         replace(reuse, heads=reuse.heads + start)
@@ -411,7 +413,7 @@ def _make_block(
     if product.op_type in FUSED_OPERATORS and len(shape) == 4:
         context_axes = IN_ORDER
     labels, order = _context_labels(shape, (counts.pop(), heads, v.head_size), context_axes)
-    output = reader.match_output_projection(match.context, labels, order)
+    output = match_output_projection(reader, match.context, labels, order)
     parts = (q, k, v, content, output)
     projection_nodes = [node for part in parts if part is not None for node in part.nodes]
     return AttentionBlock(
@@ -523,7 +525,7 @@ def _split_content(
     """Split off the content term: a first bias that is a projection of the keys' input."""
     if steps and isinstance(steps[0], PositionBias):
         try:
-            content = reader.match_projection(steps[0].value, "content", axes=product.key_axes)
+            content = match_projection(reader, steps[0].value, "content", axes=product.key_axes)
         except (MatchFailure, ValueError):  # ValueError: the bias has fewer axes than the keys
             return tuple(steps), None
         is_of_keys = content.has_weight and content.input is k.input

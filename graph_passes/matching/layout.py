@@ -11,58 +11,38 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from graph_passes.analysis.constants import constant_array, constant_type, is_constant, origin
+from graph_passes.analysis.constants import constant_array, is_constant
 from graph_passes.analysis.evaluation import MAX_ELEMENTS, evaluate
 from graph_passes.analysis.operator_sets import (
     COPIES,
-    FLATTENS,
     LAYOUT,
     REWRITE_FIRST,
     is_quantized,
 )
 from graph_passes.analysis.shapes import ShapeInfo
-from graph_passes.blocks import (
-    BroadcastLayout,
-    Linear,
-    Norm,
-    OutputProjection,
-    Projection,
-    QuantizedProduct,
-    QuantizedWeight,
-    Weight,
-)
+from graph_passes.blocks import Linear
 from graph_passes.matching import reaches
 from graph_passes.matching.element_map import (
-    CachedHeads,
     ElementMap,
     LinearTrace,
     MatchFailure,
     PositionFactor,
-    TermByHead,
-    TracedNorm,
     UnsupportedNode,
     add_traces,
     concat_traces,
     describe,
     known_shape,
-    split_heads,
 )
 from graph_passes.matching.norms import NORMS, apply_norm
 from graph_passes.matching.products import linear
-from graph_passes.matching.quantized import quantized_linear, quantized_reader
-from graph_passes.matching.rotary import (
-    apply_position_factor,
-    apply_rotary_operator,
-    broadcast_layout_of,
-    rotary_terms_of,
-)
+from graph_passes.matching.quantized import quantized_linear
+from graph_passes.matching.rotary import apply_position_factor, apply_rotary_operator
 
-__all__ = ["LayoutReader", "only_consumer"]
+__all__ = ["LayoutReader"]
 
 ELEMENTWISE = frozenset({"Add", "Sub", "Mul", "Div", "Max", "Where"})
 PRODUCTS = frozenset({"MatMul", "Gemm", "FusedMatMul", "TransposeMatMul", "Einsum"})
@@ -70,17 +50,9 @@ ENDLESS_BOUND = 1 << 30
 """Slice ends of at least this value mean the end of the axis (exporters write INT64_MAX etc.)."""
 
 
-class _Biased(NamedTuple):
-    """The bias of a product, the value after it, and the Add node in between, if any."""
-
-    bias: ir.Value | None
-    output: ir.Value
-    nodes: tuple[ir.Node, ...] = ()
-
-
 @dataclass(frozen=True, eq=False)
 class LayoutReader:
-    """Matches projections at given axis lengths.
+    """Traces values to their projections at given axis lengths.
 
     Attributes:
         info: Shapes and small constants (see ``infer_shapes_at``).
@@ -102,173 +74,6 @@ class LayoutReader:
                 f"{value.name!r} has shape {shape}: more than {MAX_ELEMENTS} elements"
             )
         return shape
-
-    def match_projection(
-        self, operand: ir.Value, role: str, *, axes: Sequence[int] | None = None, heads: int = 0
-    ) -> Projection:
-        """Trace ``operand``, (B, H, T, K) or (B*H, T, K), to the product with its weight.
-
-        Args:
-            operand: An operand of the scores or of the context.
-            role: "query", "key", "value" or "content", for messages.
-            axes: The permutation of the operand to (..., T, K), if not the identity.
-            heads: Number of heads in the last axis of an operand (B, T, H*K) (fused operators).
-
-        Raises:
-            MatchFailure: A node between the product and the operand is not supported.
-        """
-        return self.make_projection(
-            self.trace(operand, role), operand, role, axes=axes, heads=heads
-        )
-
-    def make_projection(
-        self,
-        trace: LinearTrace,
-        operand: ir.Value,
-        role: str,
-        *,
-        axes: Sequence[int] | None = None,
-        heads: int = 0,
-    ) -> Projection:
-        """Build the projection of a trace; see ``match_projection`` for the arguments."""
-        if axes is None:
-            axes = range(len(trace.shape))
-        terms, cached = split_heads(trace, axes, heads, role)
-        # Phi-3 joins the rotated elements with an empty set of elements without rotation.
-        terms = {factor: term for factor, term in terms.items() if term.is_used} or terms
-        past = None if cached is None else broadcast_layout_of(*cached, self.info, role)
-        if trace.source is None:
-            assert cached is not None and past is not None
-            return _cached(operand, trace, past, cached)
-        layout = "B*H T K" if len(trace.shape) == 3 else "B H T K"
-        if heads:
-            layout = "B T H*K"
-        factor = 1.0 if cached is None else cached.scale
-        first = next(iter(terms.values()))
-        source = trace.source
-        length = first.factor_index.shape[2]
-        batch = source.rows.size // length
-        source_input, sequence_first = self._unflattened_tokens(source.tokens, first.sequence_first)
-        value = origin(source.weight)
-        if source.product is None:
-            dtype = constant_type(source.weight)
-            weight = Weight(value, source.contracted)
-        else:
-            tensor = self.info.known[source.product]
-            dtype = tensor.dtype
-            is_flat = tensor.shape[:-1] != self.shape(source_input)[:-1]
-            weight = QuantizedProduct(value, source.product, tensor.shape[-1], is_flat)
-        lengths = (length, batch) if sequence_first else (batch, length)
-        return Projection(
-            input=source_input,
-            weight=weight,
-            width=source.width,
-            dtype=dtype,
-            columns=first.columns,
-            gain=first.gain / factor,
-            offset=first.offset / factor,
-            scale=trace.scale * factor,
-            output=operand,
-            nodes=trace.nodes,
-            by_sequence=self.shape(source_input)[:-1] == lengths and not sequence_first,
-            sequence_first=sequence_first,
-            layout=layout,
-            rotary_terms=() if set(terms) == {None} else rotary_terms_of(terms, self.info, role),
-            norm=self._norm(trace.norm, batch, sequence_first=first.sequence_first, role=role),
-            past=past,
-            axes=tuple(axes),
-        )
-
-    def _norm(
-        self, traced: TracedNorm | None, batch: int, *, sequence_first: bool, role: str
-    ) -> Norm | None:
-        """The norm of a trace, whose tokens are ``batch`` sequences."""
-        if traced is None:
-            return None
-        if not traced.terms:
-            return traced.norm
-        terms: dict[PositionFactor | None, TermByHead] = {}
-        for factor, term in traced.terms.items():
-            index = term.factor_index  # N G L
-            axes = (1, 2, 0, 3) if sequence_first else (0, 2, 1, 3)
-            lead = (-1, batch) if sequence_first else (batch, -1)
-            by_group = index.reshape(*lead, *index.shape[1:]).transpose(axes)  # B G T L
-            terms[factor] = term._replace(factor_index=by_group)
-        return replace(traced.norm, rotary_terms=rotary_terms_of(terms, self.info, role))
-
-    def match_output_projection(
-        self, context: ir.Value, labels: np.ndarray, order: tuple[int, int, int, int]
-    ) -> OutputProjection | None:
-        """Follow the context forward to the product with W_O; None if there is no such product.
-
-        Args:
-            context: The output of the product with the values.
-            labels: Indices in (B, H, S, V) order, in the layout of the context.
-            order: B, H, S and V.
-        """
-        size = labels.size
-        value = context
-        path: list[ir.Node] = []
-        while (node := only_consumer(value)) is not None and node.op_type in LAYOUT:
-            if node.inputs[0] is not value or (len(node.outputs) > 1 and node.op_type != "Dropout"):
-                return None
-            try:
-                labels = self.apply_layout(node, labels, 0)
-            except MatchFailure:  # a layout that depends on data
-                return None
-            value = node.outputs[0]
-            path.append(node)
-        if (quantized := quantized_reader(value, self.info)) is not None:
-            node, constant = quantized
-            weight = QuantizedWeight(origin(constant))
-            columns = labels.shape[-1]
-        elif (
-            node is not None
-            and (product := linear(node, self.shape)) is not None
-            and product.tokens is value
-            and product.scale == 1.0
-            and self._has_columns_in_order(product)
-        ):
-            weight = Weight(origin(product.weight), product.contracted)
-            columns = product.width
-        else:
-            return None
-        rows_and_layout = _rows_by_head(labels.reshape(-1, columns), order)
-        if labels.size != size or rows_and_layout is None:
-            return None
-        rows, sequence_first = rows_and_layout
-        addition = _Biased(None, value) if quantized is not None else self._add_bias(node)
-        return OutputProjection(
-            input=value,
-            weight=weight,
-            rows=rows,
-            bias=addition.bias,
-            output=addition.output,
-            nodes=(*path, *addition.nodes, node),
-            sequence_first=sequence_first,
-        )
-
-    def _has_columns_in_order(self, product: Linear) -> bool:
-        """Whether the output of the product is ordered (tokens, columns)."""
-        shape = np.broadcast_shapes(product.rows.shape, product.columns.shape)
-        rows = np.broadcast_to(product.rows, shape).reshape(product.rows.size, -1)
-        return bool((rows == np.arange(product.rows.size)[:, None]).all())
-
-    def _add_bias(self, product: ir.Node) -> _Biased:
-        """Match a product and its bias, in the same operator or in an Add after the product."""
-        output = product.outputs[0]
-        if product.op_type == "Gemm" and len(product.inputs) > 2 and product.inputs[2] is not None:
-            bias = product.inputs[2]
-            is_unscaled = product.attributes.get_float("beta", 1.0) == 1.0
-            if not (is_unscaled and is_constant(bias) and math.prod(self.shape(bias)[:-1]) == 1):
-                raise MatchFailure(f"{describe(product)} adds a value that is not a bias")
-            return _Biased(bias, output)
-        add = only_consumer(output)
-        if add is not None and add.op_type == "Add" and None not in add.inputs:
-            other = add.inputs[1] if add.inputs[0] is output else add.inputs[0]
-            if is_constant(other) and math.prod(self.shape(other)[:-1]) == 1:
-                return _Biased(other, add.outputs[0], (add,))
-        return _Biased(None, output)
 
     def trace(self, value: ir.Value, role: str, reach: int = reaches.PROJECTION) -> LinearTrace:
         """Trace ``value`` to the product with a constant from which it is computed.
@@ -415,31 +220,6 @@ class LayoutReader:
             return None
         return None if trace.source is None else trace
 
-    def _unflattened_tokens(self, tokens: ir.Value, sequence_first: bool) -> tuple[ir.Value, bool]:
-        """The value (B, S, D) before flattening or transposing; whether it remains (S, B, D)."""
-        *lengths, size = self.shape(tokens)
-        count = math.prod(lengths)
-        value: ir.Value | None = tokens
-        for _ in range(reaches.FLATTENING):
-            shape = self.info.shape(value)
-            if value is None or shape is None:
-                break
-            if len(shape) == 3 and shape[2] == size and shape[0] * shape[1] == count:
-                tokens = value
-                break
-            node = value.producer()
-            value = node.inputs[0] if node is not None and node.op_type in FLATTENS else None
-        node = tokens.producer()
-        while node is not None and node.op_type in FLATTENS and node.inputs[0] is not None:
-            if self.info.shape(node.inputs[0]) != self.info.shape(tokens):
-                break
-            tokens = node.inputs[0]  # not changed, for example by a Reshape to the same shape
-            node = tokens.producer()
-        if not sequence_first or node is None or node.op_type != "Transpose" or not node.inputs[0]:
-            return tokens, sequence_first
-        is_swapped = list(node.attributes.get_ints("perm", None) or ()) == [1, 0, 2]
-        return (node.inputs[0], False) if is_swapped else (tokens, True)
-
     def number_elements(self, value: ir.Value, reach: int = reaches.FLATTENING) -> np.ndarray:
         """Label the elements of a value; equal labels mean elements with the same inputs."""
         shape = self.shape(value)
@@ -524,33 +304,6 @@ class LayoutReader:
             raise MatchFailure(f"{describe(node)} could not be evaluated: {error}") from error
 
 
-def _rows_by_head(
-    by_token: np.ndarray, order: tuple[int, int, int, int]
-) -> tuple[np.ndarray, bool] | None:
-    """The place of each element of each head in the last axis, and whether tokens are (S, B).
-
-    Args:
-        by_token: Labels of the context in (B, H, S, V) order, one row per token.
-        order: B, H, S and V.
-
-    Returns:
-        None if the tokens are in another order, or their elements differ.
-    """
-    batch, heads, length, width = order
-    if by_token.shape[0] != batch * length:
-        return None
-    b, h, s, v = np.unravel_index(by_token, order)
-    tokens = np.arange(batch * length)[:, None]
-    elements = (h * width + v)[0]
-    by_batch = (b * length + s == tokens).all()
-    by_length = (s * batch + b == tokens).all()
-    if not ((by_batch or by_length) and (h * width + v == elements).all()):
-        return None
-    if np.unique(elements).size != heads * width:
-        return None
-    return np.argsort(elements).reshape(heads, width), not by_batch
-
-
 def _is_of_tokens(failure: MatchFailure) -> bool:
     """Whether tracing failed at a node other than Cos and Sin, which compute position angles."""
     return isinstance(failure, UnsupportedNode) and failure.node.op_type not in ("Cos", "Sin")
@@ -606,46 +359,3 @@ def _by_token(inner: LinearTrace, constant: np.ndarray) -> bool:
 
 def _varies(array: np.ndarray, axis: int) -> bool:
     return bool((array != array.take([0], axis)).any())
-
-
-def _cached(
-    operand: ir.Value, trace: LinearTrace, past: BroadcastLayout, cached: CachedHeads
-) -> Projection:
-    """A projection whose heads are all cached: each (h, k) is a column of its own."""
-    indices = [axis for axis in past.axes if not isinstance(axis, str)]
-    sizes = [int(index.max()) + 1 for index in indices]
-    shape = cached.heads.columns.shape
-    columns = np.ravel_multi_index(indices, sizes) if indices else np.zeros(shape, np.int64)
-    ones = np.ones(shape)
-    return Projection(
-        input=past.value,
-        weight=None,
-        width=0,
-        dtype=ir.DataType.FLOAT,
-        columns=columns,
-        gain=ones,
-        offset=0.0 * ones,
-        scale=trace.scale * cached.scale,
-        output=operand,
-        nodes=trace.nodes,
-        by_sequence=True,
-        layout="B H T K",
-        past=past,
-        axes=(0, 1, 2, 3),
-    )
-
-
-def only_consumer(value: ir.Value) -> ir.Node | None:
-    """The only node that reads the elements of a value; None if the value has other readers."""
-    if value.is_graph_output():
-        return None
-    consumers = {node for node, _ in value.uses() if _reads_elements(node)}
-    return consumers.pop() if len(consumers) == 1 else None
-
-
-def _reads_elements(node: ir.Node) -> bool:
-    """Whether a node reads elements; a Shape does not, nor a reshape that only Shape nodes read."""
-    if node.op_type in FLATTENS:
-        output = node.outputs[0]
-        return output.is_graph_output() or any(_reads_elements(use) for use, _ in output.uses())
-    return node.op_type != "Shape"

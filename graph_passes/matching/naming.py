@@ -6,12 +6,11 @@ import itertools
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import onnx_ir as ir
 
 from graph_passes.analysis.constants import is_constant
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, Block, BlockT
 
 __all__ = [
     "assign_names",
@@ -23,8 +22,6 @@ __all__ = [
     "pinned_name",
 ]
 
-BlockT = TypeVar("BlockT", AttentionBlock, FeedForwardBlock)
-
 REWRITE_MARK = re.compile("/(collaborative|fused|pruned|reuse)/")
 """Part of the names of nodes that a rewrite of this package inserts, after the block's name."""
 
@@ -35,7 +32,7 @@ NAME_KEY = "attnserve.name"
 """Key in ``metadata_props`` of a block's product: the name of the block."""
 
 
-def pin_names(blocks: Iterable[AttentionBlock | FeedForwardBlock]) -> None:
+def pin_names(blocks: Iterable[Block]) -> None:
     """Record block names in the graph, so that rewrites preserve them."""
     for block in blocks:
         pin_name(block.product, block.name)

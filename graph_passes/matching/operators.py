@@ -35,6 +35,7 @@ from graph_passes.matching.element_map import (
     split_last_axis,
 )
 from graph_passes.matching.layout import LayoutReader
+from graph_passes.matching.projections import make_projection
 from graph_passes.matching.rotary import rotate_heads
 
 __all__ = ["FUSED_OPERATORS", "OPERATORS", "OperatorMatch"]
@@ -121,7 +122,7 @@ class _Operand:
         Raises:
             MatchFailure: The trace is not a projection by head.
         """
-        projection = self.reader.make_projection(self.trace, self.value, self.role)
+        projection = make_projection(self.reader, self.trace, self.value, self.role)
         if self.value in self.node.outputs:  # the operator projects inside
             return replace(projection, output=None, layout="inside", axes=())
         rank = len(self.reader.shape(self.value))

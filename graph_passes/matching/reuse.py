@@ -22,7 +22,7 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import Reused
 from graph_passes.matching import reaches
 from graph_passes.matching.element_map import MatchFailure, describe
-from graph_passes.matching.layout import only_consumer
+from graph_passes.matching.output_projection import only_consumer
 from graph_passes.matching.products import ContextProduct, context_product
 
 __all__ = [

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, BlockT, FeedForwardBlock
 from graph_passes.emit.editing import redirect_shapes, remove_unused, share_constants
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.factorize.moments import TokenMoments
@@ -39,7 +39,6 @@ __all__ = [
     "small_shapes",
 ]
 
-Block = TypeVar("Block", AttentionBlock, FeedForwardBlock)
 Params = TypeVar("Params")
 
 AttentionTargets = Sequence[tuple[AttentionBlock, Params]]
@@ -199,7 +198,7 @@ class RewritePass(ir.passes.InPlacePass):
         return cls()
 
 
-class BlockPass(RewritePass, Generic[Block, Params]):
+class BlockPass(RewritePass, Generic[BlockT, Params]):
     """A pass over single blocks.
 
     A subclass defines ``refusal`` and ``rewrite``, and ``validate_params`` if parameters depend on
@@ -254,12 +253,12 @@ class BlockPass(RewritePass, Generic[Block, Params]):
 
     @classmethod
     @abstractmethod
-    def find(cls, analyses: Analyses) -> Sequence[Block]:
+    def find(cls, analyses: Analyses) -> Sequence[BlockT]:
         """Every block of the model that the pass could apply to, in order of execution."""
 
     @classmethod
     @abstractmethod
-    def refusal(cls, block: Block, params: Params | None, analyses: Analyses) -> Refusal | None:
+    def refusal(cls, block: BlockT, params: Params | None, analyses: Analyses) -> Refusal | None:
         """Return why a block cannot be rewritten; None if it can. The method raises no error.
 
         Args:
@@ -269,7 +268,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         """
 
     @abstractmethod
-    def rewrite(self, targets: Sequence[tuple[Block, Params]], analyses: Analyses) -> None:
+    def rewrite(self, targets: Sequence[tuple[BlockT, Params]], analyses: Analyses) -> None:
         """Rewrite blocks, which are in order of execution.
 
         The base class removes nodes that become unused.
@@ -278,18 +277,18 @@ class BlockPass(RewritePass, Generic[Block, Params]):
     # ---- overridden by some passes ---------------------------------------------------------------
 
     @classmethod
-    def validate_params(cls, block: Block, params: Params) -> None:
+    def validate_params(cls, block: BlockT, params: Params) -> None:
         """Raise InvalidArgument if the parameters do not fit the block.
 
         By default, all values of the type ``Params`` fit.
         """
 
     @classmethod
-    def changes(cls, block: Block, params: Params) -> bool:
+    def changes(cls, block: BlockT, params: Params) -> bool:
         """Whether these parameters, which are valid for the block, change it at all."""
         return True
 
-    def sizes(self, name: str, block: Block | None) -> dict[str, int | None]:
+    def sizes(self, name: str, block: BlockT | None) -> dict[str, int | None]:
         """The sizes of a rewritten block by their names in reports.
 
         Args:
@@ -345,7 +344,7 @@ class BlockPass(RewritePass, Generic[Block, Params]):
         redirect_shapes(model, [b for b, _ in targets if isinstance(b, AttentionBlock)])
         return True
 
-    def _changed(self, analyses: Analyses) -> list[tuple[Block, Params]]:
+    def _changed(self, analyses: Analyses) -> list[tuple[BlockT, Params]]:
         """The blocks that the pass changes, with their parameters, in order of execution."""
         blocks = [block for block in self.find(analyses) if block.name in self.targets]
         targets = [(block, self.targets[block.name]) for block in blocks]

@@ -26,7 +26,7 @@ from graph_passes.emit.fused_attention import (
     emit_fused_blocks,
     is_plain,
 )
-from graph_passes.emit.heads import TOKEN_LAYOUT
+from graph_passes.emit.head_terms import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes
 from graph_passes.passes.conditions import (

@@ -21,9 +21,9 @@ class FuseResiduals(RewritePass):
     Before: y = LayerNormalization(Add(a, b))
     After:  y = LayerNormalization(Sum(a, b))
 
-    Exact. ONNX Runtime fuses the first into SkipLayerNormalization, whose CPU kernel takes five
-    times as long as both nodes (0.26 ms against 0.05 for 128 x 384 elements, ONNX Runtime 1.31). It
-    does not fuse the second. On a GPU the first may be faster: measure.
+    Exact. ONNX Runtime fuses the first into SkipLayerNormalization, whose CPU kernel is slower than
+    both nodes (ONNX Runtime 1.31). It does not fuse the second. On a GPU the first may be faster:
+    measure.
     """
 
     name: ClassVar[str] = "fuse_residuals"

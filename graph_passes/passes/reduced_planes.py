@@ -6,7 +6,7 @@ import numpy as np
 
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import KEY_TERM, entangled_bias_refusal
-from graph_passes.emit.heads import heads_refusal
+from graph_passes.emit.head_terms import heads_refusal
 from graph_passes.emit.rotary import rotary_heads, rotary_planes
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments

@@ -15,7 +15,7 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
-from graph_passes.emit.heads import heads_refusal
+from graph_passes.emit.head_terms import heads_refusal
 from graph_passes.emit.probabilities import (
     emit_probabilities,
     probabilities_by_head,

@@ -9,12 +9,12 @@ from graph_passes.blocks import AttentionBlock, Capped, Floor, LogitStep, Mask, 
 from graph_passes.emit.attention import KEY_TERM, entangled_bias_refusal
 from graph_passes.emit.caches import cache_refusal
 from graph_passes.emit.collaborative import max_read_size
-from graph_passes.emit.heads import TOKEN_LAYOUT
+from graph_passes.emit.head_terms import TOKEN_LAYOUT
 from graph_passes.errors import Refusal
 from graph_passes.factorize.cp import CollaborativeFactors, collaborative_factors
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.factorize.sparse import sparse_factors
-from graph_passes.matching.layout import only_consumer
+from graph_passes.matching.output_projection import only_consumer
 from graph_passes.passes.conditions import (
     WEAK_FILL,
     quantized_refusal,

@@ -18,7 +18,7 @@ from graph_passes.analysis.shapes import ShapeInfo
 from graph_passes.blocks import AttentionBlock, OutputProjection
 from graph_passes.emit.affine import emit_affine, emit_constant
 from graph_passes.emit.editing import Inserter
-from graph_passes.emit.heads import TOKEN_LAYOUT
+from graph_passes.emit.head_terms import TOKEN_LAYOUT
 from graph_passes.errors import InvalidArgument, Refusal
 from graph_passes.matching.naming import SKIP_MARK
 from graph_passes.passes.base import AttentionPass, AttentionTargets, small_shapes

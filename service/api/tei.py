@@ -20,7 +20,7 @@ from fastapi import APIRouter, Response
 from pydantic import BaseModel
 
 from attnserve import __version__
-from attnserve.models.tokenizer import TextEncoder, Token
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder, Token
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.text_tasks import TextTask
 from graph_passes.errors import AttnserveError, CheckFailed
@@ -59,7 +59,7 @@ from service.api.texts import (
     with_token_ids,
 )
 from service.engine.answer import TextAnswer
-from service.engine.engine import Engine, Text
+from service.engine.engine import Engine
 from service.errors import EmptyBatch, NotReady, UnsupportedTask
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -139,7 +139,7 @@ async def _run(
     exchange: Exchange,
     engine: Engine,
     task: TextTask,
-    texts: Sequence[Text],
+    texts: Sequence[Text | Encoding],
     options: TruncationOptions,
 ) -> TextAnswer:
     work = partial(engine.run_task, task, texts, truncate=options.truncate, side=options.side)
@@ -336,7 +336,7 @@ PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")
 """Prefixes of the paths with errors of this form; "/" stands for that path alone."""
 
 
-def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Text]:
+def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Text | Encoding]:
     """The texts and token ids of a request, with its prompt."""
     inputs = with_token_ids(engine, body.inputs, "inputs")
     return with_prompt(engine, inputs, body.prompt_name, default_prompt=False)

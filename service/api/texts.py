@@ -19,7 +19,7 @@ from pydantic import BeforeValidator, ConfigDict, FailFast, Field, PositiveInt
 
 from attnserve.literals import Side
 from attnserve.models.embeddings import shorten
-from attnserve.models.tokenizer import Encoding, TextEncoder
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder
 from attnserve.serving.activations import scores_of
 from attnserve.serving.loaded_model import SEND_TEXTS
 from graph_passes.errors import InvalidData
@@ -27,7 +27,7 @@ from service.api.exchange import Exchange, Here
 from service.api.requests import Body, JsonRoute, Name
 from service.api.responses import JSON, SLICE, json_response, respond
 from service.engine.answer import TextAnswer
-from service.engine.engine import Engine, Text
+from service.engine.engine import Engine
 from service.engine.request_limits import check_limit
 from service.errors import InvalidField
 
@@ -156,7 +156,7 @@ class TextEmbedResponse(TextResponse):
 async def embed_texts(
     exchange: Exchange,
     engine: Engine,
-    texts: Sequence[Text],
+    texts: Sequence[Text | Encoding],
     *,
     truncate: bool,
     side: Side | None = None,
@@ -207,11 +207,11 @@ def _check_dimensions(engine: Engine, dimensions: int, size: int | None) -> None
 
 def with_prompt(
     engine: Engine,
-    texts: Sequence[Text],
+    texts: Sequence[Text | Encoding],
     name: str | None = None,
     *,
     default_prompt: bool = True,
-) -> list[Text]:
+) -> list[Text | Encoding]:
     """Put a prompt of the model before texts; token ids have no prompt.
 
     Args:

@@ -104,7 +104,7 @@ NO_SECRETS: Mapping[str, Any] = {"api_keys": (), "admin_keys": (), "ssl_keyfile_
 """Values that remove secrets from settings, because Ray stores them; replicas read the keys from
 the environment."""
 
-_repositories: list[Repository] = []
+repositories: list[Repository] = []
 """The repository of this process, if it is a replica."""
 
 
@@ -128,7 +128,7 @@ def _build(settings: Settings, names: Sequence[str]) -> FastAPI:
         )
     keys = {"api_keys": secrets.api_keys, "admin_keys": secrets.admin_keys}
     app = create_app(settings.model_copy(update=keys))
-    _repositories.append(app.state.repository)
+    repositories.append(app.state.repository)
     return app
 
 
@@ -137,7 +137,7 @@ class _Replica:
 
     def check_health(self) -> None:
         """Raise ``NotReady`` if a model cannot run."""
-        for engine in (engine for repository in _repositories for engine in repository.engines()):
+        for engine in (engine for repository in repositories for engine in repository.engines()):
             if not engine.ready:
                 raise NotReady(f"{engine.name} is not ready: {engine.reason}")
 

@@ -117,6 +117,7 @@ class Batcher:
         max_queue: Maximum number of waiting rows.
         concurrency: Number of slots: the maximum number of concurrent runs.
         parts: Number of runs that share the waiting rows, if as many slots are free.
+        clock: Returns the current time in seconds.
         on_batch: Called on the event loop after every run.
         on_failure: Called on the event loop with errors that are not caused by a request.
     """
@@ -131,13 +132,14 @@ class Batcher:
         concurrency: int = 1,
         parts: int = 1,
         stuck_s: float = STUCK_S,
+        clock: Callable[[], float] = perf_counter,
         on_batch: Callable[[BatchRun], None] = lambda batch: None,
         on_failure: Callable[[ModelFailed], None] = lambda error: None,
     ) -> None:
         self.queue = queue
         self.max_queue = max_queue
         self._run, self._on_batch, self._on_failure = run, on_batch, on_failure
-        self._max_wait, self._stuck_s = max_wait_ms / 1e3, stuck_s
+        self._max_wait, self._stuck_s, self._clock = max_wait_ms / 1e3, stuck_s, clock
         self._concurrency, self._parts = concurrency, parts
         self._run_pool = ThreadPoolExecutor(concurrency, "run")
         # Preparation has its own threads, so that it does not wait for runs; short texts have a
@@ -165,7 +167,7 @@ class Batcher:
         """Whether a run or preparation without waiting requests does not end."""
         with self._lock:
             since = [run.abandoned_at for run in self._runs if run.abandoned_at is not None]
-        return bool(since) and perf_counter() - min(since) > self._stuck_s
+        return bool(since) and self._clock() - min(since) > self._stuck_s
 
     def check_room(self, rows: int) -> None:
         """Check that the queue has room for ``rows``; an empty queue accepts every request.
@@ -187,7 +189,7 @@ class Batcher:
 
         Args:
             rows: At least one. The batcher changes them.
-            deadline: On the clock of ``perf_counter``; None for none.
+            deadline: On the clock of the batcher; None for none.
 
         Raises:
             Overloaded: More than ``max_queue`` rows would wait.
@@ -267,7 +269,7 @@ class Batcher:
         if self._closed:
             raise NotReady("the model is unloaded", "load it again")
         loop = self._loop = asyncio.get_running_loop()
-        now = perf_counter()
+        now = self._clock()
         if deadline is not None and now >= deadline:
             raise DeadlineExceeded("the deadline has passed", "allow more time, or send less")
         return _OpenRequest(loop.create_future(), now, deadline)
@@ -313,7 +315,7 @@ class Batcher:
                 if request in run.requests and all(waiter.future.done() for waiter in run.requests)
             ]
         for run in ended:
-            run.abandoned_at = run.abandoned_at or perf_counter()
+            run.abandoned_at = run.abandoned_at or self._clock()
             run.stop.set()
 
     def _deliver(self, done: list[tuple[list[AnyRow], BatchRun | Exception]]) -> None:
@@ -354,7 +356,7 @@ class Batcher:
         """Prepare and enqueue the rows of a request; in a slot, also run due batches."""
         rows: Sequence[AnyRow] = ()
         error: Exception | None = None
-        start = perf_counter()
+        start = self._clock()
         run = _SlotRun({request})
         with self._lock:
             self._runs.add(run)
@@ -363,7 +365,7 @@ class Batcher:
                 rows = _check_not_empty(prepare())
         except BaseException as raised:
             error = _as_exception(raised)
-        end = perf_counter()
+        end = self._clock()
         request.prepare_s = end - start
         with self._lock:
             self._runs.discard(run)
@@ -389,7 +391,7 @@ class Batcher:
 
     def _compute(self, rows: list[AnyRow]) -> list[tuple[list[AnyRow], BatchRun | Exception]]:
         """Run a batch; after a failure, run each request separately: only faulty requests fail."""
-        start = perf_counter()
+        start = self._clock()
         run = _SlotRun({row.request for row in rows})
         with self._lock:
             self._runs.add(run)
@@ -412,7 +414,7 @@ class Batcher:
         finally:
             with self._lock:
                 self._runs.discard(run)
-        ended = perf_counter()
+        ended = self._clock()
         with self._lock:
             self._recent_runs.append((len(rows) * rows[-1].tokens, ended - start))
         tokens = sum(row.real_tokens or row.tokens for row in rows)
@@ -423,7 +425,7 @@ class Batcher:
         batches: list[list[AnyRow]] = []
         with self._lock:
             self._free_slots += freed
-            now = perf_counter()
+            now = self._clock()
             while self._free_slots and len(self.queue) and not self._paused:
                 if self._max_wait and self.queue.tokens < self.queue.budget:
                     oldest = min(request.queued_at for request in self.queue.requests)

@@ -23,7 +23,7 @@ import numpy as np
 from attnserve.data.token_statistics import CalibrationRange, row_ids
 from attnserve.literals import Side
 from attnserve.models.rows import check_rows, join_rows, join_values, split_rows
-from attnserve.models.tokenizer import Encoding, TextEncoder
+from attnserve.models.tokenizer import Encoding, Text, TextEncoder
 from attnserve.runtime.interface import Feed, row_length
 from attnserve.serving.loaded_model import Model, ModelFailed, OutOfMemory
 from attnserve.serving.text_tasks import TextTask
@@ -42,9 +42,6 @@ from service.metrics import ModelMetrics, StageNanoseconds, VersionState
 from service.settings import Settings
 
 T = TypeVar("T")
-
-Text = str | tuple[str, str] | Encoding
-"""A text, a pair of texts, or token ids including special tokens."""
 
 RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Delays before each attempt to reload a broken model; the last one repeats."""
@@ -119,7 +116,7 @@ class Engine:
             Queue(settings.max_inputs),
             max_queue=settings.max_queue,
         )
-        self._reload = reload
+        self.reload = reload
         self.in_flight = 0
         """Number of open requests."""
         self._users = 0
@@ -214,7 +211,7 @@ class Engine:
     async def run_task(
         self,
         task: TextTask,
-        texts: Sequence[Text],
+        texts: Sequence[Text | Encoding],
         *,
         truncate: bool = True,
         side: Side | None = None,
@@ -227,7 +224,7 @@ class Engine:
                 ("classify"), the logit of a query and a text ("rerank"), or the weights of the
                 vocabulary ("sparse"). "tokens" has one row per token of all texts
                 (``TextAnswer.lengths``).
-            texts: One or more texts.
+            texts: One or more texts, pairs of texts, or token ids with the special tokens.
             truncate: Truncate texts that are too long; False refuses them.
             side: The side at which texts lose tokens; None for the tokenizer's own.
             deadline: On the clock of ``perf_counter``; None for none.
@@ -270,7 +267,7 @@ class Engine:
 
     async def tokenize(
         self,
-        texts: Sequence[Text],
+        texts: Sequence[Text | Encoding],
         work: Callable[[TextEncoder], Sequence[T]],
         *,
         deadline: float | None = None,
@@ -467,4 +464,4 @@ class Engine:
             if self._is_closed:
                 return
             self.model.close()  # free the old session first: there may be no memory for both
-            self.model = self._reload()
+            self.model = self.reload()

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from attnserve.context import AUTO
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.serving.backends import RunnerOptions
@@ -267,7 +267,8 @@ class ModelLoader:
                 checked_model = await asyncio.to_thread(self._load, name, version, location)
             except Exception as error:  # the model is served without the fusion
                 log.warning("%s version %s is not fused: %s", name, version, error)
-                engine.model.operators = self._shown(OperatorReport(why=str(error)))
+                operators = checked.unfused(str(error)).operators
+                engine.model.operators = self._shown(operators)
                 return
             assert checked_model is not None
             if checked_model.identity != engine.identity:  # the files were replaced
@@ -318,12 +319,9 @@ class ModelLoader:
     def _shown(self, operators: OperatorReport) -> OperatorReport:
         """The report of operators without paths of this server, because clients see the report."""
         hide = partial(hide_folders, served=self.settings.model)
-        fused = operators.fused
-        if fused is not None:
-            refused = {name: hide(why) for name, why in fused.refused.items()}
-            fused = replace(fused, refused=refused)
-        why = hide(operators.why)
-        return OperatorReport(fused=fused, why=why, is_pending=operators.is_pending)
+        refused = {name: hide(why) for name, why in operators.refused_runtimes.items()}
+        shown = operators.with_refused(refused)
+        return shown.model_copy(update={"why": hide(operators.why)})
 
     def _free(self, engine: Engine) -> None:
         task = asyncio.ensure_future(engine.retire())
@@ -350,7 +348,7 @@ class ModelLoader:
 
 
 def log_operators(engine: Engine) -> None:
-    """Log the operator fusion of a model, or the reason for no fusion."""
+    """Log the operator fusion of a model or the reason for none, and the refused runtimes."""
     done = engine.model.operators
     if done.fused is not None:
         attention, gelu = done.fused.attention, done.fused.gelu
@@ -365,3 +363,8 @@ def log_operators(engine: Engine) -> None:
         )
     elif engine.settings.probe and engine.settings.rewrite:
         log.info("%s runs without fused operators: %s", engine.name, done.why)
+    for runtime, why in done.refused_runtimes.items():
+        if runtime == AUTO:
+            log.info("%s: the runtimes were not compared: %s", engine.name, why)
+        else:
+            log.info("%s does not run in %s: %s", engine.name, runtime, why)

@@ -101,7 +101,7 @@ class Shadow:
             )
         self._reports: Reports = {}
         self._pool = ThreadPoolExecutor(1, "shadow")
-        self._pending: set[asyncio.Task[None]] = set()
+        self.pending: set[asyncio.Task[None]] = set()
         self._can_write = self._can_compare = True
 
     async def start(self) -> None:
@@ -116,7 +116,7 @@ class Shadow:
     def close(self) -> None:
         """End the child and drop pending rows and texts."""
         self._can_compare = False  # a comparison that ends here is not a failure to log
-        for task in self._pending:
+        for task in self.pending:
             task.cancel()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._original is not None:
@@ -168,7 +168,7 @@ class Shadow:
             self._lines = [*self._lines, *sampled_texts][:MAX_LINES]
             if self._lines and is_first:
                 self._spawn(self._write_lines())
-            if sample is not None and len(self._pending) < MAX_PENDING:
+            if sample is not None and len(self.pending) < MAX_PENDING:
                 self._spawn(self._when_idle(sample))
             elif sample is not None:
                 self._count(sample.key, "skipped")
@@ -188,7 +188,7 @@ class Shadow:
         """Collect the rows of other workers; worker 0 calls this once a second."""
         if self._original is None or self._folder is None:
             return
-        free = max(MAX_PENDING - len(self._pending), 0)
+        free = max(MAX_PENDING - len(self.pending), 0)
         for path in list(self._folder.glob("*.row"))[:free]:
             try:
                 content = path.read_bytes()
@@ -206,8 +206,8 @@ class Shadow:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
-        self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        self.pending.add(task)
+        task.add_done_callback(self.pending.discard)
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)

@@ -69,7 +69,7 @@ class SharedRepository(Repository):
         A single worker that cannot follow a load, or is being replaced, must not make the server
         not ready.
         """
-        num_ready = self._ready_here + sum(peer.ready for peer in self._peers())
+        num_ready = self.ready_here + sum(peer.ready for peer in self._peers())
         return self._state.complete and 2 * num_ready >= self._state.workers
 
     @property
@@ -201,7 +201,7 @@ class SharedRepository(Repository):
             raise self._error
 
     @property
-    def _ready_here(self) -> bool:
+    def ready_here(self) -> bool:
         return super().ready and self._error is None
 
     def _peers(self) -> list[Status]:
@@ -330,7 +330,7 @@ class SharedRepository(Repository):
         status = Status(
             self._worker,
             serving=self.serving and not self.draining,
-            ready=self._ready_here,
+            ready=self.ready_here,
             generation=self._generation,
             error=None if self._error is None else error_to_json(self._error),
             models=super().states(),

@@ -29,13 +29,10 @@ from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
 
-INTERRUPTED = 128 + signal.SIGINT
-"""Exit code after an interrupted drain."""
-
 BEAT_S = 1.0
 
 
-class _WorkerServer(Server):
+class WorkerServer(Server):
     """A server that reports its start and its end to the other workers."""
 
     def __init__(self, app: FastAPI, repository: SharedRepository, state: SharedState) -> None:
@@ -46,7 +43,7 @@ class _WorkerServer(Server):
         """Whether the supervisor has exited."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        self._beating = asyncio.create_task(self._beat())
+        self._beating = asyncio.create_task(self.beat())
         open_port = partial(super().startup, sockets)
         if self._state.complete:  # others serve: this worker must not get connections yet
             await self._shared.join(open_port)
@@ -61,7 +58,7 @@ class _WorkerServer(Server):
         await super().shutdown(sockets)
         await self._shared.leave()
 
-    async def _beat(self) -> None:
+    async def beat(self) -> None:
         """Send heartbeats while the event loop runs, and stop once the supervisor has exited."""
         while not self.is_orphaned:
             try:
@@ -85,10 +82,10 @@ def main() -> int:
         try:
             metrics = Metrics(state.metrics)
             repository = SharedRepository(settings, metrics, worker=worker, state=state)
-            server = _WorkerServer(create_app(settings, repository), repository, state)
+            server = WorkerServer(create_app(settings, repository), repository, state)
             server.run(sockets=[listener])
         except KeyboardInterrupt:
-            return INTERRUPTED
+            return 128 + signal.SIGINT
         except AttnserveError as error:
             state.set_status(Status(worker, error=error_to_json(error)))
             return error.exit_code

@@ -36,9 +36,9 @@ class Entry:
 def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """No package with plugins is installed."""
     monkeypatch.setattr(registry, "entry_points", lambda group: [])  # pyright: ignore
-    registry._failed_plugins.cache_clear()
+    registry.failed_plugins.cache_clear()
     yield monkeypatch
-    registry._failed_plugins.cache_clear()
+    registry.failed_plugins.cache_clear()
 
 
 def test_registry_equal_name_is_refused_unless_it_replaces(no_plugins: object) -> None:

@@ -43,4 +43,4 @@ class FakeNvml:
 
 def use_nvml(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
     """Make the service use ``nvml``; None for a machine without a GPU."""
-    monkeypatch.setattr("attnserve.runtime.memory_use._nvml", lambda: nvml)
+    monkeypatch.setattr("attnserve.runtime.memory_use.load_nvml", lambda: nvml)

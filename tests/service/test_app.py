@@ -22,6 +22,7 @@ from onnx import numpy_helper, parser
 from starlette.testclient import TestClient
 
 import service
+from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidArgument
 from service.app import create_app
 from service.launch import serve
@@ -461,17 +462,26 @@ def test_endless_run_ends_with_its_request(tmp_path: Path) -> None:
             assert answer.json()["outputs"][0]["data"] == [6.0, 4.0]
 
 
-def test_run_ends_when_its_client_has_left(tmp_path: Path) -> None:
+def test_run_ends_when_its_client_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, running = Model.run, list[Any]()
+
+    def recorded(*given: Any) -> Any:
+        running.append(given)
+        try:
+            return run(*given)
+        finally:
+            running.clear()
+
     app = create_app(Settings(model=write_endless(tmp_path), probe=False))
     body = orjson.dumps(endless_request(2**60))
     head = f"POST /v2/models/tiny/infer HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
     with listening(app) as address:
         host, port = address.removeprefix("http://").split(":")
-        engine = app.state.repository.engine()
+        monkeypatch.setattr(Model, "run", recorded)
         with socket.create_connection((host, int(port)), timeout=10) as client:
             client.sendall(head.encode() + body)
-            until(lambda: bool(engine.batcher._runs))
-        until(lambda: not engine.batcher._runs)
+            until(lambda: running)
+        until(lambda: not running)
         answer = httpx2.post(f"{address}/v2/models/tiny/infer", json=endless_request(3))
         assert answer.status_code == 200
 

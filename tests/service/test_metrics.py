@@ -48,6 +48,19 @@ def test_metrics_count_requests_per_application(
     assert not any("route=/embed" in key for key in samples(other))
 
 
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_metrics_name_the_runtime_and_the_precision_of_a_model(
+    start: Callable[..., TestClient], encoder: Path, runtime: str
+) -> None:
+    pytest.importorskip(runtime)
+    values = samples(start(encoder, runtime=runtime))
+    labels = f"model=tiny precision=float32 runtime={runtime} version=1"
+    assert [key for key in values if key.startswith("attnserve_model_info")] == [
+        f"attnserve_model_info {labels}"
+    ]
+    assert values[f"attnserve_model_info {labels}"] == 1
+
+
 def test_statistics_counts_and_times_are_exact(
     start: Callable[..., TestClient], encoder: Path
 ) -> None:
@@ -134,9 +147,9 @@ def test_gpu_memory_peak_is_kept_per_model_and_absent_before_first_answer(
     monkeypatch.setattr(engine, "settings", engine.settings.model_copy(update={"provider": "cuda"}))
     nvml = FakeNvml()
     use_nvml(monkeypatch, nvml)
-    for used, peak in ((7, 7), (50, 50), (9, 50), (50, 50), (51, 51)):
+    for second, (used, peak) in enumerate(((7, 7), (50, 50), (9, 50), (50, 50), (51, 51))):
         nvml.used = used
-        memory_use._gpu_sample.cache_clear()  # a second later
+        monkeypatch.setattr(memory_use, "monotonic", partial(float, 1e9 + second))
         answer = client.post(INFER, json=ids_request([2, 3]))
         assert answer.headers["x-gpu-bytes"] == str(used)
         assert answer.json()["parameters"]["gpu_bytes"] == used

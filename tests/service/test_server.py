@@ -42,23 +42,30 @@ def test_answers_that_are_cut_during_the_drain_are_an_error(
 
 
 def test_sigterm_after_the_models_are_loaded_is_no_error(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task that loads them still logs their operators then."""
+    repository = Repository(Settings(model=tmp_path), Metrics())
+    server = Server(FastAPI(), repository)
 
-    async def load() -> None:
-        server._repository.log_operators = lambda: server.handle_exit(signal.SIGTERM, None)  # type: ignore[method-assign]
+    async def nothing(*_: object) -> None:
+        server.started = True
 
     def run(self: Server, sockets: object) -> None:
         async def start() -> None:
-            server._loading = asyncio.create_task(server._load_all())
-            await server._loading
+            await server.startup()
+            while not server.should_exit:
+                await asyncio.sleep(0)
 
         asyncio.run(start())
 
-    monkeypatch.setattr(server, "load", load)
+    monkeypatch.setattr(
+        repository, "log_operators", lambda: server.handle_exit(signal.SIGTERM, None)
+    )
+    monkeypatch.setattr(server, "load", nothing)
     monkeypatch.setattr(gc, "freeze", lambda: None)
     monkeypatch.setattr(uvicorn.Server, "run", run)
+    monkeypatch.setattr(uvicorn.Server, "startup", nothing)
     server.run()
     assert server.should_exit
 

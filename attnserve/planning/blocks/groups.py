@@ -28,12 +28,11 @@ from attnserve.planning.blocks.configurations import (
 )
 from attnserve.planning.blocks.latencies import Latencies
 from graph_passes.analyses import Analyses
-from graph_passes.blocks import AttentionBlock, Block, FeedForwardBlock
+from graph_passes.blocks import AttentionBlock, Block, BlockT, FeedForwardBlock
 from graph_passes.emit.attention import emission_refusal
 from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
-from graph_passes.matching.naming import BlockT
 from graph_passes.passes.base import BlockPass, small_shapes
 from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.conditions import returned_refusal

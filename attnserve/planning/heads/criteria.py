@@ -35,7 +35,7 @@ class PruningInput:
 
     Attributes:
         blocks: The layers of ``model`` whose heads may be removed. Those that share weights have
-            the same number of heads.
+            the same number of heads. Voting needs ``observable_blocks``.
         batches: Calibration data.
         share: The share of all heads to remove.
     """
@@ -132,9 +132,7 @@ def by_voting(given: PruningInput) -> Masks:
     votes = voting_to_stay(decomposed, blocks, given.batches, groups=groups, context=given.context)
     masks: Masks = {}
     for group in given.groups:
-        group_votes = [votes[block.name] for block in group if block.name in votes]
-        if len(group_votes) < len(group):
-            continue  # a layer of the group cannot be observed
+        group_votes = [votes[block.name] for block in group]
         first, mask = group[0].name, [int(x) for x in group_votes[0].mask]
         if len(group_votes) > 1:
             total = np.sum([vote.votes for vote in group_votes], axis=0)

@@ -19,7 +19,7 @@ from attnserve.models.example_inputs import random_batches
 from attnserve.models.lineage import RecordedChange
 from graph_passes.analyses import Analyses
 from graph_passes.analysis.cost import count_macs, infer_at, macs_at
-from graph_passes.blocks import AttentionBlock, FeedForwardBlock
+from graph_passes.blocks import Block
 from graph_passes.errors import InvalidModel
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
@@ -230,8 +230,8 @@ class PassRunner:
 
     # ---- the model -------------------------------------------------------------------------------
 
-    def _blocks(self) -> dict[str, AttentionBlock | FeedForwardBlock]:
-        blocks: dict[str, AttentionBlock | FeedForwardBlock] = {
+    def _blocks(self) -> dict[str, Block]:
+        blocks: dict[str, Block] = {
             block.name: block for block in self.analyses.get(find_feed_forward)
         }
         return blocks | {block.name: block for block in self.analyses.get(find_attention).blocks}

@@ -49,6 +49,8 @@ Skipped = dict[str, Literal["affine", "constant"]]
 
 NO_SOURCE = Refusal("no_source", "no head of an earlier layer can be compared with its heads")
 
+UNOBSERVABLE = Refusal("unobservable", "its attention probabilities cannot be observed")
+
 
 @dataclass(frozen=True, eq=False)
 class HeadSelection:
@@ -158,15 +160,40 @@ def _measured_masks(request: Request, share: float, skipped: Skipped) -> Masks:
             request.leave(block, refusal)
         else:
             blocks.append(block)
+    importance = request.rewrites.importance
+    if importance == "voting":
+        fix = "leave this layer out of `layers`, or set `importance` to energy or loo"
+        blocks = _observed(request, blocks, fix)
     blocks = _with_all_sharing(request, blocks)
     if not blocks:
         return {}
     pruning = PruningInput(request.model, blocks, batches, share, request.job.context)
-    masks = CRITERIA[request.rewrites.importance](pruning)
+    masks = CRITERIA[importance](pruning)
     if all(map(all, masks.values())):
         heads = sum(block.num_heads for block in blocks)
         request.warnings.append(f"`prune` {share} rounds to 0 of {heads} heads: nothing is removed")
     return masks
+
+
+def _observed(request: Request, blocks: Sequence[AttentionBlock], fix: str) -> list[AttentionBlock]:
+    """The blocks whose attention probabilities can be observed.
+
+    Args:
+        fix: The alternative for a layer that the request names.
+
+    Raises:
+        CannotRewrite: The request names another layer.
+    """
+    _, observable = observable_blocks(request.model, [block.name for block in blocks])
+    names = {block.name for block in observable}
+    for block in blocks:
+        if block.name in names:
+            continue
+        refusal = request.body_refusal(block) or UNOBSERVABLE
+        if request.rewrites.layers is not None:
+            raise refusal.error(block.name, fix)
+        request.leave(block, refusal)
+    return [block for block in blocks if block.name in names]
 
 
 def _with_all_sharing(request: Request, blocks: Sequence[AttentionBlock]) -> list[AttentionBlock]:
@@ -221,9 +248,13 @@ def _configured_edges(
     reusing = request.applicable_blocks(
         [block.name for block in remaining if block.name in names], ReuseAttention
     )
+    by_index = request.rewrites.align == "index" and reuse.kind != "auto"
+    if not by_index:
+        others = "" if reuse.kind == "auto" else ", or set `align` to index"
+        reusing = _observed(request, reusing, f"leave this layer out of `layers`{others}")
     if not reusing:
         return {}
-    if request.rewrites.align == "index" and reuse.kind != "auto":
+    if by_index:
         names = [block.name for block in reusing]
         edges = edges_of(reuse, remaining, names, masks=masks, similarity=None)
     else:
@@ -244,15 +275,18 @@ def _aligned_edges(
     reusing: Sequence[AttentionBlock],
     masks: Masks,
 ) -> MutableEdges:
-    """The edges between the most similar heads of blocks."""
+    """The edges between the most similar heads of blocks.
+
+    Args:
+        reusing: Blocks whose probabilities can be observed.
+    """
     batches = request.batches(
         "`reuse` aligns heads by the measured similarity of their attention",
         "give `align` index, the alignment of the paper",
     )
     decomposed, observable = observable_blocks(request.model, request.names)
     observed = {block.name for block in observable}
-    blocks = [block for block in blocks if block.name in observed]
-    reusing = [block for block in blocks if block in reusing]
+    blocks = [block for block in blocks if block.name in observed]  # a source is observed too
     names = [block.name for block in reusing]
     similarity = measure_similarity(decomposed, observable, batches, context=request.job.context)
     if reuse.kind != "auto":

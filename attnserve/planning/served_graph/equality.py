@@ -27,6 +27,7 @@ __all__ = [
     "TOLERANCES",
     "Reference",
     "Tolerance",
+    "computed_type",
     "distance",
     "runnable",
     "shape_name",
@@ -105,7 +106,7 @@ class Reference:
         """
         session = open_session(path, device, AS_SERVED)
         runs = list(runnable(model, COMPARED, session, padded=True))
-        accepted = TOLERANCES[_computed_type(model)]
+        accepted = TOLERANCES[computed_type(model)]
         if rounds_activations(model):
             optimizing = replace(device, runtime="onnxruntime")
             plain, optimized = (
@@ -170,7 +171,7 @@ def _widened(
     return Tolerance(max(cosine, LEAST_EXACT.cosine), min(error, LEAST_EXACT.error))
 
 
-def _computed_type(model: ir.Model) -> ir.DataType:
+def computed_type(model: ir.Model) -> ir.DataType:
     """The floating-point type of most products, of the runtime that computes least exactly."""
     if computes_in_bfloat16(model):
         return ir.DataType.BFLOAT16

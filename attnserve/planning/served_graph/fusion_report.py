@@ -1,4 +1,4 @@
-"""The report of a fusion of operators; the modules that fuse are imported by one process only."""
+"""The result of a fusion of operators; the modules that fuse are imported by one process only."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from attnserve.runtime.interface import LongRows
+from graph_passes.errors import CannotRewrite
 
-__all__ = ["FusionReport"]
+__all__ = ["FusionReport", "NotFaster"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,3 +37,17 @@ class FusionReport:
     runtime: str = "onnxruntime"
     long_rows: LongRows | None = None
     refused: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class NotFaster(CannotRewrite):
+    """No fused graph and no other runtime is faster than the model as it is.
+
+    Attributes:
+        refused: Why another runtime does not run the model, by its name.
+    """
+
+    def __init__(
+        self, what: str, fix: str = "", *, code: str = "", refused: Mapping[str, str]
+    ) -> None:
+        super().__init__(what, fix, code=code)
+        self.refused = refused

@@ -7,7 +7,6 @@ order. The new model is therefore compared with the original and timed before it
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from attnserve.models.lineage import search_of
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.served_graph.equality import PLAUSIBLE, Reference, runnable
-from attnserve.planning.served_graph.fusion_report import FusionReport
+from attnserve.planning.served_graph.fusion_report import FusionReport, NotFaster
 from attnserve.planning.served_graph.timing import (
     ShapeTimer,
     fastest,
@@ -53,8 +52,6 @@ from graph_passes.passes.base import RewritePass
 from graph_passes.passes.fuse_gelu import FuseGelu
 
 __all__ = ["fuse_lossless"]
-
-log = logging.getLogger(__name__)
 
 
 def fuse_lossless(
@@ -84,7 +81,8 @@ def fuse_lossless(
         timer: Times the sessions.
 
     Raises:
-        CannotRewrite: Nothing can be fused, or the result differs or is not faster.
+        NotFaster: The result is not faster.
+        CannotRewrite: Nothing can be fused, or the result differs.
         AttnserveError: The model cannot be read, or does not run.
     """
     model = load_model(source, in_place=True)
@@ -142,7 +140,8 @@ def _fuse_and_check(
         # Without a result the file is served in the default runtime, which must be equal then.
         may_refuse = len(runtimes) == 1 or bool(unfused)
         if may_refuse and (refusal := speed_refusal(original_times, served.times, lengths)):
-            raise refusal.error("", "use the model as it is", area="fusion")
+            error = refusal.error("", "use the model as it is", area="fusion")
+            raise NotFaster(error.what, error.fix, code=error.code, refused=refused)
         variant = served.equal.variant
         if variant.file != path:  # not renamed: it names the file of its external data
             replace(variant, file=path).write(model)
@@ -295,7 +294,6 @@ def _open_equal(
             if variant.runtime == stated.runtime:
                 raise
             refused[variant.runtime] = error.what
-            log.info("%s: %s", variant.runtime, error.what)
         else:
             equal.append(_EqualVariant(variant, reference, session, *differences))
     return equal, refused

@@ -448,7 +448,7 @@ def test_clusters_are_optimal(count: int):
         clusters = (points[np.array(labels) == label] for label in set(labels))
         return sum(float(np.square(cluster - cluster.mean(0)).sum()) for cluster in clusters)
 
-    labels = voting._k_means(points, count, 0)
+    labels = voting.k_means(points, count, 0)
     ways = (way for way in product(range(count), repeat=6) if len(set(way)) == count)
     assert cost(tuple(labels.tolist())) == pytest.approx(min(map(cost, ways)), abs=1e-12)
     assert list(dict.fromkeys(labels.tolist())) == list(range(count)), "numbered as they come"
@@ -456,7 +456,7 @@ def test_clusters_are_optimal(count: int):
 
 @pytest.mark.parametrize("count", range(1, 6))
 def test_clusters_of_equal_points_are_not_empty(count: int):
-    labels = voting._k_means(np.ones((5, 2)), count, 0)
+    labels = voting.k_means(np.ones((5, 2)), count, 0)
     assert sorted(set(labels.tolist())) == list(range(count))
 
 

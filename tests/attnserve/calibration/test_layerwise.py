@@ -95,7 +95,7 @@ def same(actual: Sequence[Sequence[np.ndarray]], expected: Sequence[Sequence[np.
 
 def kept(runner: LayerwiseRunner) -> set[str | None]:
     """Return the names of the values that are kept per batch, except the inputs."""
-    (names,) = {frozenset(v.name for v in held) for held in runner._cache}  # pyright: ignore
+    (names,) = {frozenset(held) for held in runner.known}
     return set(names)
 
 

@@ -12,7 +12,7 @@ import pytest
 from attnserve import evaluate
 from attnserve.checks.evaluate import score_session
 from attnserve.checks.scores import ClassificationScore, PerplexityScore, RatioScore, StsScore
-from attnserve.checks.tasks import _entities
+from attnserve.checks.tasks import entities_of
 from attnserve.models.artifact import open_artifact
 from attnserve.runtime.interface import Session
 from attnserve.runtime.session import open_session
@@ -263,7 +263,7 @@ def test_evaluate_perplexity_of_other_models_or_single_tokens_is_refused(tmp_pat
     ],
 )
 def test_entities_of_labels(labels: str, expected: set[Any]) -> None:
-    assert _entities(labels.split()) == expected
+    assert entities_of(labels.split()) == expected
 
 
 TAGS = {"0": "O", "1": "B-DIR", "2": "I-DIR"}

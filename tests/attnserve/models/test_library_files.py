@@ -359,3 +359,19 @@ def test_failed_write_keeps_the_earlier_folder(tmp_path: Path, monkeypatch: pyte
     with raises(InvalidOutput, "output.not_writable"):
         rewrite(source, new / "model.onnx")
     assert tree(new) == before
+
+
+def test_files_of_an_earlier_model_are_removed(tmp_path: Path):
+    """They would give another pooling or normalization to the new model."""
+    new = tmp_path / "new"
+    rewrite(
+        artifact(tmp_path / "dense", graph(), pooling="mean", normalize=True), new / "model.onnx"
+    )
+    openvino = [f"openvino/openvino_model.{suffix}" for suffix in ("xml", "bin")]
+    for name in openvino:
+        write_json(new / name, {})
+    earlier = {"modules.json", "1_Pooling/config.json", "2_Normalize/config.json", *openvino}
+    assert earlier <= tree(new).keys()
+    other = artifact(tmp_path / "left", graph(), pooling="mean", padding="left")
+    rewrite(other, new / "model.onnx")
+    assert not earlier & tree(new).keys() and (new / "model.onnx").is_file()

@@ -26,6 +26,7 @@ from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.planning.plans.apply import apply_plan
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.served_graph import equality, lossless, timing, variants
+from attnserve.planning.served_graph.fusion_report import NotFaster
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
@@ -180,16 +181,16 @@ def test_plan_that_fuses_residuals_before_a_lossy_pass_is_refused() -> None:
 def test_computed_type_is_that_of_the_products(cell: architectures.Cell) -> None:
     """Weights may be stored in another type."""
     model = load_model(cell.committed)
-    assert equality._computed_type(model) == ir.DataType.FLOAT
+    assert equality.computed_type(model) == ir.DataType.FLOAT
     half = model.clone(deep_copy=True)
     to_half(half)
-    assert equality._computed_type(half) == ir.DataType.FLOAT16
+    assert equality.computed_type(half) == ir.DataType.FLOAT16
     for name, value in list(model.graph.initializers.items()):
         if value.dtype == ir.DataType.FLOAT:
             make = Inserter(model.graph, model.graph[0], f"stored/{name}")
             stored = make.constant(value.const_value.numpy(), "half", ir.DataType.FLOAT16)
             ir.convenience.replace_all_uses_with(value, make.op("Cast", [stored], "single", to=1))
-    assert equality._computed_type(model) == ir.DataType.FLOAT
+    assert equality.computed_type(model) == ir.DataType.FLOAT
 
 
 def outputs(model: ir.Model, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray]:
@@ -314,6 +315,16 @@ def test_fuse_lossless_runtime_auto_takes_the_fastest_that_is_equal(
     assert found.speedup == pytest.approx(4.5 if runtime == "other" else 1.5)
     assert (fault in found.refused["other"]) if fault else found.refused == {}
     assert sorted(one.name for one in tmp_path.iterdir()) == ["new.onnx"]
+
+
+def test_fuse_lossless_slow_result_names_the_refused_runtimes(
+    bert: Artifact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_other_runtime(monkeypatch, "refuses the graph")
+    with raises(NotFaster, "fusion.slow", "1.00x") as caught:
+        fuse_lossless(bert, tmp_path / "new.onnx", AUTO, Timer(lambda length: [1.0, 1.0]))
+    (why,) = caught.value.refused.values()
+    assert caught.value.refused.keys() == {"other"} and "refuses the graph" in why
 
 
 @pytest.mark.parametrize(

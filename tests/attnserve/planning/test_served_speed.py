@@ -59,8 +59,11 @@ def values(speed: ServedSpeed | None) -> list[Any]:
     return [part and pytest.approx(part.value) for part in parts]
 
 
-def test_served_timer_separates_fusion_precision_and_removal(tiny: Path) -> None:
+def test_served_timer_separates_fusion_precision_and_removal(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Original 12 ms, fused 10, in the precision with removal 4, without 5."""
+    monkeypatch.setattr(served_speed, "product_flags", lambda: ("avx2", "avx512_vnni"))
     original = load_model(tiny / "model.onnx")
     pruned = original.clone()
     PruneHeads({find_attention(pruned).blocks[0].name: [1, 0, 1, 1]})(pruned)
@@ -68,6 +71,7 @@ def test_served_timer_separates_fusion_precision_and_removal(tiny: Path) -> None
     speed = timer.speed_of(pruned, pruned.clone(), lossy("int8"))
     assert values(speed) == [1.2, 2.0, 1.25, 2.5]
     assert speed is not None and speed.served_by_shape == pytest.approx((2.5, 2.5))
+    assert speed.cpu_flags == ("avx2", "avx512_vnni")  # the times are those of one CPU
     text = speed.describe("int8")
     assert "1.20x by fused" in text and "2.00x by int8" in text and "1.25x by removal" in text
 

@@ -12,11 +12,13 @@ import onnx_ir as ir
 import pytest
 
 from attnserve.checks.compare import compare
+from attnserve.context import Device
 from attnserve.data.datasets import load_inputs
 from attnserve.literals import Precision
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.models.quantized import batch_invariant
+from attnserve.planning.served_graph.equality import TOLERANCES, distance
 from attnserve.precision.convert import convert, convert_alone, on_cpu, precision_of
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.session import open_session
@@ -220,6 +222,34 @@ def test_convert_text_alone_equals_text_in_any_batch(
             np.testing.assert_allclose(alone, together[row], atol=half)
         short = session.run(None, {n: a[row : row + 1, :length] for n, a in batch.items()})[0][0]
         assert error(together[row, :length], short) < (1e-2 if is_int8 else half)
+
+
+@pytest.mark.parametrize(
+    "precision", ["bfloat16-cpu", pytest.param("int8-full-bfloat16", marks=needs_dot_product)]
+)
+def test_convert_text_alone_equals_text_in_any_batch_in_openvino(
+    encoder: ir.Model, precision: Precision, cpu_with: Callable[..., None]
+):
+    """Within the bound of bfloat16, whatever the other rows and the padding are."""
+    pytest.importorskip("openvino")
+    cpu_with(bfloat16=True)
+    batch = full(encoder)
+    made = convert(encoder, precision, [batch])
+    session = open_session(made, Device(threads=1, runtime="openvino"))
+    assert batch_invariant(made)
+    bound = TOLERANCES[ir.DataType.BFLOAT16]
+    together = session.run(None, batch)[0]
+    others = {name: np.roll(array, 1, axis=0)[:3] for name, array in batch.items()}
+    in_others = session.run(None, others)[0]
+    for row, length in enumerate(LENGTHS):
+        alone = session.run(None, {n: a[row : row + 1] for n, a in batch.items()})[0][0]
+        short = session.run(None, {n: a[row : row + 1, :length] for n, a in batch.items()})[0][0]
+        found = [(alone, together[row]), (short, together[row, :length])]
+        if row < 2:
+            found.append((alone, in_others[row + 1]))
+        for expected, actual in found:
+            cosine, difference = distance(expected, actual)
+            assert cosine >= bound.cosine and difference <= bound.error
 
 
 OUTPUTS = {

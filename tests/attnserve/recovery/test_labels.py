@@ -26,7 +26,7 @@ from attnserve.models.onnx_files import load_model  # noqa: E402
 from attnserve.models.tokenizer_files import load_encoder  # noqa: E402
 from attnserve.recovery import training  # noqa: E402
 from attnserve.recovery.batches import row_contents  # noqa: E402
-from attnserve.recovery.labels import Labels  # noqa: E402
+from attnserve.recovery.labels import Labels, task_loss  # noqa: E402
 from attnserve.recovery.loss import served_vectors  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes.errors import AttnserveError, InvalidData  # noqa: E402
@@ -215,19 +215,22 @@ def test_served_vectors_equal_those_of_the_service(
 
 
 def test_perfect_predictions_have_no_loss_and_constant_ones_a_loss_of_one():
-    labels = object.__new__(Labels)
-    labels.task, labels.unit = "sts", 1.0
     gold = np.array([0.0, 1.0, 2.0, 5.0])
-    assert float(labels._loss(torch.from_numpy(3 * gold - 1), gold)) == pytest.approx(0, abs=1e-6)
-    assert float(labels._loss(torch.ones(4), gold)) == pytest.approx(1)
+
+    def loss(predictions: torch.Tensor, labels: np.ndarray) -> float:
+        return float(task_loss("sts", predictions, labels, 1.0))
+
+    assert loss(torch.from_numpy(3 * gold - 1), gold) == pytest.approx(0, abs=1e-6)
+    assert loss(torch.ones(4), gold) == pytest.approx(1)
     # Scores have any unit.
     other = torch.tensor([0.1, 0.5, 0.2, 0.9])
-    losses = [float(labels._loss(other, unit * gold)) for unit in (1e-7, 1.0, 1e30)]
+    losses = [loss(other, unit * gold) for unit in (1e-7, 1.0, 1e30)]
     np.testing.assert_allclose(losses, losses[1], rtol=1e-5)
     shares = np.array([0.25, 0.75])
-    labels.task, labels.unit = "classification", float(-(shares * np.log(shares)).sum())
+    entropy = float(-(shares * np.log(shares)).sum())
     constant = torch.from_numpy(np.log(shares)).float().expand(4, 2)
-    assert float(labels._loss(constant, np.array([0, 1, 1, 1]))) == pytest.approx(1)
+    classes = task_loss("classification", constant, np.array([0, 1, 1, 1]), entropy)
+    assert float(classes) == pytest.approx(1)
 
 
 COLUMNS = "score\tsentence1\tsentence2"

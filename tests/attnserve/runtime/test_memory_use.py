@@ -11,10 +11,9 @@ import pytest
 
 from attnserve.runtime.memory_use import (
     SAMPLE_S,
-    _nvml,
-    _sample,
     available_bytes,
     gpu_bytes,
+    load_nvml,
     rss_bytes,
 )
 from tests.service.fake_nvml import FakeNvml, use_nvml
@@ -26,11 +25,9 @@ def test_resident_memory_is_sampled_once_per_second(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         psutil.Process, "memory_info", lambda process: SimpleNamespace(rss=next(samples))
     )
-    _sample.cache_clear()
     assert rss_bytes() == rss_bytes() == 5
     clock[0] += SAMPLE_S
     assert rss_bytes() == 6
-    _sample.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -57,14 +54,14 @@ def test_gpu_bytes_of_lost_device_returns_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_gpu_bytes_without_package_or_driver_returns_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # importing it fails
-    _nvml.cache_clear()
+    load_nvml.cache_clear()
     try:
         assert gpu_bytes() is None
         monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(lost=True))
-        _nvml.cache_clear()
+        load_nvml.cache_clear()
         assert gpu_bytes() is None
     finally:
-        _nvml.cache_clear()
+        load_nvml.cache_clear()
 
 
 GIB = 1 << 30

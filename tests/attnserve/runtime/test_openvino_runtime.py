@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from attnserve.runtime.interface import Feed, RunFailed, Session, SessionOptions
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.observer import Observer, state_of
 from attnserve.runtime.onnx_runtime import OnnxSession
+from attnserve.runtime.openvino_session import MOST_ATTEMPTS
 from attnserve.runtime.session import RUNTIMES, open_session, runtime_of
 from attnserve.runtime.stop import STOP, Stop
 from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
@@ -40,7 +40,7 @@ from graph_passes.passes.fuse_attention import FuseAttention
 from tests.errors import raises
 from tests.onnx_text import with_weights
 
-pytest.importorskip("openvino")
+openvino = pytest.importorskip("openvino")
 
 OPENVINO = Device(threads=1, runtime="openvino")
 
@@ -180,30 +180,27 @@ def test_runs_of_several_threads_give_their_own_results(
     assert not wrong
 
 
-@pytest.mark.parametrize(
-    ("broken", "error"), [(3, None), (openvino_runtime.MOST_ATTEMPTS, "device")]
-)
+@pytest.mark.parametrize(("broken", "error"), [(3, None), (MOST_ATTEMPTS, "device")])
 def test_a_run_is_repeated_while_other_runs_break_its_model(
     broken: int, error: str | None, pair: tuple[Session, Session], monkeypatch: pytest.MonkeyPatch
 ):
-    request_type = openvino_runtime._Request
-    attempt, discarded = request_type._attempt, list[bool]()
+    session, feed = open_session(table(), OPENVINO, SessionOptions(concurrency=2)), ids_of(2, 4)
+    start, others = openvino.InferRequest.start_async, list[np.ndarray | None]()
 
-    def attempted(request: Any, model: Any, feed: Feed) -> RunFailed | None:
-        if len(discarded) < broken:
-            discarded.append(request._compiled.discard(model))
-            return RunFailed("another run broke the model", feed)
-        return attempt(request, model, feed)
+    def start_beside_another(request: Any, given: Feed, **options: Any) -> None:
+        if given["ids"].shape == (2, 4) and len(others) < broken:
+            others.append(result(session, ids_of(1, POSITIONS + 1)))
+            raise RuntimeError("another run broke the model")
+        start(request, given, **options)
 
-    monkeypatch.setattr(request_type, "_attempt", attempted)
-    session, feed = open_session(table(), OPENVINO), ids_of(2, 4)
+    monkeypatch.setattr(openvino.InferRequest, "start_async", start_beside_another)
     if error:
         with raises(RunFailed, "session.inputs_refused") as failed:
             session.run(None, feed)
         assert failed.value.kind == error
     else:
         np.testing.assert_allclose(*(each.run(None, feed)[0] for each in (session, pair[0])))
-    assert discarded == [True] * broken
+    assert others == [None] * broken
 
 
 @pytest.mark.parametrize("concurrency", [1, 2])
@@ -211,17 +208,16 @@ def test_a_refused_run_is_repeated_once_if_others_may_run_beside_it(
     concurrency: int, monkeypatch: pytest.MonkeyPatch
 ):
     """A run beside the one that breaks a model may report it first."""
-    attempts: list[RunFailed | None] = []
-    attempt = openvino_runtime._Request._attempt
+    start, attempts = openvino.InferRequest.start_async, list[Any]()
 
-    def attempted(*given: Any) -> RunFailed | None:
-        attempts.append(attempt(*given))
-        return attempts[-1]
+    def counted(request: Any, given: Feed, **options: Any) -> None:
+        attempts.append(request)
+        start(request, given, **options)
 
-    monkeypatch.setattr(openvino_runtime._Request, "_attempt", attempted)
+    monkeypatch.setattr(openvino.InferRequest, "start_async", counted)
     session = open_session(table(), OPENVINO, SessionOptions(concurrency=concurrency))
     assert result(session, ids_of(1, POSITIONS + 1)) is None
-    assert len(attempts) == concurrency and all(attempts)
+    assert len(attempts) == concurrency
     assert result(session, ids_of(1, POSITIONS)) is not None
 
 
@@ -230,21 +226,22 @@ def test_run_waits_while_the_model_that_another_run_broke_is_compiled_again(
 ):
     session = open_session(table(), OPENVINO, SessionOptions(concurrency=2))
     expected = session.run(None, ids_of(2, 4))[0]
-    compile = openvino_runtime._compiled  # pyright: ignore[reportPrivateUsage]
-    compiling = threading.Event()
+    compile = openvino.Core.compile_model
+    compiling, go = threading.Event(), threading.Event()
 
-    def slowly(*given: Any) -> Any:
+    def held(*given: Any) -> Any:
         compiling.set()
-        time.sleep(0.3)
+        assert go.wait(10)
         return compile(*given)
 
-    monkeypatch.setattr(openvino_runtime, "_compiled", slowly)
-    session = open_session(table(), OPENVINO, SessionOptions(concurrency=2))
-    compiling.clear()
-    with ThreadPoolExecutor(1) as pool:
+    monkeypatch.setattr(openvino.Core, "compile_model", held)
+    with ThreadPoolExecutor(2) as pool:
         refused = pool.submit(result, session, ids_of(1, POSITIONS + 1))
         assert compiling.wait(10)
-        np.testing.assert_array_equal(session.run(None, ids_of(2, 4))[0], expected)
+        waiting = pool.submit(session.run, None, ids_of(2, 4))
+        assert not wait([waiting], timeout=0.1).done
+        go.set()
+        np.testing.assert_array_equal(waiting.result()[0], expected)
         assert refused.result() is None
 
 

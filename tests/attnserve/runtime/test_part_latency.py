@@ -169,10 +169,10 @@ def test_cut_out_names_axes_of_batch_and_length(
 
 def test_dim_of_flattened_tokens_is_batch_times_length():
     sizes = [(2, 5), (2, 9)], [(1, 5), (4, 9)], [(1, 5), (4, 5)]
-    named = [latency._dim(0, tuple(b * n for b, n in pairs), pairs) for pairs in sizes]
+    named = [latency.dim_of(0, tuple(b * n for b, n in pairs), pairs) for pairs in sizes]
     assert named == ["2*sequence", "batch*sequence", "batch*5"]
-    assert latency._dim(0, (7, 11), sizes[0]) == "axis_7_11"
-    assert latency._dim(0, (7, 7), sizes[0]) == 7
+    assert latency.dim_of(0, (7, 11), sizes[0]) == "axis_7_11"
+    assert latency.dim_of(0, (7, 7), sizes[0]) == 7
 
 
 def test_cut_out_part_has_one_block_and_its_mask_as_input(tiny_graph: ir.Model, feeds: Any):

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Generator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -14,9 +16,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from attnserve.cli.app import main
 from attnserve.context import Device
 from attnserve.models.onnx_files import load_model, save_model
 from attnserve.runtime import onnx_runtime as sessions
+from attnserve.runtime import openvino_runtime, session
 from attnserve.runtime.cuda import PARITY, Cuda
 from attnserve.runtime.external_data import (
     external_files,
@@ -24,10 +28,23 @@ from attnserve.runtime.external_data import (
     release_mapped_pages,
     weight_bytes,
 )
+from attnserve.runtime.inference_precision import compute_in_bfloat16
 from attnserve.runtime.interface import AS_SERVED, RunFailed, SessionOptions, owned
-from attnserve.runtime.onnx_runtime import require_runtime, run_errors
-from attnserve.runtime.session import open_session, require_cuda
-from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel, MissingExtra, Refusal
+from attnserve.runtime.onnx_runtime import OnnxSession, require_runtime, run_errors
+from attnserve.runtime.session import (
+    open_session,
+    require_cuda,
+    selectable_runtimes,
+    warn_of_old_runtimes,
+)
+from graph_passes.errors import (
+    InvalidArgument,
+    InvalidData,
+    InvalidModel,
+    MissingExtra,
+    OutdatedExtra,
+    Refusal,
+)
 from tests.errors import raises
 from tests.onnx_text import EXP, with_weights
 
@@ -290,7 +307,7 @@ def test_open_session_cuda_without_device_is_refused(monkeypatch: pytest.MonkeyP
 def test_require_cuda_is_none_only_with_provider(monkeypatch: pytest.MonkeyPatch):
     if "CUDAExecutionProvider" not in require_runtime().get_available_providers():
         assert "CUDA" in str(Refusal.of(require_cuda))
-    monkeypatch.setattr(sessions, "_providers", lambda *_: ["CPUExecutionProvider"])
+    monkeypatch.setattr(sessions, "execution_providers", lambda *_: ["CPUExecutionProvider"])
     assert Refusal.of(require_cuda) is None
 
 
@@ -395,3 +412,84 @@ def test_run_refused_inputs_are_described(tmp_path: Path) -> None:
     session = open_session(ir.from_onnx_text(text))
     with raises(InvalidData, "session.inputs_refused", "Got: 4 Expected: 3"):
         session.run(None, {"x": np.ones((2, 4), np.float32)})
+
+
+@pytest.fixture
+def openvino_release(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[[str | None], None]]:
+    """Choose the installed release of OpenVINO; None if it is not installed."""
+
+    def choose(release: str | None) -> None:
+        def version(name: str) -> str:
+            if release is None:
+                raise PackageNotFoundError(name)
+            return release
+
+        monkeypatch.setattr(openvino_runtime, "version", version)
+
+    session._warn_once.cache_clear()
+    yield choose
+    session._warn_once.cache_clear()
+
+
+OPENVINO, AUTO = Device(threads=1, runtime="openvino"), Device(threads=1, runtime="auto")
+UPGRADE = "pip install --upgrade 'openvino>=2026.2'"
+INSTALL = "pip install 'attnserve[openvino]'"
+
+
+@pytest.mark.parametrize(
+    ("release", "values"), [("2026.1.0", ["2026.1.0", "2026.2 or later", UPGRADE]), (None, [])]
+)
+def test_runtime_auto_warns_once_of_an_old_openvino_and_runs_in_the_other_runtime(
+    release: str | None, values: list[str], openvino_release: Callable[[str | None], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    openvino_release(release)
+    model = ir.from_onnx_text(EXP)
+    compute_in_bfloat16(model)  # OpenVINO would compute it
+    for _ in range(2):
+        warn_of_old_runtimes(AUTO)
+        assert selectable_runtimes(AUTO) == ["onnxruntime"]
+        assert isinstance(open_session(model, AUTO), OnnxSession)
+    assert len(caplog.messages) == bool(values)
+    assert all(value in caplog.text for value in values)
+
+
+def test_old_openvino_that_is_not_wanted_needs_no_warning(
+    openvino_release: Callable[[str | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    openvino_release("2026.1.0")
+    for device in (Device(), OPENVINO, Device("cuda", runtime="auto")):
+        warn_of_old_runtimes(device)
+        selectable_runtimes(device)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("release", "error", "fix"),
+    [(None, MissingExtra, INSTALL), ("2026.1.0", OutdatedExtra, UPGRADE)],
+)
+def test_runtime_openvino_without_a_usable_one_is_an_error_with_the_command(
+    release: str | None, error: type[MissingExtra], fix: str,
+    openvino_release: Callable[[str | None], None], tiny: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    openvino_release(release)
+    with raises(error, "extra.openvino", fix):
+        open_session(ir.from_onnx_text(EXP), OPENVINO)
+    for arguments in (
+        ["verify", str(tiny), str(tiny)],
+        ["optimize", str(tiny), "-o", str(tmp_path / "new"), "--precision", "int8"],
+    ):
+        assert main([*arguments, "--runtime", "openvino"]) == 2
+        first, second = capsys.readouterr().err.splitlines()
+        assert first.startswith("error: OpenVINO") and second.strip() == fix
+
+
+def test_openvino_that_cannot_be_imported_is_missing(
+    openvino_release: Callable[[str | None], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino_release("2026.2.0")
+    monkeypatch.setitem(sys.modules, "openvino", None)
+    with raises(MissingExtra, "extra.openvino", INSTALL):
+        open_session(ir.from_onnx_text(EXP), OPENVINO)
+    assert selectable_runtimes(AUTO) == ["onnxruntime"]

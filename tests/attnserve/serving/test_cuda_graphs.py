@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -212,9 +213,10 @@ def test_run_from_many_threads_equals_session(encoder: ir.Model):
 
 
 def test_runner_deleted_ends_its_session_and_thread(encoder: ir.Model):
+    before = {*threading.enumerate()}
     runner, session = runner_of(encoder)
     runner.run(None, example_inputs(encoder, Workload.of(1, 8)))
-    (thread,) = runner._thread._threads
+    (thread,) = {*threading.enumerate()} - before
     reference = weakref.ref(session)
     del runner, session
     gc.collect()

@@ -47,8 +47,9 @@ class Losses:
 
 def alarms(losses: np.ndarray) -> list[int]:
     """The numbers of rows at which the state changes."""
-    live = LiveQuality("r2", GUARANTEED)
-    live._meter = Losses()  # type: ignore[assignment]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live_quality, "new_meter", lambda *_: Losses())
+        live = LiveQuality("r2", GUARANTEED)
     return [at for at, loss in enumerate(losses, 1) if live.add(np.zeros(1), np.array([loss]), {})]
 
 

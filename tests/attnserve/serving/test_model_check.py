@@ -33,9 +33,9 @@ from attnserve.serving.check_result import CachedResult, identify
 from attnserve.serving.graph_facts import GraphCost, GraphFacts
 from attnserve.serving.model_check import LoadChecker
 from attnserve.serving.operator_report import OperatorReport
-from graph_passes.errors import InvalidArgument, InvalidModel
+from graph_passes.errors import InvalidArgument, InvalidModel, MissingExtra
 from tests.errors import raises
-from tests.fixtures.checked_child import Child
+from tests.fixtures.checked_child import ABSENT, REFUSING, Child
 from tests.service.conftest import until
 from tests.service.tiny import write_encoder, write_model
 
@@ -145,6 +145,47 @@ def test_check_crash_of_another_runtime_leaves_the_first(
     assert found.operators.fused.runtime == "onnxruntime"
     assert "SIGABRT" in found.operators.fused.refused["auto"]
     assert "the runtimes could not be compared" in caplog.text
+
+
+def test_check_keeps_the_reason_for_no_comparison_if_nothing_is_faster(
+    bert: Path, child: Child, tmp_path: Path
+) -> None:
+    child(
+        "fuse_lossless = lossless.fuse_lossless\n"
+        "def crash(artifact, new, device):\n"
+        "    if device.runtime == 'auto':\n"
+        "        os.abort()\n"
+        "    timing.MIN_LOSSLESS_GAIN = 1e9\n"
+        "    return fuse_lossless(artifact, new, device)\n"
+        "lossless.fuse_lossless = crash"
+    )
+    auto = replace(ONE_THREAD, runtime="auto")
+    found = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
+    assert found.operators.fused is None and "x as fast" in found.operators.why
+    assert "SIGABRT" in found.operators.refused_runtimes["auto"]
+
+
+def test_check_in_a_runtime_that_is_not_installed_names_the_command(
+    bert: Path, child: Child
+) -> None:
+    child(ABSENT)
+    with raises(MissingExtra, "extra.openvino", "pip install 'attnserve[openvino]'"):
+        checker(device=replace(ONE_THREAD, runtime="openvino")).check(open_artifact(bert))
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_check_keeps_the_refusals_of_runtimes_in_the_cache(
+    bert: Path, child: Child, tmp_path: Path, is_faster: bool
+) -> None:
+    child(REFUSING if is_faster else f"{REFUSING}\ntiming.MIN_LOSSLESS_GAIN = 1e9")
+    auto = replace(ONE_THREAD, runtime="auto")
+    found = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
+    assert (found.operators.fused is not None) == (found.fused_file is not None) == is_faster
+    assert found.operators.refused_runtimes == {"openvino": "no kernel for Erf"}
+    child("raise SystemExit(5)")
+    again = checker(tmp_path / "checks", device=auto).check(open_artifact(bert))
+    assert again.operators == found.operators
+    assert again.unfused("no memory").operators.refused == found.operators.refused_runtimes
 
 
 def test_check_slow_fusion_ends_in_the_background(bert: Path, gate: Path, tmp_path: Path) -> None:
@@ -383,6 +424,10 @@ FUSION = FusionReport(
             {"rewritten": False, "pending": True, "why": "later"},
         ),
         (
+            OperatorReport(why="1.00x as fast", refused={"openvino": "no kernel"}),
+            {"rewritten": False, "why": "1.00x as fast", "refused": {"openvino": "no kernel"}},
+        ),
+        (
             OperatorReport(fused=FUSION),
             {
                 "rewritten": True,
@@ -470,6 +515,18 @@ def checked(
     shutil.copytree(made, cache, dirs_exist_ok=True)
     child("raise SystemExit(5)")
     return cache
+
+
+@pytest.mark.usefixtures("checked")
+def test_check_on_another_cpu_is_made_again(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest operators and runtime depend on the CPU; a home folder may be shared."""
+    flags = check_cache.cpu_flags()
+    assert checker(cached=True).check(open_artifact(bert)).fused_file is not None
+    monkeypatch.setattr(check_cache, "cpu_flags", lambda: flags ^ {"avx512_bf16"})
+    with raises(InvalidModel, "model.crash", "exit status 5"):  # of the child of a new check
+        checker(cached=True).check(open_artifact(bert))
+    monkeypatch.setattr(check_cache, "cpu_flags", lambda: flags)
+    assert checker(cached=True).check(open_artifact(bert)).fused_file is not None
 
 
 def test_check_cached_result_needs_no_child_in_the_next_process(bert: Path, checked: Path) -> None:

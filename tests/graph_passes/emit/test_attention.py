@@ -13,7 +13,8 @@ from graph_passes.analysis.shapes import ShapeInfo, infer_shapes_small
 from graph_passes.blocks import AttentionBlock
 from graph_passes.emit.attention import emission_refusal, emit_context, emit_output
 from graph_passes.emit.editing import Inserter
-from graph_passes.emit.heads import emit_heads, heads_refusal
+from graph_passes.emit.head_terms import heads_refusal
+from graph_passes.emit.heads import emit_heads
 from graph_passes.emit.probabilities import emit_probabilities, probabilities_by_head
 from graph_passes.matching.find import find_attention
 from graph_passes.passes.collaborate import Collaborate, Mixing

@@ -17,7 +17,9 @@ from graph_passes.analysis.shapes import infer_shapes_at
 from graph_passes.analysis.workload import Workload
 from graph_passes.blocks import OutputProjection, Projection, Weight
 from graph_passes.matching.element_map import MatchFailure, describe
-from graph_passes.matching.layout import LayoutReader, only_consumer
+from graph_passes.matching.layout import LayoutReader
+from graph_passes.matching.output_projection import match_output_projection, only_consumer
+from graph_passes.matching.projections import match_projection
 from tests.graph_passes.graphs import D, H, K, graph, run, weights
 
 COLUMNS = np.arange(H * K).reshape(H, K)
@@ -42,7 +44,7 @@ def projection(
     text: str, *, axes: Sequence[int] | None = None, **constants: np.ndarray
 ) -> Projection:
     model = model_of(text, **constants)
-    return reader_of(model).match_projection(value_of(model, "out"), "query", axes=axes)
+    return match_projection(reader_of(model), value_of(model, "out"), "query", axes=axes)
 
 
 PLAIN = """
@@ -120,15 +122,6 @@ def test_match_projection_tokens_last_without_axes_raises() -> None:
         projection(text)
 
 
-def test_match_projection_merged_heads_are_split() -> None:
-    model = graph("\n out = MatMul(x, Wq)", inputs=f"float[b, s, {D}] x")
-    read = reader_of(model).match_projection(value_of(model, "out"), "query", heads=H)
-    np.testing.assert_array_equal(read.columns, COLUMNS)
-    assert read.layout == "B T H*K"
-    with pytest.raises(MatchFailure, match="not 5 heads"):
-        reader_of(model).match_projection(value_of(model, "out"), "query", heads=5)
-
-
 def test_match_projection_repeated_heads_share_columns() -> None:
     read = projection(
         """
@@ -154,7 +147,7 @@ def test_match_projection_two_permutations_match_or_raise(
     x = np.random.default_rng(0).standard_normal((2, 5, D)).astype(np.float32)
     moved = [first[axis] for axis in second]
     try:
-        read = reader_of(model).match_projection(value_of(model, "out"), "query")
+        read = match_projection(reader_of(model), value_of(model, "out"), "query")
     except MatchFailure:
         assert moved not in ([0, 2, 1, 3], [1, 2, 0, 3])
         return
@@ -174,7 +167,7 @@ def test_match_projection_reshape_to_the_same_shape_changes_nothing() -> None:
     q0 = MatMul(xr, Wq)
     q1 = Reshape(q0, heads)
     out = Transpose <perm = [1, 2, 0, 3]> (q1)""")
-    read = reader_of(model).match_projection(value_of(model, "out"), "query")
+    read = match_projection(reader_of(model), value_of(model, "out"), "query")
     np.testing.assert_array_equal(read.columns, COLUMNS)
     assert read.input.name == "x" and read.by_sequence and not read.sequence_first
 
@@ -234,7 +227,7 @@ def output_of(body: str, shape: str = f"b, {H}, s, {K}") -> OutputProjection | N
     model = graph(body, inputs=f"float[{shape}] c0")
     order = (2, H, 5, K)
     labels = np.arange(np.prod(order)).reshape(order)
-    return reader_of(model).match_output_projection(model.graph.inputs[0], labels, order)
+    return match_output_projection(reader_of(model), model.graph.inputs[0], labels, order)
 
 
 MERGED = """

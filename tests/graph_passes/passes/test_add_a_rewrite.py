@@ -20,7 +20,7 @@ from graph_passes.blocks import AttentionBlock, PositionBias
 from graph_passes.emit.editing import replace_uses
 from graph_passes.errors import CannotRewrite, InvalidArgument, Refusal
 from graph_passes.matching.find import find_attention
-from graph_passes.matching.layout import only_consumer
+from graph_passes.matching.output_projection import only_consumer
 from graph_passes.passes.base import AttentionPass, AttentionTargets, NoParams
 from graph_passes.public import PASSES
 from tests.errors import raises

@@ -106,7 +106,7 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             return lambda _: SimpleNamespace(bind=lambda: None)
 
     monkeypatch.setitem(sys.modules, "ray.serve", Serve)
-    monkeypatch.setattr(ray, "_repositories", [])
+    monkeypatch.setattr(ray, "repositories", [])
     return given
 
 

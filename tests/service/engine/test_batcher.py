@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, suppress
-from time import perf_counter, sleep
+from time import sleep
 from typing import Any
 
 import pytest
@@ -31,11 +31,30 @@ def echo(key: Hashable, payloads: list[Any]) -> BatchResult:
     return BatchResult([(key, payload) for payload in payloads])
 
 
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+class Clock:
+    """Seconds that pass only in ``advance``; the event loop has a clock of its own."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
 class Recorder:
-    """A run that records its payloads, and waits for ``go`` if it is held."""
+    """A run that records its payloads, waits for ``go`` if it is held, and takes ``seconds``."""
 
     def __init__(self, *, held: bool = True) -> None:
         self.ran: list[list[Any]] = []
+        self.clock, self.seconds = Clock(), 0.0
         self.go = threading.Event()
         if not held:
             self.go.set()
@@ -43,11 +62,11 @@ class Recorder:
     def __call__(self, key: Hashable, payloads: list[Any]) -> BatchResult:
         self.ran.append(payloads)
         assert self.go.wait(10)
+        self.clock.advance(self.seconds)
         return echo(key, payloads)
 
     async def reached(self, runs: int) -> None:
-        while len(self.ran) < runs:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(self.ran) >= runs)
 
 
 class Preparation:
@@ -137,7 +156,7 @@ async def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
     run = Recorder(held=False)
     async with batching(run, max_wait_ms=3_600_000) as batcher:
         first = start(batcher.submit(rows(1)))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         assert not run.ran
         await asyncio.gather(first, batcher.submit(rows(*range(2, 21))))
         assert run.ran == [[*range(1, 21)]]  # of 5 tokens each
@@ -146,13 +165,17 @@ async def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
 
 async def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:
     run = Recorder(held=False)
-    async with batching(run, max_wait_ms=100) as batcher:
-        first, second = await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
+    async with batching(run, max_wait_ms=1, clock=run.clock) as batcher:
+        waiting = [start(batcher.submit(rows(n))) for n in (1, 2)]
+        await asyncio.sleep(0.002)
+        assert not run.ran
+        run.clock.advance(0.002)
+        assert [(await one).queue_ms for one in waiting] == pytest.approx([2, 2])
+        prepared = start(batcher.submit_from(lambda: rows(3), 1, is_short=True))
+        await until(lambda: len(batcher.queue))
         assert run.ran == [[1, 2]]
-        assert first.queue_ms >= 90 and second.queue_ms >= 90
-        started = perf_counter()
-        await batcher.submit_from(lambda: rows(3), 1, is_short=True)
-        assert perf_counter() - started >= 0.09
+        run.clock.advance(0.002)
+        await prepared
 
 
 async def test_check_room_full_queue_refuses_whole_request() -> None:
@@ -165,7 +188,7 @@ async def test_check_room_full_queue_refuses_whole_request() -> None:
         with raises(Overloaded, "server.overloaded", "2 rows ", " 3 may"):
             batcher.check_room(2)
         prepared = start(batcher.submit_from(preparation.of("prepared"), 1))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         with raises(Overloaded, "server.overloaded", "3 rows"):
             batcher.check_room(1)
         with raises(Overloaded, "server.overloaded", "3 rows"):
@@ -183,7 +206,7 @@ async def test_check_room_empty_queue_takes_any_request_beside_a_run() -> None:
         running = start(batcher.submit(rows(1)))
         await run.reached(1)
         waiting = start(batcher.submit(rows(*range(2, 12))))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         with raises(Overloaded, "server.overloaded", "10 rows ", " 3 may"):
             batcher.check_room(1)
         run.go.set()
@@ -218,8 +241,7 @@ async def test_submit_from_short_and_alone_prepares_in_run_thread() -> None:
         await run.reached(1)
         # The slot is busy: these are prepared meanwhile, and share a batch.
         others = [submit(n, is_short=True) for n in (2, 3)]
-        while len(batcher.queue) < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(batcher.queue) == 2)
         run.go.set()
         outcomes = await asyncio.gather(first, *others)
         assert [outcome.results for outcome in outcomes] == [[("text", n)] for n in (1, 2, 3)]
@@ -234,10 +256,8 @@ async def test_submit_from_second_request_prepares_outside_run_thread() -> None:
     run, slow, preparation = Recorder(held=False), Preparation(held=True), Preparation()
     async with batching(run) as batcher:
         first = start(batcher.submit_from(slow.of(0), 1))
-        await asyncio.sleep(0.01)
-        other = start(batcher.submit_from(preparation.of(1), 1, is_short=True))
-        await asyncio.sleep(0.01)
-        await other  # it does not wait for the first
+        await asyncio.sleep(0)
+        await batcher.submit_from(preparation.of(1), 1, is_short=True)  # it does not wait
         assert preparation.threads == ["prepare-short"] and run.ran == [[1]]
         slow.go.set()
         await first
@@ -245,29 +265,17 @@ async def test_submit_from_second_request_prepares_outside_run_thread() -> None:
 
 @either_thread
 async def test_submit_from_reports_preparation_time_separately(is_short: bool) -> None:
-    """On a busy machine all times are longer: they are compared with measured ones."""
-    took_ms: dict[str, float] = {}
-
-    def timed(stage: str, seconds: float) -> None:
-        started = perf_counter()
-        threading.Event().wait(seconds)
-        took_ms[stage] = 1e3 * (perf_counter() - started)
+    run = Recorder(held=False)
+    run.seconds = 0.1
 
     def make() -> list[AnyRow]:
-        timed("prepare", 0.05)
+        run.clock.advance(0.05)
         return rows(1)
 
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        timed("compute", 0.1)
-        return echo(key, payloads)
-
-    async with batching(run) as batcher:
-        started = perf_counter()
+    async with batching(run, clock=run.clock) as batcher:
         outcome = await batcher.submit_from(make, 1, is_short=is_short)
-        total_ms = 1e3 * (perf_counter() - started)
-        assert outcome.prepare_ms >= took_ms["prepare"] and outcome.compute_ms >= took_ms["compute"]
-        # Each time is counted once.
-        assert outcome.prepare_ms + outcome.queue_ms + outcome.compute_ms <= total_ms
+    times = [outcome.prepare_ms, outcome.queue_ms, outcome.compute_ms]
+    assert times == pytest.approx([50, 0, 100])
 
 
 class Panic(BaseException):
@@ -320,13 +328,14 @@ async def test_submit_from_request_ended_during_preparation_is_not_computed(
     is_short: bool, end: str
 ) -> None:
     run, preparation = Recorder(held=False), Preparation(held=True)
-    async with batching(run) as batcher:
-        deadline = perf_counter() + 0.03 if end == "late" else None
+    async with batching(run, clock=run.clock) as batcher:
+        deadline = run.clock() + 0.001 if end == "late" else None
         prepare = preparation.of("ended")
         ended = start(batcher.submit_from(prepare, 1, deadline, is_short=is_short))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         assert batcher.waiting == 1
         if end == "cancelled":
+            await until(preparation.started.is_set)
             ended.cancel()
         with pytest.raises(asyncio.CancelledError if end == "cancelled" else DeadlineExceeded):
             await ended
@@ -339,12 +348,13 @@ async def test_close_refuses_requests_in_preparation() -> None:
     preparation = Preparation(held=True)
     async with batching() as batcher:
         requests = [start(batcher.submit_from(preparation.of(n), 1)) for n in range(2)]
-        await asyncio.sleep(0.01)
-        asyncio.get_running_loop().call_later(0.1, preparation.go.set)
-        await asyncio.to_thread(batcher.close)
+        await asyncio.sleep(0)
+        closing = start(asyncio.to_thread(batcher.close))
         for request in requests:
             with pytest.raises(NotReady):
                 await request
+        preparation.go.set()
+        await closing
 
 
 # -- deadlines, cancellation and failures ---------------------------------------------------------
@@ -352,18 +362,19 @@ async def test_close_refuses_requests_in_preparation() -> None:
 
 async def test_submit_deadline_passes_in_queue_is_not_computed() -> None:
     run = Recorder()
-    async with batching(run) as batcher:
+    async with batching(run, clock=run.clock) as batcher:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
-        started = perf_counter()
+        late = start(batcher.submit(rows("late", "too"), run.clock() + 0.001))
+        await asyncio.sleep(0)
+        assert batcher.waiting == 2
         with pytest.raises(DeadlineExceeded):  # while the slot is busy
-            await batcher.submit(rows("late", "too"), perf_counter() + 0.03)
-        assert perf_counter() - started >= 0.03
+            await late
         with raises(DeadlineExceeded, "request.deadline"):
-            await batcher.submit(rows("over"), perf_counter())
+            await batcher.submit(rows("over"), run.clock())
         run.go.set()
         await first
-        await batcher.submit(rows("next"), perf_counter() + 10)
+        await batcher.submit(rows("next"), run.clock() + 1000)
     assert run.ran == [["runs"], ["next"]]
 
 
@@ -383,22 +394,21 @@ async def test_run_that_nobody_waits_for_is_ended() -> None:
         raise ModelFailed("terminated")
 
     failed: list[ModelFailed] = []
-    async with batching(run, on_failure=failed.append) as batcher:
-        with suppress(DeadlineExceeded):
-            batcher.pause()
-            one = start(batcher.submit(rows("a"), perf_counter() + 0.5))
-            two = start(batcher.submit(rows("b")))
-            await asyncio.sleep(0)
-            batcher.resume()
+    async with batching(run, on_failure=failed.append, clock=Clock()) as batcher:
+        batcher.pause()
+        one = start(batcher.submit(rows("a"), 1.001))
+        two = start(batcher.submit(rows("b")))
+        await asyncio.sleep(0)
+        batcher.resume()
+        with pytest.raises(DeadlineExceeded):
             await one
+        await until(lambda: ran)
         assert sorted(ran[0]) == ["a", "b"] and not ended.is_set()
         two.cancel()
         with suppress(asyncio.CancelledError):
             await two
-        async with asyncio.timeout(10):
-            while not ended.is_set():
-                await asyncio.sleep(0.001)
-        await batcher.submit(rows("first"), perf_counter() + 10)  # the slot is free again
+        await until(ended.is_set)
+        await batcher.submit(rows("first"), 1000)  # the slot is free again
     assert not failed  # the session is not broken
     assert len(ran) == 2  # its rows are not run one by one
 
@@ -406,22 +416,25 @@ async def test_run_that_nobody_waits_for_is_ended() -> None:
 @pytest.mark.parametrize("stage", ["run", "preparation"])
 async def test_work_that_does_not_end_is_reported(stage: str) -> None:
     run, preparation = Recorder(), Preparation(held=True)
-    async with batching(run, stuck_s=0.1) as batcher:
+    async with batching(run, stuck_s=10, clock=run.clock) as batcher:
         if stage == "run":
-            with pytest.raises(DeadlineExceeded):
-                await batcher.submit(rows("endless"), perf_counter() + 0.05)
-            assert not batcher.is_stuck
+            request = start(batcher.submit(rows("endless")))
+            await run.reached(1)
         else:
             request = start(batcher.submit_from(preparation.of("endless"), 1))
-            assert await asyncio.to_thread(preparation.started.wait, 10)
-            request.cancel()
-        async with asyncio.timeout(10):
-            while not batcher.is_stuck:
-                await asyncio.sleep(0.001)
-            run.go.set()
-            preparation.go.set()
-            while batcher.is_stuck:
-                await asyncio.sleep(0.001)
+            await until(preparation.started.is_set)
+        run.clock.advance(60)
+        assert not batcher.is_stuck  # a request waits for it
+        request.cancel()
+        await asyncio.wait([request])
+        run.clock.advance(9)
+        assert not batcher.is_stuck
+        run.clock.advance(2)
+        assert batcher.is_stuck
+        run.go.set()
+        preparation.go.set()
+        await batcher.submit_from(lambda: rows("next"), 1)
+        assert not batcher.is_stuck
 
 
 async def test_submit_from_short_does_not_wait_behind_long() -> None:
@@ -436,61 +449,58 @@ async def test_submit_from_short_does_not_wait_behind_long() -> None:
 
 
 async def test_submit_expected_to_miss_deadline_is_not_computed() -> None:
-    ran: list[Any] = []
-
-    def slow(key: Hashable, payloads: list[Any]) -> BatchResult:
-        ran.extend(payloads)
-        threading.Event().wait(0.2)
-        return echo(key, payloads)
-
-    async with batching(slow) as batcher:
-        await batcher.submit(rows(0))  # a run is expected to take 0.2 s
+    run = Recorder(held=False)
+    run.seconds = 200
+    async with batching(run, clock=run.clock) as batcher:
+        await batcher.submit(rows(0))
+        run.go.clear()
         first = start(batcher.submit(rows(1)))
-        await asyncio.sleep(0.01)
-        with pytest.raises(DeadlineExceeded):  # it would start in time, and end 0.1 s late
-            await batcher.submit(rows(2, tokens=60), perf_counter() + 0.3)
+        await run.reached(2)
+        late = start(batcher.submit(rows(2, tokens=60), run.clock() + 300))
+        await asyncio.sleep(0)
+        run.go.set()
+        with pytest.raises(DeadlineExceeded):  # it would start in time, and end 100 s late
+            await late
         await first
         # With a free slot it is tried, so that the expected duration is corrected.
-        with pytest.raises(DeadlineExceeded):
-            await batcher.submit(rows(3), perf_counter() + 0.1)
-    assert ran == [0, 1, 3]
+        await batcher.submit(rows(3), run.clock() + 100)
+    assert run.ran == [[0], [1], [3]]
 
 
 async def test_submit_long_runs_of_large_batches_are_not_expected_of_small_ones() -> None:
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        threading.Event().wait(0.3 if "large" in payloads else 0.0)
-        return echo(key, payloads)
-
-    async with batching(run) as batcher:
+    run = Recorder(held=False)
+    run.seconds = 300
+    async with batching(run, clock=run.clock) as batcher:
         for _ in range(3):
             await batcher.submit(rows("large", tokens=60))
+        run.go.clear()
         first = start(batcher.submit(rows("large", tokens=60)))
-        await asyncio.sleep(0.01)
-        # It starts after 0.29 s, and would end after 0.59 s if it took as long as a large one.
-        small = await batcher.submit(rows("small"), perf_counter() + 0.55)
-        assert small.results == [("text", "small")]
+        await run.reached(4)
+        # It starts after 300 s, and would end after 600 s if it took as long as a large one.
+        small = start(batcher.submit(rows("small"), run.clock() + 550))
+        await asyncio.sleep(0)
+        run.go.set()
+        assert (await small).results == [("text", "small")]
         await first
 
 
 async def test_submit_one_long_run_is_not_expected_again() -> None:
     """A paused process makes its current runs long; requests that are in time must run."""
-    pause_s = 0.0
+    run = Recorder(held=False)
+    async with batching(run, concurrency=2, clock=run.clock) as batcher:
 
-    def run(key: Hashable, payloads: list[Any]) -> BatchResult:
-        threading.Event().wait(pause_s)
-        return echo(key, payloads)
+        def submit_two() -> list[asyncio.Future[RequestResult[Any, Any]]]:
+            return [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
 
-    async with batching(run, concurrency=2) as batcher:
-        for _ in range(3):
-            await asyncio.gather(batcher.submit(rows(1)), batcher.submit(rows(2)))
-        pause_s = 0.5
-        paused = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
-        await asyncio.sleep(0.01)
-        pause_s = 0.02
-        await asyncio.gather(*paused)
-        first = [start(batcher.submit(rows(n, tokens=60))) for n in range(2)]
+        for run.seconds in (0, 0, 0, 500):
+            await asyncio.gather(*submit_two())
+        run.seconds = 20
+        run.go.clear()
+        first = submit_two()
+        await run.reached(10)
+        waits = start(batcher.submit(rows(3, tokens=60), run.clock() + 300))
         await asyncio.sleep(0)
-        waits = batcher.submit(rows(3), perf_counter() + 0.3)
+        run.go.set()
         assert (await waits).results == [("text", 3)]
         await asyncio.gather(*first)
 
@@ -501,7 +511,7 @@ async def test_submit_cancelled_removes_rows_from_queue() -> None:
         first = start(batcher.submit(rows("runs")))
         await run.reached(1)
         cancelled = start(batcher.submit(rows("cancelled", "too")))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
@@ -526,7 +536,7 @@ async def test_submit_bad_row_fails_its_own_request_only() -> None:
         good, bad, other = [
             start(batcher.submit(rows(*payloads))) for payloads in (["a", "b"], ["c", "bad"], ["d"])
         ]
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         gate.go.set()
         assert (await good).results == [("text", "a"), ("text", "b")]
         assert (await other).results == [("text", "d")]
@@ -548,7 +558,7 @@ async def test_submit_model_failure_is_reported_to_on_failure() -> None:
         assert [error.what for error in failures] == ["no memory"]
         batcher.pause()
         waiting = start(batcher.submit(rows(2)))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         assert batcher.waiting == 1
         batcher.refuse_all(NotReady("not now"))
         with raises(NotReady, "model.not_ready", "not now"):

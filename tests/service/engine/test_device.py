@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 from attnserve.context import ONE_THREAD
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import save_model
+from attnserve.runtime import openvino_runtime, session
 from attnserve.runtime.cuda import Cuda
 from attnserve.runtime.onnx_runtime import OnnxRuntime, require_runtime
 from attnserve.runtime.session import require_cuda
@@ -26,6 +27,7 @@ from attnserve.serving.cuda_graphs import GraphRunner
 from attnserve.serving.loaded_model import Model
 from benchmarks.gpu.encoder import random_encoder
 from graph_passes.errors import Refusal
+from service import launch
 from service.engine import device
 from service.engine.device import on_device
 from service.settings import Settings
@@ -178,8 +180,6 @@ def test_create_app_auto_provider_is_logged_once(
 def test_serve_workers_get_resolved_provider(
     tmp_path: Path, runtime: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from service import launch
-
     runtime([CUDA, CPU], UNUSABLE)
     told: list[Settings] = []
     monkeypatch.setattr(
@@ -189,6 +189,25 @@ def test_serve_workers_get_resolved_provider(
     assert [settings.provider for settings in told] == ["cpu"]
     (line,) = capfd.readouterr().err.splitlines()
     assert line.endswith(f"no GPU is used, models are served on the CPU: {UNUSABLE}")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_serve_warns_once_of_an_old_openvino(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """The process that compares runtimes has no log."""
+    session._warn_once.cache_clear()
+    monkeypatch.setattr(openvino_runtime, "version", lambda name: "2026.1.0")
+    monkeypatch.setattr(launch, "_serve", lambda settings: None)
+    settings = {"model": tmp_path, "port": 0, "workers": workers, "provider": "cpu"}
+    launch.serve(Settings.model_validate({**settings, "runtime": "onnxruntime"}))
+    assert capfd.readouterr().err == ""
+    for _ in range(2):
+        launch.serve(Settings.model_validate({**settings, "runtime": "auto"}))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "OpenVINO 2026.1.0 is too old" in line and "pip install" in line
+    session._warn_once.cache_clear()
 
 
 @pytest.mark.process

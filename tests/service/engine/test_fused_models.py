@@ -7,21 +7,28 @@ import json
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
 import pytest
+from starlette.testclient import TestClient
 
 import attnserve
 from attnserve.models import onnx_files
+from attnserve.planning.served_graph import equality
+from attnserve.precision import schemes
+from attnserve.runtime import openvino_runtime
 from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.serving import graph_facts, model_check
 from attnserve.serving.check_result import CheckResult
 from attnserve.serving.loaded_model import ModelFailed
 from attnserve.serving.model_check import LoadChecker
+from graph_passes.errors import InvalidModel
 from service.api.triton import configuration
 from service.dashboard.stats import report
 from service.engine.repository import Repository
@@ -29,7 +36,7 @@ from service.metrics import Metrics
 from service.settings import Settings
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState
-from tests.fixtures.checked_child import Child
+from tests.fixtures.checked_child import ABSENT, REFUSING, Child
 from tests.service import conftest
 
 pytestmark = pytest.mark.process
@@ -147,6 +154,65 @@ async def test_repository_bfloat16_is_what_the_runtime_computes(
     error = np.abs(fast["vectors"] - plain["vectors"]).max()
     assert 1e-4 < error < 0.05 if precision == "bfloat16" else error < 1e-6
     assert 1e-7 < 1 - report.fidelity.min_cosine < 1e-2  # measured in bfloat16
+
+
+async def test_repository_artifact_of_openvino_is_served_without_it(
+    bert: Path, tmp_path: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The vectors differ by no more than the bound of bfloat16."""
+    pytest.importorskip("openvino")
+    monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: True)
+    attnserve.optimize(bert, tmp_path / "fast", precision="bfloat16-cpu")
+    expected = await served(tmp_path / "fast", rewrite=False, runtime="openvino")
+    assert expected["runtime"] == "openvino"
+
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    child(ABSENT)
+    monkeypatch.setattr(openvino_runtime, "version", absent)
+    for rewrite in (True, False):
+        found = await served(tmp_path / "fast", rewrite=rewrite, runtime="auto")
+        assert (found["runtime"], found["precision"]) == ("onnxruntime", "float32")
+        cosine, error = equality.distance(expected["vectors"], found["vectors"])
+        bound = equality.TOLERANCES[ir.DataType.BFLOAT16]
+        assert cosine >= bound.cosine and error <= bound.error
+
+
+@pytest.mark.parametrize("is_faster", [True, False])
+def test_refused_runtime_is_in_the_log_and_in_the_metadata(
+    bert: Path, child: Child, start: Callable[..., TestClient],
+    caplog: pytest.LogCaptureFixture, is_faster: bool,
+) -> None:  # fmt: skip
+    """Also if no fused graph is faster, so that the model is served as it is."""
+    caplog.set_level("INFO", "attnserve")
+    child(REFUSING if is_faster else f"{REFUSING}\ntiming.MIN_LOSSLESS_GAIN = 1e9")
+    client = start(bert, probe=True, threads=1, runtime="auto")
+    client.app.state.repository.log_operators()  # type: ignore[attr-defined]
+    assert "bert does not run in openvino: no kernel for Erf" in caplog.messages
+    assert ("with fused operators" in caplog.text) == is_faster
+    parameters = client.get("/v2/models/bert").json()["parameters"]
+    assert parameters["runtime"] == "onnxruntime"
+    assert parameters["refused"] == {"openvino": "no kernel for Erf"}
+
+
+async def test_refusal_of_a_runtime_remains_if_the_fused_model_does_not_load(
+    bert: Path, child: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child(REFUSING)
+    monkeypatch.setattr(model_check, "FOREGROUND_S", 0)
+    async with serving(bert, runtime="auto") as repository:
+        engine = repository.engine()
+        assert engine.model.operators == model_check.PENDING
+
+        def fail(*given: object) -> None:
+            raise InvalidModel("no memory")
+
+        monkeypatch.setattr(repository.loader, "_load", fail)
+        while engine.model.operators == model_check.PENDING:
+            await asyncio.sleep(0.05)
+        assert engine.model.operators.why == "no memory"
+        assert engine.model.operators.refused_runtimes == {"openvino": "no kernel for Erf"}
 
 
 async def test_repository_unchecked_model_is_not_fused(bert: Path) -> None:

@@ -591,10 +591,10 @@ def test_failed_session_is_not_ready_until_reloaded(
     client = start(tmp_path)
     repository: Repository = client.app.state.repository  # type: ignore[attr-defined]
     engine = repository.engine("tiny")
-    faulty = Faulty(engine.model._session.native, text)
-    monkeypatch.setattr(engine.model._session, "native", faulty)
+    faulty = Faulty(engine.model.session.native, text)
+    monkeypatch.setattr(engine.model.session, "native", faulty)
     reload = threading.Event()
-    again = engine._reload
+    again = engine.reload
     assert again is not None
 
     def reload_later() -> Model:
@@ -602,7 +602,7 @@ def test_failed_session_is_not_ready_until_reloaded(
             raise MemoryError  # without a text
         return again()
 
-    monkeypatch.setattr(engine, "_reload", reload_later)
+    monkeypatch.setattr(engine, "reload", reload_later)
 
     answer = client.post("/texts/embed", json={"inputs": "a", "model": "tiny"})
     assert answer.status_code == 503 and answer.headers["retry-after"] == "5"
@@ -619,7 +619,7 @@ def test_failed_session_is_not_ready_until_reloaded(
     reload.set()
     until(lambda: client.get("/v2/health/ready").status_code == 200)
     assert client.post("/texts/embed", json={"inputs": "a", "model": "tiny"}).status_code == 200
-    assert engine.model._session.native is not faulty
+    assert engine.model.session.native is not faulty
 
 
 def test_model_that_a_recovery_loads_during_its_unloading_is_closed(
@@ -628,10 +628,10 @@ def test_model_that_a_recovery_loads_during_its_unloading_is_closed(
     monkeypatch.setattr("service.engine.engine.RETRY_S", (0.01,))
     client = start(encoder)
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
-    faulty = Faulty(engine.model._session.native, "CUDA failure 700")
-    monkeypatch.setattr(engine.model._session, "native", faulty)
+    faulty = Faulty(engine.model.session.native, "CUDA failure 700")
+    monkeypatch.setattr(engine.model.session, "native", faulty)
     loading, go, closed = threading.Event(), threading.Event(), threading.Event()
-    again = engine._reload
+    again = engine.reload
 
     def reload_slowly() -> Model:
         loading.set()
@@ -640,7 +640,7 @@ def test_model_that_a_recovery_loads_during_its_unloading_is_closed(
         monkeypatch.setattr(model, "close", closed.set)
         return model
 
-    monkeypatch.setattr(engine, "_reload", reload_slowly)
+    monkeypatch.setattr(engine, "reload", reload_slowly)
     assert client.post("/texts/embed", json={"inputs": "a"}).status_code == 503
     assert loading.wait(20)
     with ThreadPoolExecutor(1) as threads:
@@ -657,8 +657,8 @@ def test_failed_allocation_of_one_request_leaves_model_ready(
     client = start(encoder)
     model = client.app.state.repository.engine().model  # type: ignore[attr-defined]
     warm_up, go, warmed = model.warm_up, threading.Event(), threading.Event()
-    faulty = Faulty(model._session.native, "out of memory")
-    monkeypatch.setattr(model._session, "native", faulty)
+    faulty = Faulty(model.session.native, "out of memory")
+    monkeypatch.setattr(model.session, "native", faulty)
 
     def recover() -> None:
         assert go.wait(20)
@@ -683,10 +683,10 @@ def test_failed_session_that_recovers_is_not_reloaded(
 ) -> None:
     client = start(encoder)
     engine = client.app.state.repository.engine()  # type: ignore[attr-defined]
-    monkeypatch.setattr(engine, "_reload", lambda: 1 / 0)
+    monkeypatch.setattr(engine, "reload", lambda: 1 / 0)
     model, warm_up = engine.model, engine.model.warm_up
-    faulty = Faulty(model._session.native, "CUDA failure 700")
-    monkeypatch.setattr(model._session, "native", faulty)
+    faulty = Faulty(model.session.native, "CUDA failure 700")
+    monkeypatch.setattr(model.session, "native", faulty)
 
     def recover() -> None:
         faulty.broken = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,8 @@ from attnserve.serving.loaded_model import Model
 from graph_passes.errors import InvalidModel
 from service.engine import shadow
 from service.engine.engine import Engine
+from service.metrics import Metrics
+from service.settings import Settings
 from tests.errors import raises
 from tests.fixtures.make import BERT
 from tests.service.conftest import samples, until
@@ -73,7 +76,7 @@ def lowered(
 
 def send(client: TestClient, requests: int, *, waits: bool = False) -> None:
     """Embed random texts; ``waits`` lets the comparisons keep up."""
-    values, pending = random.Random(0), shadow_of(client)._pending
+    values, pending = random.Random(0), shadow_of(client).pending
     for _ in range(requests):
         text = " ".join(values.choices("abcd", k=values.randint(1, 6)))
         assert client.post("/texts/embed", json={"inputs": text}).status_code == 200
@@ -186,9 +189,8 @@ def test_failures_of_the_original_reach_no_client(
     assert len([one for one in caplog.records if "has crashed" in one.message]) == 1
     send(equal, 10)
     until(lambda: samples(equal).get(ROWS.format("skipped"), 0) >= 1)
-    process = shadow_of(equal)._original
-    assert process is not None
-    monkeypatch.setattr(process, "_restart_at", 0)
+    later = comparison_process.RESTART_S
+    monkeypatch.setattr(comparison_process, "monotonic", lambda: monotonic() + later)
     send(equal, 10)
     until(lambda: samples(equal).get(ROWS.format("compared"), 0) >= 1)
 
@@ -285,7 +287,7 @@ def test_collected_texts_calibrate_a_model_that_meets_its_guarantee_on_them(
             inputs = [" ".join(values.choices(words, k=values.randint(3, 12))) for _ in range(8)]
             headers = client.post("/texts/embed", json={"inputs": inputs}).headers
             marked += "x-out-of-calibration" in headers
-            until(lambda: len(shadow_of(client)._pending) < shadow.MAX_PENDING // 2)
+            until(lambda: len(shadow_of(client).pending) < shadow.MAX_PENDING // 2)
         return marked
 
     ask(start(original, sample_texts=texts, sample_rate=1), 20)
@@ -326,17 +328,14 @@ def test_row_of_a_model_that_was_replaced_is_not_compared(tmp_path: Path):
 
 
 def test_row_that_cannot_be_read_is_logged_and_read_once(
-    start: Callable[..., TestClient],
-    original: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    client = start(lowered(tmp_path / "served", original, 0), shadow=original)
-    found = shadow_of(client)
-    found._folder = tmp_path / "rows"
-    found._folder.mkdir()
-    (found._folder / "a.row").write_bytes(b"no pickle")
+    settings = Settings(model=original, shadow=original)
+    found = shadow.Shadow(settings, Metrics(), list, folder=tmp_path)
+    row = tmp_path / "a.row"
+    row.write_bytes(b"no pickle")
     for _ in range(2):  # called in a loop that must go on
         found.collect()
+    found.close()
     assert caplog.text.count("a row to compare could not be read") == 1
-    assert not [*found._folder.iterdir()]
+    assert not row.exists()

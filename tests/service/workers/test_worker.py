@@ -32,16 +32,16 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
         yield ours
 
 
-def server(folder: Path) -> worker._WorkerServer:
+def server(folder: Path) -> worker.WorkerServer:
     settings = Settings(model=folder)
     repository = cast(SharedRepository, Repository(settings))
-    return worker._WorkerServer(None, repository, SharedState(folder, 2))
+    return worker.WorkerServer(None, repository, SharedState(folder, 2))
 
 
-def beat(one: worker._WorkerServer, seconds: float) -> None:
+def beat(one: worker.WorkerServer, seconds: float) -> None:
     async def limited() -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(one._beat(), seconds)
+            await asyncio.wait_for(one.beat(), seconds)
 
     asyncio.run(limited())
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +20,7 @@ from time import monotonic, time
 from typing import Any
 
 import httpx2
+import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -38,6 +40,7 @@ from service.workers import shared_repository
 from service.workers.shared_repository import SharedRepository
 from service.workers.shared_state import SharedState, Status
 from tests.errors import raises
+from tests.fixtures.make import BERT
 from tests.service.conftest import until
 from tests.service.tiny import write_encoder
 from tests.service.workers.processes import Client, Server, repository, serving
@@ -125,6 +128,35 @@ def test_answers_of_all_workers_are_compared_with_one_original(tmp_path: Path) -
             series = client.ask("GET", "/metrics")[1]
             assert b'attnserve_quality_value{measure="similarity",model="tiny"' in series
             assert b'result="compared"' in series and b'result="sent"' in series
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+def test_all_workers_give_the_same_vectors_in_any_batch_and_after_a_reload(
+    tmp_path: Path, runtime: str
+) -> None:
+    pytest.importorskip(runtime)
+    model = Path(shutil.copytree(BERT / "sdpa-torchscript-17-2", tmp_path / "bert"))
+    texts = ["a dog", "a man is playing a guitar on the stage", "cats", "the sun is out " * 4]
+    with serving(model, tmp_path / "run", runtime=runtime, threads=1) as server:
+        server.wait()
+        clients = [server.client(pid) for pid in server.pids()]
+
+        def vectors(client: Client, inputs: list[str]) -> np.ndarray:
+            status, answer = client.ask("POST", "/texts/embed", {"inputs": inputs})
+            assert status == 200, answer
+            return np.array(json.loads(answer)["embeddings"])
+
+        expected = vectors(clients[0], texts)
+        assert np.linalg.norm(expected[0] - expected[1]) > 0.1
+        for is_reloaded in (False, True):
+            for client in clients:
+                assert client.get("/v2/models/bert")["parameters"]["runtime"] == runtime
+                alone = np.concatenate([vectors(client, [text]) for text in texts])
+                for found in (vectors(client, texts), vectors(client, texts[::-1])[::-1], alone):
+                    np.testing.assert_allclose(found, expected, atol=1e-5)
+            if not is_reloaded:
+                (model / "LICENSE").touch()
+                assert clients[1].post("/v2/repository/models/bert/load") == 200
 
 
 def test_load_and_unload_apply_to_all_workers(server: Server, clients: list[Client]) -> None:
@@ -422,14 +454,14 @@ async def test_worker_start_with_changed_files_of_one_model_serves_the_others(
         before = record.read_bytes() if record.exists() else None
         record.write_text(json.dumps({"max_length": 4}))
         two = await start(1)
-        assert two.versions("other") == ["1"] and not two._ready_here
+        assert two.versions("other") == ["1"] and not two.ready_here
         with pytest.raises(NotReady):
             two.engine("tiny")
         await asyncio.sleep(1)  # it tries again, and does not end
         assert not ended
         record.unlink() if before is None else record.write_bytes(before)
         end = monotonic() + 30
-        while not two._ready_here:
+        while not two.ready_here:
             assert monotonic() < end
             await asyncio.sleep(0.05)
         assert two.versions("tiny") == ["1"]
@@ -448,11 +480,11 @@ async def test_load_fails_if_another_worker_cannot_follow(tmp_path: Path) -> Non
         two.loader._load = out_of_memory  # type: ignore[method-assign, assignment]
         with raises(NotReady, "model.unexpected", "MemoryError"):
             await one.load("tiny")
-        assert one._ready_here and not two._ready_here
+        assert one.ready_here and not two.ready_here
         assert one.ready and two.ready  # one of two can answer
         del two.loader._load
         await one.load("tiny")
-        assert two.versions("tiny") == ["1", "2"] and two._ready_here
+        assert two.versions("tiny") == ["1", "2"] and two.ready_here
 
 
 @pytest.mark.parametrize("action", ["load", "unload"])
@@ -499,7 +531,7 @@ async def test_worker_that_cannot_follow_tries_again_then_ends(
         if heals:
             del two.loader._load
         deadline = monotonic() + 10
-        while not (two._ready_here if heals else ended):
+        while not (two.ready_here if heals else ended):
             assert monotonic() < deadline
             await asyncio.sleep(0.05)
         assert two.versions("tiny") == (["1", "2"] if heals else ["1"])

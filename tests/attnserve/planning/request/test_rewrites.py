@@ -32,7 +32,17 @@ from tests.attnserve.planning.request.requests import (
     stack,
 )
 from tests.errors import raises
-from tests.graph_passes.graphs import D, H, K, V, attention, graph, if_model, layers
+from tests.graph_passes.graphs import (
+    D,
+    H,
+    K,
+    V,
+    attention,
+    fused_parts,
+    graph,
+    if_model,
+    layers,
+)
 from tests.graph_passes.layouts import variant
 
 SIZE = H * K
@@ -355,6 +365,68 @@ def test_plan_request_layer_with_other_mask_or_length_is_no_source(build: Callab
     assert any(warning.startswith("attention_2 is left as it is") for warning in result.warnings)
     with raises(CannotRewrite, "rewrite.masks_differ", "attention_2", "`layers`"):
         planned(model=build(), calibrated=False, reuse="full:2", align="index", layers=["2"])
+
+
+def returning_keys(*numbers: int, same: tuple[str, ...] = ()) -> ir.Model:
+    """Layers of one operator each; those with these numbers also return their keys."""
+    parts = fused_parts("Attention (q, k, v)")
+    context = parts["context"].replace("c0 =", "c0, keys, values =")
+    model = layers(L, opset=23, same=same, **{**parts, "context": context})
+    for number in numbers:
+        operator = next(n for n in model.graph if n.outputs[0].name == f"c0_{number}")
+        model.graph.insert_after(operator, ir.node("Abs", [operator.outputs[1]]))
+    return model
+
+
+OBSERVED = "its attention probabilities cannot be observed"
+
+
+@pytest.mark.parametrize(
+    ("request_", "changed"),
+    [
+        ({"prune": 1 / 3, "importance": "voting"}, [NAMES[0], NAMES[1], NAMES[3]]),
+        ({"reuse": "partial:1"}, [NAMES[1]]),
+        ({"reuse": "full:3"}, [NAMES[1], NAMES[3]]),
+    ],
+    ids=str,
+)
+def test_plan_request_layer_that_cannot_be_observed_is_left(
+    request_: dict[str, Any], changed: list[str]
+):
+    result = request_of(model=returning_keys(2), **request_)
+    assert sorted(result.plan.lossy_blocks) == changed
+    assert result.warnings == (f"{NAMES[2]} is left as it is: {OBSERVED}",)
+    with raises(CannotRewrite, "rewrite.unobservable", NAMES[2], OBSERVED, "`layers`"):
+        planned(model=returning_keys(2), layers=["1", "2"], **request_)
+    assert planned(model=returning_keys(2), layers=["1"], **request_).lossy_blocks == [NAMES[1]]
+
+
+def test_plan_request_layer_that_cannot_be_observed_is_pruned_and_reused_without_measuring_it():
+    model = returning_keys(2)
+    assert NAMES[2] in planned(model=model, prune=0.5, importance="loo").lossy_blocks
+    assert NAMES[2] in planned(model=model, reuse="full:3", align="index").lossy_blocks
+
+
+@pytest.mark.parametrize(
+    "request_", [{"prune": 1 / 3, "importance": "voting"}, {"reuse": "auto"}], ids=str
+)
+def test_plan_request_without_a_layer_that_can_be_observed_says_so(request_: dict[str, Any]):
+    """Not that the share is too small, or that every reuse would change the output."""
+    numbers = range(L) if "prune" in request_ else (1, 2)
+    result = request_of(model=returning_keys(*numbers), skip=["3"], **request_)
+    assert result.plan.lossy_blocks == [NAMES[3]]
+    assert result.warnings and all(OBSERVED in warning for warning in result.warnings)
+
+
+def test_plan_request_layers_that_share_weights_with_an_unobservable_one_are_left():
+    result = request_of(
+        model=returning_keys(2, same=("Wq", "bq")), prune=1 / 3, importance="voting", skip=["0"]
+    )
+    assert result.plan.lossy_blocks == [NAMES[0]]
+    observed, *others = result.warnings
+    assert observed == f"{NAMES[2]} is left as it is: {OBSERVED}"
+    assert [warning.split()[0] for warning in others] == [NAMES[1], NAMES[3]]
+    assert all("shares weights" in warning for warning in others)
 
 
 def test_plan_request_partial_reuse_of_two_layers_needs_a_count():
