@@ -92,7 +92,7 @@ def pytest_configure(config: pytest.Config) -> None:
     def on_gpu(ort: Any, provider: str, cuda: Cuda) -> list[Any]:
         return [("CUDAExecutionProvider", cuda.provider_options()), "CPUExecutionProvider"]
 
-    onnx_runtime._providers = on_gpu  # type: ignore[assignment]
+    onnx_runtime.execution_providers = on_gpu  # type: ignore[assignment]
 
 
 def _use_one_core(number: int) -> None:

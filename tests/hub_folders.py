@@ -137,6 +137,7 @@ CASES: dict[str, Case] = {
     # Poolings
     "mean": Case(modules=MEAN),
     "cls": Case(modules=pool("cls")),
+    "last token": Case(modules=pool("lasttoken")),
     "max": Case(modules=pool("max")),
     "sqrt": Case(modules=pool("mean_sqrt_len_tokens")),
     "weighted": Case(modules=pool("weightedmean")),

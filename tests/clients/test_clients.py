@@ -1,58 +1,29 @@
 """Unmodified clients of other projects get the vectors of the library from ``attnserve serve``.
 
-Each has an environment of its own, which is kept in the folder ATTNSERVE_CLIENTS if it is set.
+Each has an environment of its own.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 from attnserve.models.artifact import open_artifact
 from attnserve.serving.loaded_model import Model
 from docs.hooks.tables import results
+from tests.clients.environments import ALL, CLIENTS, environment
 from tests.service.processes import started
 from tests.service.tiny import write_reranker
 
 CALLS = Path(__file__).with_name("calls.py")
-RESULTS = results.RESULTS / "clients.json"
-
-CLIENTS: dict[str, tuple[str, ...]] = {
-    "openai": ("openai==3.57.0",),
-    "langchain_openai": ("langchain-openai==1.7.4", "openai==3.57.0"),
-    "langchain_huggingface_url": (
-        "langchain-huggingface==1.2.1", "huggingface-hub==1.33.0", "numpy==2.4.6",
-    ),
-    "langchain_huggingface": (
-        "langchain-huggingface==1.2.3", "huggingface-hub==1.33.0", "numpy==2.4.6",
-    ),
-    "huggingface_hub": ("huggingface-hub==2.4.0", "numpy==2.4.6"),
-    "llama_index_tei": (
-        "llama-index-embeddings-text-embeddings-inference==0.6.0", "llama-index-core==0.14.25",
-    ),
-    "llama_index_openai_like": (
-        "llama-index-embeddings-openai-like==0.4.0", "llama-index-core==0.14.25", "openai==3.57.0",
-    ),
-    "haystack_openai": ("haystack-ai==3.4.1", "openai==3.57.0"),
-    "haystack_tei": (
-        "huggingface-api-haystack==3.1.0", "haystack-ai==3.4.1", "huggingface-hub==2.4.0",
-    ),
-    "cohere": ("cohere==7.3.1",),
-    "tritonclient": ("tritonclient[http]==2.73.0", "numpy==2.4.6"),
-    "kserve": ("kserve==0.21.0", "numpy==2.4.6"),
-}  # fmt: skip
-"""Functions of ``calls.py``, and what they need: the client first."""
 
 KEY = "a-key"
 TEXTS = ["A man is playing a guitar.", "Two dogs run in the park", "¿Qué es la atención?"]
@@ -107,31 +78,6 @@ def normalized(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
 
 
-def python_of(client: str, folder: Path) -> Path:
-    """The interpreter of the environment of a client, which is made if it is missing."""
-    environment = Path(os.environ.get("ATTNSERVE_CLIENTS", folder)).absolute() / client
-    packages, made = CLIENTS[client], environment / "packages.txt"
-    python = environment / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if not made.exists() or made.read_text().split() != list(packages):
-        subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
-        subprocess.run([python, "-m", "pip", "install", "-qq", *packages], check=True)
-        made.write_text("\n".join(packages))
-    return python
-
-
-def write(client: str, outcome: str) -> None:
-    """Replace the outcome of a client in the file of results."""
-    with FileLock(RESULTS.with_suffix(".lock")):
-        found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"clients": {}}
-        outcomes = {**found["clients"], client: {"packages": CLIENTS[client], "outcome": outcome}}
-        content = {
-            "command": "make test-clients",
-            "python": platform.python_version(),
-            "clients": {name: outcomes[name] for name in CLIENTS if name in outcomes},
-        }
-        RESULTS.write_text(json.dumps(content, indent=2) + "\n")
-
-
 @pytest.mark.clients
 @pytest.mark.parametrize("client", CLIENTS)
 def test_client_gets_the_vectors_of_the_library(
@@ -141,15 +87,9 @@ def test_client_gets_the_vectors_of_the_library(
     tmp_path: Path,
     pytestconfig: pytest.Config,
 ) -> None:
-    outcome = "does not install"
-    try:
-        python = python_of(client, tmp_path)
-        outcome = "fails"
+    writes = pytestconfig.getoption("--write-clients")
+    with environment(client, tmp_path, write=writes) as (python, _):
         check(ask(client, python, addresses, model, tmp_path), model)
-        outcome = "passes"
-    finally:
-        if pytestconfig.getoption("--write-clients"):
-            write(client, outcome)
 
 
 def ask(
@@ -202,7 +142,7 @@ def check(answers: dict[str, Any], model: Model) -> None:
 
 def test_results_are_of_the_clients_that_are_tested() -> None:
     found = results.load("clients")["clients"]
-    assert {name: tuple(one["packages"]) for name, one in found.items()} == CLIENTS, (
+    assert {name: tuple(one["packages"]) for name, one in found.items()} == ALL, (
         "run make test-clients"
     )
     assert {one["outcome"] for one in found.values()} <= {"passes", "does not install"}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from attnserve.models.checksums import sha256
 from service.app import create_app
 from service.dashboard import PAGE, POLICY
 from service.settings import Settings
@@ -88,6 +90,15 @@ def test_openapi_omits_page(client: TestClient):
     assert "/" not in client.get("/openapi.json").json()["paths"]
 
 
+def test_page_sends_texts_to_routes_that_exist(client: TestClient):
+    paths = client.get("/openapi.json").json()["paths"]
+    (select,) = re.findall(rb'<select id="what">(.*?)</select>', PAGE, re.DOTALL)
+    names = re.findall(rb'value="(\w+)"', select)
+    assert b"fetch(`texts/${what}`" in PAGE and len(names) == 3
+    for name in names:
+        assert "post" in paths[f"/texts/{name.decode()}"]
+
+
 def test_page_of_idle_server_shows_models_without_requests(page: Browser):
     assert "no requests" in page.text("#latency")
     assert page.text("#which").split("\n") == ["original 1", "small 1"]
@@ -105,9 +116,9 @@ def test_page_sends_texts_and_shows_their_cost(page: Browser, tmp_path: Path):
 
 
 def test_page_shows_server_errors(page: Browser):
-    page.run("document.querySelector('#texts').value = Array(40).fill('a').join('\\n')")
+    page.run("document.querySelector('#texts').value = Array(2049).fill('a').join('\\n')")
     page.click("#send")
-    page.until(lambda: page.text("#answer").startswith("413: 40 texts in one request"))
+    page.until(lambda: page.text("#answer").startswith("413: 2049 texts in one request"))
 
 
 def test_model_card_compares_before_and_after(page: Browser):
@@ -181,3 +192,26 @@ def test_page_requests_api_key(locked: str):
         browser.click("#key-form button")
         browser.until(lambda: browser.text("#state") == "ready")
         assert browser.run("return document.querySelector('#notice').hidden")
+
+
+@pytest.mark.process
+def test_page_shows_the_agreement_of_queries_with_an_index(tmp_path: Path):
+    original = write_encoder(tmp_path / "original")
+    quality = {"measure": "index", "value": 0.5, "output": "last_hidden_state", "rows": 60}
+    source = {"sha256": sha256(original / "model.onnx")}
+    entry = {"rewrite": "x", "source": source, "quality": quality}
+    served = write_encoder(tmp_path / "served", lineage=[entry])
+    chosen = {"model": served, "probe": False, "shadow": original, "shadow_rate": 1}
+    with listening(create_app(Settings.model_validate(chosen))) as address, chromium() as browser:
+        browser.open(address)
+        browser.until(lambda: browser.text("#state") == "ready")
+        assert "index" not in browser.text("#tiles")
+        for words in product("abcd", repeat=3):
+            httpx.post(f"{address}/texts/embed", json={"inputs": " ".join(words)})
+        shown = browser.until(
+            lambda: "embedded anew" in (text := browser.text("#tiles")) and text, 60
+        )
+        tile = shown[shown.index("Quality") :]
+        assert "index" in tile and "guaranteed 0.5000" in tile and " rows" in tile
+        assert re.search(r"overlap [01]\.\d{4} if all texts are embedded anew", tile)
+        assert browser.complaints() == []

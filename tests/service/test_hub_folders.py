@@ -1,7 +1,7 @@
 """Served vectors and scores of model folders equal those of sentence-transformers and transformers.
 
 Each folder of ``tests/hub_folders.py`` is served twice: exported, and by its own ONNX file. It is
-loaded by ``attnserve.integrations`` too.
+loaded by ``attnserve.integrations`` too, and by ``tests/tei_reader.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from tests.hub_folders import CASES, QUERY, TEXTS, TOKENIZER, Case, expected, write_folder
+from tests.hub_folders import CASES, LIBRARY, QUERY, TEXTS, TOKENIZER, Case, expected, write_folder
+from tests.tei_reader import TeiReader
 
 pytestmark = [
     pytest.mark.export,
@@ -25,6 +26,9 @@ pytestmark = [
 
 if find_spec("sentence_transformers") is None:
     pytest.skip("pip install 'attnserve[dev]'", allow_module_level=True)
+
+NOT_IN_TEI = {"pairs with a prompt": "TEI puts no prompt before the query of a reranker"}
+"""Folders of which text-embeddings-inference gives other scores, and why."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -54,6 +58,40 @@ def test_served_answers_equal_those_of_the_libraries(
             assert ((found * values).sum(1) / norms).min() >= 0.99999, (model, prompt)
             if "dimensions" not in name:  # shortened vectors are normalized again
                 np.testing.assert_allclose(found, values, atol=1e-4 * np.abs(values).max())
+    if name not in NOT_IN_TEI:
+        check_tei_reader(case, models / "export", client)
+
+
+def check_tei_reader(case: Case, folder: Path, client: TestClient) -> None:
+    """Compare what text-embeddings-inference makes of a folder with what is served by its routes.
+
+    It keeps all dimensions, unless the request names their number.
+    """
+    reader = TeiReader(folder)
+
+    def ask(route: str, **body: Any) -> Any:
+        answer = client.post(f"/models/{folder.name}{route}", json={"truncate": True, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    if not reader.is_classifier:
+        size = (case.files.get(LIBRARY) or {}).get("truncate_dim")
+        for prompt in (None, *reader.prompts):
+            found = ask("/embed", inputs=TEXTS, prompt_name=prompt, dimensions=size)
+            cosines = (np.array(found) * reader.embed(TEXTS, prompt, size)).sum(1)
+            assert cosines.min() >= 0.99999, prompt
+        return
+    pairs = [(QUERY, text) for text in TEXTS]
+    if case.kind == "rerank" and case.config["num_labels"] == 1:
+        ranks = ask("/rerank", query=QUERY, texts=TEXTS, raw_scores=True)
+        found = [[one["score"]] for one in sorted(ranks, key=lambda one: one["index"])]
+        own = reader.scores(pairs)
+    else:
+        predictions = ask("/predict", inputs=[[text] for text in TEXTS], raw_scores=True)
+        scores = [{one["label"]: one["score"] for one in text} for text in predictions]
+        found = [[one[f"LABEL_{at}"] for at in range(len(one))] for one in scores]
+        own = reader.scores(TEXTS)
+    np.testing.assert_allclose(found, own, atol=1e-5)
 
 
 def loaded(case: Case, folder: Path, prompt: str) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from docs.hooks.tables.results import load, table, times
+from docs.hooks.tables.results import is_measured, load, source, table, times
 
 SYSTEMS = {
     "attnserve": "`attnserve serve`",
@@ -40,6 +40,29 @@ def throughput() -> str:
             for system, shown in SYSTEMS.items()
         ],
     )
+
+
+def request_cost(name: str) -> str:
+    """Single texts beside requests of 32 at equal lengths, and processor time of a request."""
+    if not is_measured(name):
+        return "No result of it is committed yet."
+    result = load(name)
+    shares: list[list[str]] = []
+    for row in result["rows"]:
+        rates = (f"{statistics.median(rates):.0f}" for rates in row["texts_per_s"].values())
+        value, low, high = row["share"]
+        shares.append([row["model"], *rates, f"{value:.0%} ({low:.0%} to {high:.0%})"])
+    kinds = (f"texts/s, {kind}" for kind in result["rows"][0]["texts_per_s"])
+    low, high = result["tokens"]
+    equal = table([f"texts of {low} to {high} tokens", *kinds, "single texts"], shares)
+    cost = table(
+        ["clients", "processor time of a request", "of it in the session"],
+        [
+            [str(row["clients"]), f"{row['cpu_ms']:.2f} ms", f"{row['session_ms']:.2f} ms"]
+            for row in result["cost"]
+        ],
+    )
+    return "\n\n".join((equal, cost, source(name)))
 
 
 def searched() -> str:
@@ -156,10 +179,11 @@ def replicas() -> str:
 
 
 def clients() -> str:
-    """The tested clients of the service."""
+    """The tested clients of the service, and the libraries that load model folders."""
     rows = load("clients")["clients"].values()
-    lines = ["| client | tested with | outcome |", "|---|---|---|"]
+    lines = ["| client | tested with | outcome | lowest cosine |", "|---|---|---|---|"]
     for row in rows:
         first, *others = (f"`{package}`" for package in row["packages"])
-        lines.append(f"| {first} | {', '.join(others)} | {row['outcome']} |")
+        cosine = f"{row['lowest_cosine']:.7f}" if "lowest_cosine" in row else ""
+        lines.append(f"| {first} | {', '.join(others)} | {row['outcome']} | {cosine} |")
     return "\n".join(lines)

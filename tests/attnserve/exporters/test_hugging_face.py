@@ -17,9 +17,11 @@ import numpy as np
 import onnx
 import pytest
 
+from attnserve import __version__
 from attnserve.checks.inspect import inspect
 from attnserve.exporters.hugging_face import ExportReport, export
 from attnserve.models.artifact import open_artifact
+from attnserve.models.checksums import sha256
 from attnserve.models.embeddings import run_texts
 from attnserve.models.tokenizer_files import load_encoder
 from attnserve.runtime.session import open_session
@@ -160,6 +162,24 @@ def test_export_folder_and_record_are_complete_and_reproducible(
     again, other = (fast(source, tmp_path / str(seed), seed=seed) for seed in (0, 1))
     assert again.path.read_bytes() == other.path.read_bytes() == report.path.read_bytes()
     assert again.relative_error == report.relative_error != other.relative_error
+
+
+def test_export_metadata_names_version_and_weights(source: Path, tmp_path: Path) -> None:
+    made = onnx.load(fast(source, tmp_path / "out").path).metadata_props
+    assert {one.key: one.value for one in made if one.key.startswith("attnserve.")} == {
+        "attnserve.version": __version__,
+        "attnserve.parent_sha256": sha256(source / "model.safetensors"),
+    }
+
+
+def test_export_names_a_tokenizer_class_that_transformers_4_knows(
+    source: Path, tmp_path: Path
+) -> None:
+    path = source / "tokenizer_config.json"
+    write_json(path, json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"})
+    fast(source, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / path.name).read_text())
+    assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])

@@ -20,6 +20,9 @@ from attnserve.cli.app import main  # noqa: E402
 from attnserve.fusion import fuse_for  # noqa: E402
 from attnserve.literals import TrainedPrecision  # noqa: E402
 from attnserve.models.artifact import open_artifact  # noqa: E402
+from attnserve.models.checksums import sha256  # noqa: E402
+from attnserve.models.library_files import LIBRARY_FILES  # noqa: E402
+from attnserve.models.model_card import CARD  # noqa: E402
 from attnserve.models.onnx_files import load_model, save_model  # noqa: E402
 from attnserve.models.training_result import TrainingResult  # noqa: E402
 from attnserve.planning import recover_command  # noqa: E402
@@ -238,6 +241,22 @@ def test_recover_warns_of_a_file_for_openvino_that_was_not_measured(
     found = [warning for warning in report.record.warnings if "openvino" in warning]
     assert len(found) == (precision == "int8")
     assert all("not measured in openvino: use the model in onnxruntime" in each for each in found)
+
+
+def test_recovered_folder_has_metadata_and_the_files_of_libraries(
+    pruned: Path, tiny: Path, texts: Path, tmp_path: Path
+):
+    folder = tmp_path / "out"
+    report = attnserve.recover(pruned, folder, teacher=tiny, data=texts, minutes=0)
+    stated = {one.key: one.value for one in onnx.load(report.output).metadata_props}
+    assert stated["attnserve.version"] == attnserve.__version__
+    assert stated["attnserve.parent_sha256"] == sha256(pruned / "model.onnx")
+    plan = open_artifact(folder).plan_id
+    assert plan and stated["attnserve.plan"] == plan
+    written = [name for name in LIBRARY_FILES if (folder / name).exists()]
+    assert {"modules.json", "1_Pooling/config.json"} < {*written}
+    assert all((folder / name).read_bytes() == (pruned / name).read_bytes() for name in written)
+    assert (folder / CARD).read_text(encoding="utf-8").count("| recover |") == 1
 
 
 def test_int8_recover_fuses_for_the_cpu_also_if_a_gpu_trains(
