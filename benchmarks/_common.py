@@ -44,6 +44,9 @@ QUICK = os.environ.get("BENCHMARKS_QUICK")
 
 RESULTS = Path(QUICK) if QUICK else Path(__file__).parent / "results"
 
+CALIBRATION = Path(__file__).with_name("calibration.txt")
+"""Sentences of the demo and of benchmarks without data."""
+
 LENGTHS = (16, 32, 64, 128, 256, 384, 512)
 """Sequence lengths of the speed tables."""
 

@@ -4,12 +4,12 @@
         [--keep K ...] [--rounds N] [--resume]
 
 Exports all-MiniLM-L6-v2 (from the [demo] extra) and optimizes it for each K by the measures "index"
-(new queries against documents of the original) and "similarity" (symmetric), in float32 and in
-int8-full, with feed-forwards. Queries are the first sentences of pairs of --train, documents the
-second ones. The result has the verification of each search, and the index and symmetric measures on
-the pairs of --dev. The result file is written after each search: ``--resume`` continues it with the
-models in FOLDER. Then all models are timed in one interleaved run on one thread at lengths of
-queries, beside the fused original.
+(new queries against documents of the original) and "similarity" (symmetric), in float32, in
+bfloat16 where the CPU multiplies it, and in int8-full, with feed-forwards. Queries are the first
+sentences of pairs of --train, documents the second ones. The result has the verification of each
+search, and the index and symmetric measures on the pairs of --dev. The result file is written after
+each search: ``--resume`` continues it with the models in FOLDER. Then all models are timed in one
+interleaved run on one thread at lengths of queries, beside the fused original.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.console import Console
 
 import attnserve
 from attnserve.models.measured import Quality
+from attnserve.runtime.machine import has_bfloat16_product
 from benchmarks._common import (
     description,
     minilm,
@@ -46,7 +47,7 @@ QUERIES, DOCUMENTS = 2100, 2800
 """Rows for calibration. Of the documents, 400 are held out for each verification."""
 
 MEASURES = ("index", "similarity")
-PRECISIONS = ("float32", "int8-full")
+PRECISIONS = ("float32", "bfloat16-cpu", "int8-full")
 
 FUSED = "fused, nothing removed"
 """Reference of all speed-ups."""
@@ -71,7 +72,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = stored_rows("index") if options.resume else []
     done = {row["name"] for row in rows if (folder / row["name"]).exists()}
     rows = [row for row in rows if row["name"] in done]
-    goals = ((k, p, m) for k in options.keep for p in PRECISIONS for m in MEASURES)
+    precisions = [p for p in PRECISIONS if p != "bfloat16-cpu" or has_bfloat16_product()]
+    goals = ((k, p, m) for k in options.keep for p in precisions for m in MEASURES)
     for keep, precision, measure in goals:
         name = f"{measure}-{precision}-{keep:g}"
         if name in done:

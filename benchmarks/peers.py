@@ -19,14 +19,14 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -38,6 +38,7 @@ from attnserve.literals import Precision
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.embeddings import pool
 from attnserve.models.example_inputs import example_inputs
+from attnserve.models.lineage import OptimizeEntry
 from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
@@ -61,6 +62,9 @@ SECONDS = 25.0
 CAREFUL = 0.9995
 """The similarity that the search keeps for an overlap of 0.99."""
 
+GROUP = 64
+"""Activations that share a scale in OpenVINO's dynamic quantization."""
+
 EXPORT = "as exported, ONNX Runtime float32"
 
 OPENVINO = Device(threads=1, runtime="openvino")
@@ -68,28 +72,50 @@ OPENVINO = Device(threads=1, runtime="openvino")
 Run = Callable[[Batch], np.ndarray]
 """Inputs to token outputs (B, T, D)."""
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
-class Peers:
+class Peers(Generic[R]):
     """The models of this machine, and why others are left out.
 
     Attributes:
-        models: The runs by name.
+        models: What runs each model, by name.
         left_out: The reasons by name.
         choices: The runtimes of the models that are run as served, by name.
+        removals: The speed-ups over the fused original in the same precision, by name.
     """
 
-    models: dict[str, Run]
-    left_out: dict[str, str]
-    choices: dict[str, dict[str, Any]]
+    models: dict[str, R] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    removals: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, name: str, make: Callable[[], Run]) -> None:
+    def add(self, name: str, make: Callable[[], R]) -> None:
         """Add a model, or the reason why it does not run here."""
         try:
             self.models[name] = make()
         except (AttnserveError, ImportError) as error:
             self.left_out[name] = str(error)
         print(f"{name}: {self.left_out.get(name, 'ready')}", flush=True)
+
+    def add_served(self: Peers[Run], name: str, make: Callable[[], Path]) -> None:
+        """Add a folder as it is served, and what removal gains in it."""
+
+        def run() -> Run:
+            folder = make()
+            if removal := _removal(folder):
+                self.removals[f"{name}, auto"] = removal
+            return serve_folder(folder, self.choices.setdefault(name, {}))
+
+        self.add(f"{name}, auto", run)
+
+
+def _removal(folder: Path) -> dict[str, Any] | None:
+    """The speed-up over the fused original in the same precision; None if nothing was removed."""
+    entry = next(reversed(open_artifact(folder).lineage), None)
+    speeds = entry.speedups if isinstance(entry, OptimizeEntry) else None
+    return speeds.removal.model_dump() if speeds and speeds.removal else None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,19 +131,24 @@ def main(arguments: list[str] | None = None) -> int:
         rows = time_in_turns(peers.models, artifact)
         for kind in ("sentences", "paragraphs"):
             _add_overlap(rows, peers.models, artifact, files[f"unseen {kind}"], kind)
-    packages = ("onnxruntime", "openvino", "nncf", "sentence-transformers")
-    installed = {name: version(name) for name in packages if find_spec(name.replace("-", "_"))}
+    for row in rows:
+        row["removal"] = peers.removals.get(row["model"])
     write_result(
         "peers", options, rows=rows, left_out=peers.left_out, choices=peers.choices,
-        versions=installed,
+        versions=versions("onnxruntime", "openvino", "nncf", "sentence-transformers"),
     )  # fmt: skip
     _show(rows)
     return 0
 
 
-def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of packages that are installed."""
+    return {name: version(name) for name in packages if find_spec(name.replace("-", "_"))}
+
+
+def _peers(folder: Path, calibration: Sequence[Path]) -> Peers[Run]:
     original = folder / "original"
-    artifact = open_artifact(original)
+    artifact, peers = open_artifact(original), Peers[Run]()
 
     def optimized(precision: Precision, **goal: Any) -> Path:
         """Our model; without a goal, only converted."""
@@ -132,7 +163,6 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     def converted(precision: Precision, device: Device) -> Run:
         return open_model(open_artifact(optimized(precision)).model, device)
 
-    peers = Peers({}, {}, {})
     add = peers.add
     add(EXPORT, lambda: open_model(artifact.model, ONE_THREAD))
     add("as exported, OpenVINO float32", lambda: open_model(artifact.model, OPENVINO))
@@ -153,10 +183,9 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers:
     add("fused int8-full, OpenVINO, rest float32", lambda: converted("int8-full", OPENVINO))
     name = "fused int8-full, OpenVINO, rest bfloat16"
     add(name, lambda: converted("int8-full-bfloat16", OPENVINO))
-
-    def chosen(name: str, file: Callable[[], Path]) -> None:
-        add(f"{name}, auto", lambda: serve_folder(file(), peers.choices.setdefault(name, {})))
-
+    name = f"fused, int8 weights, OpenVINO dynamic int8 in groups of {GROUP}"
+    add(name, lambda: int8_in_groups(fused_file(original, folder)))
+    chosen = peers.add_served
     chosen("fused float32", lambda: original)
     chosen("--collab-dk 128", partial(optimized, "float32", collab_dk=128))
     default = partial(optimized, "float32", keep=0.99, allow=["ffn"])
@@ -228,6 +257,15 @@ def nncf_int8(artifact: Artifact, calibration: Sequence[Path], rest: str | None 
     return native(quantized_by_nncf(artifact, calibration), options)
 
 
+def int8_in_groups(model: Path) -> Run:
+    """int8 weights by NNCF; OpenVINO rounds activations in groups in each run."""
+    import openvino
+
+    nncf: Any = import_module("nncf")
+    compressed = nncf.compress_weights(openvino.Core().read_model(model))
+    return native(compressed, {"DYNAMIC_QUANTIZATION_GROUP_SIZE": GROUP})
+
+
 def quantized_by_nncf(artifact: Artifact, calibration: Sequence[Path]) -> Any:
     """NNCF's quantization after training, for transformers: a model of OpenVINO."""
     import openvino
@@ -248,8 +286,14 @@ def quantized_by_nncf(artifact: Artifact, calibration: Sequence[Path]) -> Any:
     )
 
 
-def time_in_turns(models: Mapping[str, Run], artifact: Artifact) -> list[dict[str, Any]]:
-    """The speed of each model over the exported one, with its interval, by length."""
+def time_in_turns(
+    models: Mapping[str, Run], artifact: Artifact, over: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The speed of each model over the first one, with its interval, by length.
+
+    Args:
+        over: Models over which the speed of each model is stated too.
+    """
     graph = load_model(artifact)
     feeds = [example_inputs(graph, Workload.of(1, length)) for length in LENGTHS]
     runs = [[partial(run, feed) for feed in feeds] for run in models.values()]
@@ -263,10 +307,15 @@ def time_in_turns(models: Mapping[str, Run], artifact: Artifact) -> list[dict[st
     for (kind, by_length), (index, row) in product(times.items(), enumerate(rows)):
         row[kind] = {}
         for length, ms in zip(LENGTHS, by_length, strict=True):
-            speedup = paired_speedup([ms[0]], [ms[index]])
+            speedups = [
+                paired_speedup([ms[place]], [ms[index]])
+                for place in (0, *map(list(models).index, over))
+            ]
+            first, *others = ([speedup.value, *speedup.ci95] for speedup in speedups)
             row[kind][str(length)] = {
-                "speedup": [speedup.value, speedup.low, speedup.high],
+                "speedup": first,
                 "p50_ms": float(np.median(ms[index])),
+                **({"over": dict(zip(over, others, strict=True))} if over else {}),
             }
     return rows
 

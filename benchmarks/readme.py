@@ -92,11 +92,13 @@ BENCHMARKS = {
     "peers": Benchmark(35, f"--text {TEXT}", "", (*OPENVINO, "sentence_transformers")),
     "planner": Benchmark(40, f"{STS} --other {TEXT}", "--rounds 2 --rows 40", ("onnxscript",)),
     "task_score": Benchmark(50, STS, packages=OPENVINO),
+    "bert_base": Benchmark(12, packages=OPENVINO),
+    "profile_operators": Benchmark(6, quick="--runs 3", packages=OPENVINO),
     "serving_load": Benchmark(
         50, "--texts {data}/data/sts/stsb_train.tsv --cache {cache}", packages=("psutil",)
     ),
     "index": Benchmark(
-        25,
+        30,
         "--train {data}/data/sts/stsb_train.tsv --dev {data}/data/sts/stsb_dev.tsv"
         " --models {cache}/index --keep 0.99",
     ),
@@ -104,8 +106,11 @@ BENCHMARKS = {
     "throughput": Benchmark(
         25, f"--text {TEXT} --cache {{cache}}/throughput", packages=(*OPENVINO, "psutil")
     ),
+    "request_cost": Benchmark(
+        4, f"--text {TEXT} --cache {{cache}}/throughput", packages=("openvino", "psutil")
+    ),
     "runtimes": Benchmark(
-        20, "--vit {data}/models/vit_mnist_researchase/vit_mnist_researchase.onnx",
+        25, "--vit {data}/models/vit_mnist_researchase/vit_mnist_researchase.onnx",
         packages=("openvino",),
     ),
     "loading": Benchmark(3, f"--text {TEXT}", "--rounds 1", ("openvino",)),

@@ -6,11 +6,12 @@
 MODEL is a cross-encoder with calibration.tsv, test.tsv and near.tsv. ``attnserve serve`` answers
 POST /rerank for the exported model, for each precision, and for the model that a search finds with
 the order as its goal (calibrated on calibration.tsv); its latency is that of the client. The peers
-are the ``CrossEncoder`` of sentence-transformers in each backend that installs, in the process: the
-latency is that of ``predict``. All take turns at each request, on the same cores. The order of each
-query of test.tsv, with the relevant document and 29 random ones, is compared with that of the
-backend torch; documents of near.tsv share words with the query. FOLDER keeps the models and the
-environment of the peers; ``--untimed`` measures the order only.
+are the ``CrossEncoder`` of sentence-transformers in each backend, in the process: the latency is
+that of ``predict``. "onnx" is an older release, the last one whose ONNX backend installs. All take
+turns at each request, on the same cores. The order of each query of test.tsv, with the relevant
+document and 29 random ones, is compared with that of the backend torch; documents of near.tsv share
+words with the query. FOLDER keeps the models and the environment of the peers; ``--untimed``
+measures the order only.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from benchmarks.serving.peers import (
 
 PRECISIONS: Sequence[Precision] = ("bfloat16-cpu", "int8-full", "int8-full-bfloat16")
 
-BACKENDS = ("torch", "openvino", "openvino-float32")
+BACKENDS = ("torch", "openvino", "openvino-float32", "onnx")
 """OpenVINO computes in bfloat16 by default where the CPU has it."""
 
 ORIGINAL = "attnserve, the original"
@@ -93,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
             "rerank", options, rows=rows, goals=goals(rows), documents=len(requests[0]),
             queries=len(requests), threads=setup.threads,
             versions=peer_versions(setup, "cross-encoder"),
+            versions_onnx=peer_versions(setup, "cross-encoder-onnx"),
         )  # fmt: skip
     return 0
 

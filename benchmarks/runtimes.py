@@ -3,12 +3,13 @@
     pip install 'attnserve[openvino,demo]'
     python -m benchmarks.runtimes [--vit VIT_MNIST.onnx] [--threads 1 2] [--only MODEL]
 
-Four models: all-MiniLM-L6-v2, the shapes of BERT-base and ModernBERT-base with random weights, and
-an image classifier (--vit). Each is fused and chosen as ``attnserve serve`` does it, three times:
-in one runtime, in the other, and in what is the fastest by time on this machine ("auto"). Each
-result runs in a process of its own, in turns, and changes its shape at each run, as requests do.
-"auto" is compared at each shape with the faster of both if it runs rows in both, and by the
-geometric mean of all shapes if it runs all rows in one.
+The models: all-MiniLM-L6-v2, the same in int8 where the CPU multiplies bfloat16, the shapes of
+BERT-base and ModernBERT-base with random weights, and an image classifier (--vit). Texts are of 16,
+32, 128 and 512 tokens, or of the longest text that a model takes. Each is fused and chosen as
+``attnserve serve`` does it, three times: in one runtime, in the other, and in what is the fastest
+by time on this machine ("auto"). Each result runs in a process of its own, in turns, and changes
+its shape at each run, as requests do. "auto" is compared at each shape with the faster of both if
+it runs rows in both, and by the geometric mean of all shapes if it runs all rows in one.
 """
 
 from __future__ import annotations
@@ -36,15 +37,24 @@ from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch, Session
 from attnserve.runtime.interleaved_timer import InterleavedTimer, shape_sampler
 from attnserve.runtime.isolation import Worker
+from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.times import Times
 from attnserve.serving.backends import RunnerOptions, open_runner
-from benchmarks._common import description, minilm, number_table, stored_rows, write_result
+from benchmarks._common import (
+    CALIBRATION,
+    description,
+    minilm,
+    number_table,
+    stored_rows,
+    write_result,
+)
 from benchmarks.shapes import random_model
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite
 
 RUNTIMES = ("onnxruntime", "openvino", "auto")
 """The compared choices; "auto" is last."""
+INT8 = "int8-full-bfloat16"
 LENGTHS = (16, 32, 128, 512)
 BATCHES = (1, 8)
 
@@ -77,9 +87,15 @@ def _models(
     folder: Path, vit: Path | None, only: Sequence[str] | None
 ) -> Iterator[tuple[str, Artifact]]:
     """The models by name."""
-    if only is None or "MiniLM" in only:
+    chosen = [name for name in ("MiniLM", f"MiniLM {INT8}") if only is None or name in only]
+    if chosen:
         attnserve.export(minilm(), folder / "minilm")
+    if "MiniLM" in chosen:
         yield "MiniLM", open_artifact(folder / "minilm")
+    if f"MiniLM {INT8}" in chosen and has_bfloat16_product():
+        options: dict[str, Any] = {"calib": CALIBRATION, "threads": 1, "sequence": 128}
+        attnserve.optimize(folder / "minilm", folder / INT8, precision=INT8, **options)
+        yield f"MiniLM {INT8}", open_artifact(folder / INT8)
     for shape in ("BERT-base", "ModernBERT"):
         if only is None or f"{shape} shape" in only:
             place = folder / shape

@@ -16,11 +16,9 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +48,8 @@ from benchmarks.peers import (
     native,
     nncf_int8,
     open_model,
-    serve_folder,
     time_in_turns,
+    versions,
 )
 from benchmarks.planner import unseen_pairs
 
@@ -75,8 +73,8 @@ def main(arguments: list[str] | None = None) -> int:
         )
         pairs = unseen_pairs(options.train, calibration, folder / "unseen.tsv")
         artifact = open_artifact(folder / "original")
-        peers = Peers({}, {}, {})
-        reports = _add(peers, artifact, calibration, options.dev, options.minutes)
+        peers = Peers[Run]()
+        verdicts = _add(peers, artifact, calibration, options.dev, options.minutes)
         rows = time_in_turns(peers.models, artifact)
         exported = open_session(artifact.model)
         scores = {
@@ -85,31 +83,26 @@ def main(arguments: list[str] | None = None) -> int:
         }
     for row in rows:
         row["kept"] = scores[row["model"]] / scores[EXPORT]
-        row |= reports.get(row["model"], {})
-    packages = [name for name in ("onnxruntime", "openvino", "nncf") if find_spec(name)]
+        row["removal"] = peers.removals.get(row["model"])
+        row["verdict"] = verdicts.get(row["model"])
     write_result(
         "task_score", options, rows=rows, left_out=peers.left_out, choices=peers.choices,
-        spearman=scores[EXPORT], versions={name: version(name) for name in packages},
+        spearman=scores[EXPORT], versions=versions("onnxruntime", "openvino", "nncf"),
     )  # fmt: skip
     _show(rows)
     return 0
 
 
 def _add(
-    peers: Peers, artifact: Artifact, calibration: Path, dev: Path, minutes: int
-) -> dict[str, dict[str, Any]]:
-    """Add all models; the reports of the searches by model."""
-    original, reports = artifact.folder, dict[str, dict[str, Any]]()
+    peers: Peers[Run], artifact: Artifact, calibration: Path, dev: Path, minutes: int
+) -> dict[str, str]:
+    """Add all models; the verdicts of the searches by model."""
+    original, verdicts = artifact.folder, dict[str, str]()
     peers.add(EXPORT, lambda: open_model(artifact.model, ONE_THREAD))
     peers.add("as exported, OpenVINO as it is", lambda: native(artifact.model))
     for rest in ("bfloat16", "float32"):
         name = f"NNCF int8, rest {rest}"
         peers.add(name, partial(nncf_int8, artifact, [calibration], rest))
-
-    def chosen(name: str, folder: Callable[[], Path]) -> None:
-        peers.add(
-            f"{name}, auto", lambda: serve_folder(folder(), peers.choices.setdefault(name, {}))
-        )
 
     def ours(name: str, **options: Any) -> None:
         def make() -> Path:
@@ -117,16 +110,13 @@ def _add(
             report = attnserve.optimize(
                 original, output, calib=calibration, threads=1, sequence=128, **options
             )
-            speeds, search = report.record.speedups, report.search
-            reports[f"{name}, auto"] = {
-                "removal": speeds and speeds.removal and speeds.removal.model_dump(),
-                "verdict": search and search.verdict,
-            }
+            if report.search:
+                verdicts[f"{name}, auto"] = report.search.verdict
             return output
 
-        chosen(name, make)
+        peers.add_served(name, make)
 
-    chosen("fused float32", lambda: original)
+    peers.add_served("fused float32", lambda: original)
     ours("fused int8-full-bfloat16", precision="int8-full-bfloat16")
     score: dict[str, Any] = {
         "keep": KEEP, "measure": "score", "task": "sts", "eval_data": dev, "allow": ["ffn"],
@@ -136,7 +126,7 @@ def _add(
     if minutes:
         name = f"search, int8-full-bfloat16, {minutes} min of training"
         ours(name, precision="int8-full-bfloat16", recover=minutes, **score)
-    return reports
+    return verdicts
 
 
 @dataclass(eq=False)

@@ -111,22 +111,13 @@ def unseen_texts(source: Path) -> dict[str, list[str]]:
 
 def build(cache: Path, source: Path) -> dict[str, Path]:
     """Write the models that are not in ``cache`` yet; return them by the name of the system."""
-    cache.mkdir(parents=True, exist_ok=True)
-    original = cache / "original"
-    files = texts(source, cache)
-    calibration = [files["calibration sentences"], files["calibration paragraphs"]]
-    if not original.exists():
-        attnserve.export(minilm(), original)
-    models = {ORIGINAL: original}
-    for precision in PRECISIONS:
-        models[f"attnserve, {precision}"] = path = cache / precision
-        if not path.exists():
-            attnserve.optimize(original, path, precision=precision, calib=calibration, sequence=128)
+    models = build_own(cache, source)
+    original = models[ORIGINAL]
     models[f"{PEER}openvino int8 (NNCF)"] = nncf = cache / "nncf"
     if not nncf.exists():
         import openvino
 
-        quantized = quantized_by_nncf(open_artifact(original), calibration)
+        quantized = quantized_by_nncf(open_artifact(original), calibration_files(cache, source))
         shutil.copytree(minilm(), nncf)
         (nncf / "openvino").mkdir()
         openvino.save_model(quantized, nncf / "openvino" / "openvino_model.xml", False)
@@ -137,6 +128,27 @@ def build(cache: Path, source: Path) -> dict[str, Path]:
         (onnx / "onnx").mkdir()
         shutil.copyfile(original / "model.onnx", onnx / "onnx" / "model.onnx")
     return models
+
+
+def build_own(cache: Path, source: Path) -> dict[str, Path]:
+    """``build``, for the models of attnserve."""
+    cache.mkdir(parents=True, exist_ok=True)
+    original = cache / "original"
+    if not original.exists():
+        attnserve.export(minilm(), original)
+    models = {ORIGINAL: original}
+    for precision in PRECISIONS:
+        models[f"attnserve, {precision}"] = path = cache / precision
+        if not path.exists():
+            calibration = calibration_files(cache, source)
+            attnserve.optimize(original, path, precision=precision, calib=calibration, sequence=128)
+    return models
+
+
+def calibration_files(cache: Path, source: Path) -> list[Path]:
+    """Write the sentences and the paragraphs of the half for calibration."""
+    files = texts(source, cache)
+    return [files["calibration sentences"], files["calibration paragraphs"]]
 
 
 def started(
@@ -213,8 +225,7 @@ def row(
     over: dict[str, list[float]] = {}
     for other in rates:
         if other.startswith(PEER):
-            ratios = np.array(rates[name]) / np.array(rates[other])
-            over[other] = [float(np.median(ratios)), *_ci95(ratios)]
+            over[other] = ratio(rates[name], rates[other])
     embedded = name.replace("single texts", "requests of 32")
     exported = f"{ORIGINAL}, requests of 32"
     return {
@@ -229,11 +240,14 @@ def row(
     }
 
 
-def _ci95(values: np.ndarray) -> tuple[float, float]:
+def ratio(rates: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The median ratio of two rates by round, with the ends of its 95 % interval."""
+    values = np.divide(rates, others)
+
     def median(rows: np.ndarray) -> np.ndarray:
         return np.median(values[rows], axis=-1)
 
-    return bootstrap_interval(median, len(values), seed=0)
+    return [float(np.median(values)), *bootstrap_interval(median, len(values), seed=0)]
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """The CrossEncoder of sentence-transformers in a backend: predict() in the process.
 
-    python peer_cross_encoder.py MODEL_FOLDER THREADS torch|openvino|openvino-float32
+    python peer_cross_encoder.py MODEL_FOLDER THREADS torch|openvino|openvino-float32|onnx
 
 Reads lines {"pairs": [[query, document], ...]}, and answers {"seconds": S, "scores": [...]}: the
 duration of one call of predict(), and the logits.
@@ -9,6 +9,7 @@ duration of one call of predict(), and the logits.
 import json
 import sys
 from time import perf_counter
+from typing import Any
 
 import torch
 from sentence_transformers import CrossEncoder
@@ -16,19 +17,30 @@ from sentence_transformers import CrossEncoder
 FOLDER, THREADS, BACKEND = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 
 
+def model_options(backend: str, precision: str) -> dict[str, Any]:
+    """The options of the backend; without a file, it exports the model."""
+    if backend == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.SessionOptions()
+        session.intra_op_num_threads = THREADS
+        return {"provider": "CPUExecutionProvider", "session_options": session}
+    if backend == "openvino":
+        hint = {"INFERENCE_PRECISION_HINT": "f32"} if precision else {}
+        return {"ov_config": {"INFERENCE_NUM_THREADS": str(THREADS), **hint}}
+    return {}
+
+
 def main() -> None:
     torch.set_num_threads(THREADS)
     backend, _, precision = BACKEND.partition("-")
-    options = {"INFERENCE_NUM_THREADS": str(THREADS)}
-    if precision:
-        options["INFERENCE_PRECISION_HINT"] = "f32"
     model = CrossEncoder(
         FOLDER,
         device="cpu",
         backend=backend,
         local_files_only=True,
         activation_fn=torch.nn.Identity(),
-        model_kwargs={"ov_config": options} if backend == "openvino" else {},
+        model_kwargs=model_options(backend, precision),
     )
     model.predict([("warm", "up")])
     print(json.dumps({"ready": True}), flush=True)

@@ -39,10 +39,11 @@ PEERS: Mapping[str, tuple[str, ...]] = {
         "sentence-transformers[onnx,openvino]==5.7.0",
     ),
     "cross-encoder": (TORCH, OPENVINO, "sentence-transformers[openvino]==6.2.0"),
+    "cross-encoder-onnx": (TORCH, ONNXRUNTIME, "sentence-transformers[onnx]==5.7.0"),
 }
 """Packages of the virtual environment of each peer."""
 
-UNCONSTRAINED = {"sentence-transformers", "cross-encoder"}
+UNCONSTRAINED = {"sentence-transformers", "cross-encoder", "cross-encoder-onnx"}
 """Peers installed without constraints.txt: they need other versions of transformers."""
 
 console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -187,7 +188,7 @@ def sentence_transformers(setup: Setup, folder: Path, backend: str = "onnx") -> 
 
 def cross_encoder(setup: Setup, folder: Path, backend: str) -> Program:
     program = PROGRAMS / "peer_cross_encoder.py"
-    python = peer_python(setup, "cross-encoder")
+    python = peer_python(setup, "cross-encoder-onnx" if backend == "onnx" else "cross-encoder")
     return Program(setup, python, program, folder, setup.threads, backend)
 
 

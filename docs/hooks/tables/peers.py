@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from docs.hooks.tables.results import is_measured, load, percent, source, table, times
 from docs.hooks.tables.runtimes import RUNTIMES
 
@@ -15,16 +17,71 @@ def peers(kind: str, name: str = "peers") -> str:
         kind: "turns", with another length at each run, or "repeated".
         name: The result file; another folder has those of another CPU.
     """
+    found = load(name)["rows"]
+    removal = removal_heading(found)
     rows = [
         [
             row["model"],
             *(times(row[kind][length]["speedup"][0]) for length in PEER_LENGTHS),
-            *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
+            *(by_removal(row) for _ in removal),
+            *(f"{row['overlap'][texts]:.3f}" for texts in ("sentences", "paragraphs")),
+        ]
+        for row in found
+    ]
+    headings = [f"{length} tokens" for length in PEER_LENGTHS]
+    return table(["model", *headings, *removal, "sentences", "paragraphs"], rows)
+
+
+def removal_heading(rows: list[dict[str, Any]]) -> list[str]:
+    """The heading of ``by_removal``; older results lack it."""
+    return ["by removal"] if any("removal" in row for row in rows) else []
+
+
+def by_removal(row: dict[str, Any]) -> str:
+    """The speed-up over the fused original in the same precision."""
+    return times(row["removal"]["value"]) if row.get("removal") else "-"
+
+
+def bert_base(name: str) -> str:
+    """int8 in the shape of BERT-base, beside NNCF."""
+    if not is_measured(name):
+        return "No result of it is committed yet."
+    rows = load(name)["rows"]
+    cells = [[row["model"], *(times(row["turns"][n]["speedup"][0]) for n in PEER_LENGTHS)]
+             for row in rows]  # fmt: skip
+    level: list[str] = []
+    for length in PEER_LENGTHS:
+        timed = {row["model"]: row["turns"][length] for row in rows}
+        peer, ours = (
+            min(
+                (model for model in timed if model.startswith(kinds)),
+                key=lambda model: timed[model]["p50_ms"],
+            )
+            for kinds in ("NNCF", "fused int8")
+        )
+        value, low, high = timed[ours]["over"][peer]
+        level.append(f"{times(value)} ({low:.2f} to {high:.2f})")
+    cells.append(["fastest int8 of attnserve over the faster model of NNCF", *level])
+    shown = table(["model", *(f"{length} tokens" for length in PEER_LENGTHS)], cells)
+    return "\n\n".join((shown, source(name), peer_choices(name)))
+
+
+OPERATORS = ("projections", "attention", "feed-forward", "normalization", "conversions", "other")
+
+
+def operators(name: str) -> str:
+    """The share of the time of a run by kind of operator."""
+    if not is_measured(name):
+        return "No result of it is committed yet."
+    rows = [
+        [
+            f"{row['model']}, {row['tokens']} tokens",
+            f"{row['ms']:.1f} ms",
+            *(f"{row['share'][kind]:.0%}" for kind in OPERATORS),
         ]
         for row in load(name)["rows"]
     ]
-    headings = [f"{length} tokens" for length in PEER_LENGTHS]
-    return table(["model", *headings, "sentences", "paragraphs"], rows)
+    return "\n\n".join((table(["model", "time of a run", *OPERATORS], rows), source(name)))
 
 
 def task_score(name: str) -> str:
@@ -35,7 +92,7 @@ def task_score(name: str) -> str:
         [
             row["model"],
             *(times(row["turns"][length]["speedup"][0]) for length in PEER_LENGTHS),
-            "-" if row.get("removal") is None else times(row["removal"]["value"]),
+            by_removal(row),
             percent(row["kept"]),
         ]
         for row in load(name)["rows"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from docs.hooks.tables.peers import PEER_LENGTHS
+from docs.hooks.tables.peers import PEER_LENGTHS, by_removal, removal_heading
 from docs.hooks.tables.results import ROOT, load, source, table, times
 from docs.hooks.tables.searches import BY_HAND, planner_kept, planner_rows
 
@@ -42,15 +42,17 @@ def results() -> str:
     """The table of the README: speed and fidelity of attnserve and of other tools."""
     result = load("peers")
     sources = [source("peers")]
+    removal = removal_heading(result["rows"])
     found = {
         row["model"]: [
             *(times(row["turns"][length]["speedup"][0]) for length in PEER_LENGTHS),
+            *(by_removal(row) for _ in removal),
             *(f"{row['overlap'][kind]:.3f}" for kind in ("sentences", "paragraphs")),
         ]
         for row in result["rows"]
     }
     if lacking := STAND_INS.keys() - found:
-        found |= {name: _stand_in(STAND_INS[name]) for name in lacking}
+        found |= {name: _stand_in(STAND_INS[name], removal) for name in lacking}
         sources.append(f"Rows without paragraphs: {source('planner')}")
     default = "bfloat16" if any("bf16" in flag for flag in result["cpu_flags"]) else "float32"
     rows = [
@@ -58,17 +60,19 @@ def results() -> str:
         for name, shown in README_MODELS.items()
         if name in found
     ]
-    header = ["model", *(f"{length} tokens" for length in PEER_LENGTHS), "sentences", "paragraphs"]
+    headings = [f"{length} tokens" for length in PEER_LENGTHS]
+    header = ["model", *headings, *removal, "sentences", "paragraphs"]
     return "\n\n".join((table(header, rows), *sources))
 
 
-def _stand_in(model: str) -> list[str]:
+def _stand_in(model: str, removal: list[str]) -> list[str]:
     """Speeds of a model of planner.json, and the neighbors or the score that it keeps."""
     speeds = planner_rows()[model]
     plans = {plan["goal"]: plan["quality_unseen"]["overlap"] for plan in load("planner")["plans"]}
     kept = planner_kept().get(model)
     fidelity = f"{plans[model]:.3f}" if model in plans else f"{kept} of the score" if kept else ""
-    return [*(times(speeds[int(n)]["vs_exported"]) for n in PEER_LENGTHS), fidelity, ""]
+    shown = [times(speeds[int(n)]["vs_exported"]) for n in PEER_LENGTHS]
+    return [*shown, *("-" for _ in removal), fidelity, ""]
 
 
 def with_results(readme: str) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
+from attnserve.limits import MIN_REMOVAL_GAIN
 from docs.hooks.tables.results import load, percent, source, table, times
 
 BY_HAND = "R = 128 by hand"
@@ -236,7 +238,31 @@ def index(name: str) -> str:
         for row in result["rows"]
     ]
     header = ["goal", "index", "overlap", "similarity", *(f"{at} tokens" for at in lengths)]
-    return "\n\n".join((table(header, rows), source(name)))
+    return "\n\n".join((table(header, rows), _fastest_queries(result), source(name)))
+
+
+def _fastest_queries(result: dict[str, Any]) -> str:
+    """The fastest model of each measure, or that none is faster than the fused original."""
+    ratios: dict[str, list[float]] = {}
+    for speed in result["speeds"]:
+        ratios.setdefault(speed["model"], []).append(speed["vs_fused"])
+    lines: list[str] = []
+    for goal in dict.fromkeys((row["measure"], row["keep"]) for row in result["rows"]):
+        rows = [row for row in result["rows"] if (row["measure"], row["keep"]) == goal]
+        found = {
+            row["precision"]: statistics.geometric_mean(ratios[row["name"]])
+            for row in rows
+            if row["name"] in ratios
+        }
+        measure, keep = goal
+        tried = ", ".join(row["precision"] for row in rows)
+        fastest = max(found, key=lambda precision: found[precision], default="")
+        if fastest and found[fastest] >= MIN_REMOVAL_GAIN:
+            said = f"{fastest} makes queries {times(found[fastest])} as fast on average"
+        else:
+            said = "no precision makes queries faster"
+        lines.append(f"- {measure}, {keep:g}: {said}; tried: {tried}")
+    return "\n".join(lines)
 
 
 def search_time() -> str:
