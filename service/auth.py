@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -51,6 +51,14 @@ def read_keys(settings: Settings) -> Keys:
     keys = [(key.get_secret_value(), "") for key in settings.api_keys]
     if settings.api_keys_file is not None:
         keys += _read_file(settings.api_keys_file)
+    _check_keys(keys)
+    _check_keys([(key.get_secret_value(), "") for key in settings.admin_keys])
+    names = _named(keys)
+    return names | _admin_keys(settings) if names else {}
+
+
+def _check_keys(keys: Sequence[tuple[str, str]]) -> None:
+    """Check that no key is empty, and that HTTP headers can carry each."""
     for number, (key, _) in enumerate(keys, 1):
         if not key:  # requests without a key would match an empty key
             raise InvalidArgument(
@@ -62,8 +70,6 @@ def read_keys(settings: Settings) -> Keys:
                 "HTTP headers can carry only those",
                 code="keys.characters",
             )
-    names = _named(keys)
-    return names | _admin_keys(settings) if names else {}
 
 
 def _read_file(path: Path) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from errno import EDQUOT, ENOSPC
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,7 +91,8 @@ def _failed(error: Exception, arguments: Sequence[str]) -> int:
         _show(error, arguments)
     elif isinstance(error, OSError):  # for example a path that became unreadable
         prefix = f"{error.filename}: " if error.filename else ""
-        _show(AttnserveError(f"{prefix}{error.strerror or error}", "check the path"), arguments)
+        fix = "free space" if error.errno in (ENOSPC, EDQUOT) else "check the path"
+        _show(AttnserveError(f"{prefix}{error.strerror or error}", fix), arguments)
     else:
         _show(
             AttnserveError(

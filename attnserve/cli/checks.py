@@ -227,7 +227,7 @@ def _check_errors(report: Fidelity, requirements: opt.Requirements, show: opt.Sh
         raise CheckFailed(
             f"mean cosine {report.mean_cosine:.5f} on {report.data}, "
             f"expected at least {min_cosine}",
-            "compress less (keep more heads or dimensions, raise --keep), or calibrate on text"
+            "compress less (keep more heads or dimensions, raise `keep`), or calibrate on text"
             " like the data",
             code="verify.min_cosine",
         )

@@ -81,17 +81,20 @@ def add_command(
                 for option in made
             ]
 
-        def run(**values: Any) -> None:
-            arguments = {name: _group(kind, made, values) for name, (kind, made) in groups.items()}
+        def run(context: typer.Context, **values: Any) -> None:
+            given = [name for name in values if _is_given(context, name)]
+            arguments = {
+                name: _group(kind, made, values, given) for name, (kind, made) in groups.items()
+            }
             arguments |= {name: values[name] for name in hints if name in values.keys() - groups}
             function(**arguments)
 
         for parameter in parameters:
             about = _about(parameter)
             about.help = with_options(about.help or "", names)
-        run.__signature__ = Signature(  # type: ignore[attr-defined]
-            sorted(parameters, key=lambda parameter: _place(parameter, panels))
-        )
+        parameters.sort(key=lambda parameter: _place(parameter, panels))
+        context = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        run.__signature__ = Signature([context, *parameters])  # type: ignore[attr-defined]
         run.__name__ = function.__name__
         run.__doc__ = function.__doc__
         app.command(**options)(run)
@@ -196,16 +199,35 @@ def _bounds(about: OptionType) -> dict[str, Any]:
     return {names[name]: value for name, value in limits.items()}
 
 
-def _group(kind: type[Options], options: Sequence[_Option], values: Mapping[str, Any]) -> Options:
-    """Build a group from option values, with defaults for missing options."""
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has an option: its value may be the default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _group(
+    kind: type[Options],
+    options: Sequence[_Option],
+    values: Mapping[str, Any],
+    given: Collection[str],
+) -> Options:
+    """Build a group from option values.
+
+    Args:
+        given: The names of the options in the command line. Others are set if the command has
+            another default than the group.
+    """
     arguments: dict[str, Any] = {}
     flags: dict[str, list[str]] = {}
     for option in options:
-        value = values[option.parameter.name]
+        name = option.parameter.name
+        value = values[name]
         if value is None or (option.value is not None and not value):
             continue
+        if name not in given and value == kind.model_fields[option.field].get_default():
+            continue
         arguments[option.field] = option.value or value
-        flag = "--" + option.parameter.name.replace("_", "-")
+        flag = "--" + name.replace("_", "-")
         flags.setdefault(option.field, []).append(flag)
     for name, exclusive in flags.items():
         if len(exclusive) > 1:

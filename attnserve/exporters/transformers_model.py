@@ -67,8 +67,8 @@ SCORING = Task("AutoModelForCausalLM", ("logits",), per_token=False)
 OFFLINE = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of every ``from_pretrained``."""
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-"""The files of weights, in the order of preference."""
+WEIGHTS = ("*.safetensors", "*pytorch_model*.bin")
+"""The files of weights, also in folders of modules, in the order of preference."""
 
 
 @contextmanager
@@ -121,7 +121,7 @@ def find_folder(model: str) -> Path:
             snapshot_download(model, allow_patterns=patterns, ignore_patterns=elsewhere)
         )
         for weights in WEIGHTS:
-            if not any(snapshot.glob("*.safetensors")):
+            if not any(snapshot.rglob("*.safetensors")):
                 snapshot_download(model, allow_patterns=weights, ignore_patterns=elsewhere)
     except Exception as error:  # OSError, HfHubHTTPError, HFValidationError, ...
         raise InvalidModel(

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnserve.models.artifact import is_hub_folder, open_artifact
+from graph_passes.errors import InvalidModel
 
 __all__ = ["ModelLocation", "find_models"]
 
@@ -31,7 +32,7 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
     """The models at ``path``, by name and version. Stray files beside models are ignored.
 
     Raises:
-        InvalidModel: The file or folder does not exist.
+        InvalidModel: The file or folder does not exist, or its name is not UTF-8.
         OSError: It cannot be read; with ``must_exist``, also if it does not exist.
     """
     if must_exist:
@@ -40,8 +41,18 @@ def find_models(path: Path, *, must_exist: bool = False) -> dict[str, dict[str, 
     is_hub = is_hub_folder(path) and models.keys() <= {"onnx"}
     is_artifact = not path.is_dir() or (path / "model.onnx").is_file() or is_hub
     if is_artifact or (not models and any(path.glob("*.onnx"))):
-        return {open_artifact(path).name: {"1": ModelLocation(path)}}
+        name = open_artifact(path).name
+        if not _is_text(name):
+            raise InvalidModel(
+                f"{path!r}: the name is not UTF-8", "rename it", code="model.name_not_text"
+            )
+        return {name: {"1": ModelLocation(path)}}
     return models
+
+
+def _is_text(name: str) -> bool:
+    """Whether a name can be written in a URL and in JSON; any bytes can name a folder."""
+    return name.encode(errors="ignore").decode() == name
 
 
 def _models(path: Path) -> Iterator[tuple[str, dict[str, ModelLocation]]]:
@@ -53,9 +64,7 @@ def _models(path: Path) -> Iterator[tuple[str, dict[str, ModelLocation]]]:
     for folder in sorted(path.iterdir()):
         versions: dict[str, ModelLocation] = {}
         with suppress(PermissionError):
-            # Any bytes can name a folder; only text can be written in a URL and in JSON.
-            is_text = folder.name.encode(errors="ignore").decode() == folder.name
-            if not folder.is_dir() or folder.name.startswith(".") or not is_text:
+            if not folder.is_dir() or folder.name.startswith(".") or not _is_text(folder.name):
                 continue
             versions = {
                 child.name: ModelLocation(child, folder)

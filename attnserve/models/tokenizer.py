@@ -211,7 +211,8 @@ class TextEncoder:
                         code="text.too_long",
                     )
                 spans = self._spans(texts[index])
-                positions = _kept(raws[index], limit, side or self.truncation_side, spans)
+                side = side or self.truncation_side
+                positions = _kept(raws[index], limit, side, spans, frame=self.frame)
                 encodings[index] = _select(raws[index], positions)
         return encodings
 
@@ -455,13 +456,18 @@ class _Template:
 
 
 def _kept(
-    encoding: Any, limit: int, side: Side, spans: Sequence[tuple[int, int]] | None = None
+    encoding: Any,
+    limit: int,
+    side: Side,
+    spans: Sequence[tuple[int, int]] | None = None,
+    frame: tuple[list[int], list[int]] = ([], []),
 ) -> list[int]:
     """The tokens that remain after an encoding of ``tokenizers`` is truncated to ``limit``.
 
     Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
     template with these spans, the last one loses its tokens first, then the one before. An
-    ``Encoding`` loses its end, or its beginning by ``side``.
+    ``Encoding`` loses its end, or its beginning by ``side``, but not the special tokens ``frame``
+    before and after it.
 
     The library's own truncation is a state of the tokenizer, which requests with other limits
     share, and it keeps the rest of both texts of a pair in all combinations.
@@ -469,7 +475,11 @@ def _kept(
     count = len(encoding)
     order = range(count)[::-1] if side == "right" else range(count)
     if isinstance(encoding, Encoding):
-        dropped = [*order]
+        before, after = frame
+        start = len(before) if encoding.ids[: len(before)] == before else 0
+        end = count - (len(after) if encoding.ids[count - len(after) :] == after else 0)
+        dropped = [index for index in order if start <= index < end]
+        dropped += [index for index in order if not start <= index < end]
     elif spans is not None:
         offsets: list[tuple[int, int]] = encoding.offsets  # each access makes a new list
         dropped = [

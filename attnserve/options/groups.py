@@ -304,6 +304,15 @@ class Data(Options):
     @model_validator(mode="after")
     def _check(self) -> Self:
         check_files(self.calib, self.calib_weights)
+        check_files(self.also_prove, name="also_prove")
+        fitted = {path.resolve() for path in self.calib}
+        if both := [str(path) for path in self.also_prove if path.resolve() in fitted]:
+            fail(
+                f"`also_prove` names {both[0]}, which `calib` names too: no row may be both fitted"
+                " and verified",
+                "leave it out: rows of `calib` are held out for the verification",
+                "data.repeated",
+            )
         return self
 
     def require(self) -> None:
@@ -386,7 +395,8 @@ class Run(Options):
     area = "run"
 
     threads: Annotated[NonNegativeInt, Cli(metavar="N", limits_threads=True)] = 0
-    """Number of threads of ONNX Runtime, numpy and PyTorch; 0 uses the default of each library."""
+    """Number of threads of what is timed or served, of numpy and of PyTorch; 0 uses the default of
+    each library. Searches measure losses with all threads."""
     provider: Provider = "cpu"
     """Execution provider."""
     runtime: Annotated[str, Cli(metavar="NAME")] = AUTO

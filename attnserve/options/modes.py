@@ -40,6 +40,12 @@ def check_mode(
                 f"{requests} or `precision`",
                 "request.empty",
             )
+        if not rewrites.refit and not rewrites.are_given:
+            fail(
+                "`refit` has no effect without a rewrite by hand",
+                "leave it out, or request a rewrite",
+                "request.conflict",
+            )
         if rewrites.layers is not None and not rewrites.uses_layers:
             fail(
                 "`layers` has no effect without `collab_dk`, `head_dk`, `prune`, or `reuse` without"

@@ -160,7 +160,7 @@ def optimize(
     report = OptimizeReport(
         _entry(job, rewritten, write), rewritten.state.plan, file, rewritten.search
     )
-    _require_cosine(report, rewritten.search or rewritten.planned, write.min_cosine)
+    _require_cosine(report, rewritten.planned, write.min_cosine)
     if saved is not None:
         saved.require_guarantee(report.fidelity)
     if not write.dry_run:
@@ -369,12 +369,12 @@ def _break_even(before: ir.Model, after: ir.Model) -> int | None:
 
 
 def _require_cosine(
-    report: OptimizeReport, search: PlanRecord | None, min_cosine: float | None
+    report: OptimizeReport, planned: PlanRecord | None, min_cosine: float | None
 ) -> None:
     """Check the mean cosine of the outputs to the original's, if there is a bound.
 
     Args:
-        search: The record of the search that made the plan, if there was one.
+        planned: The record of the search of a replayed plan.
 
     Raises:
         CheckFailed: It is below the bound.
@@ -383,8 +383,9 @@ def _require_cosine(
     data = report.fidelity.data
     if min_cosine is None or cosine >= min_cosine:
         return
-    if search is not None:
+    if (search := report.search or planned) is not None:
         less = "lower `target_speedup`" if search.goal.keep is None else "raise `keep`"
+        less = f"make a new plan: {less}" if planned else less
     elif report.plan.find(Collaborate):
         less = "raise `collab_dk`"
     else:

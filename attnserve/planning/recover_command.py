@@ -41,7 +41,7 @@ from attnserve.recovery.verification import VerifiedModel, labeled_outputs, veri
 from attnserve.runtime.cache import digest
 from attnserve.runtime.external_data import external_files
 from attnserve.runtime.openvino_runtime import OpenVino
-from attnserve.runtime.session import runtime_of
+from attnserve.runtime.session import runtime_of, selectable_runtimes
 from attnserve.versions import package_versions, versions
 from graph_passes.analysis.parameters import parameter_bytes
 from graph_passes.errors import CheckFailed, InvalidArgument, InvalidModel
@@ -97,6 +97,7 @@ def recover(
         CheckFailed: PyTorch does not compute what ONNX Runtime computes, or the loss is not finite.
     """
     context = run.context(progress or ignore_progress)
+    selectable_runtimes(context.device)  # an unknown name is refused before any work
     files = as_paths(data)
     if not files:
         raise InvalidArgument("`data` is empty", "give a file of texts", code="recovery.no_data")

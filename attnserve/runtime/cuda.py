@@ -1,6 +1,6 @@
 """CUDA settings of a session and their ONNX Runtime provider options.
 
-This module imports neither ONNX Runtime nor CUDA; ``session.py`` uses the options.
+This module imports neither ONNX Runtime nor CUDA; ``onnx_runtime.py`` uses the options.
 """
 
 from __future__ import annotations

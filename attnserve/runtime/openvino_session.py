@@ -149,7 +149,7 @@ class _Request:
         """
         reports = 0
         for _ in range(MOST_ATTEMPTS):
-            model = self._compiled.get()
+            model = self._compiled_model(feed)
             failure = self._attempt(model, feed)
             if failure is None:
                 return
@@ -157,25 +157,32 @@ class _Request:
             reports += self._compiled.discard(model)
             del model  # before the next one is compiled
             if reports == min(self._compiled.concurrency, 2):
-                self._compiled.get()  # this request waits for the new model, and not the next one
+                self._compiled_model(feed)  # this request waits for it, and not the next one
                 raise failure
         raise RunFailed("other runs broke the model again and again", feed, "device")
 
+    def _compiled_model(self, feed: Feed) -> Any:
+        try:
+            return self._compiled.get()
+        except Exception as error:  # RuntimeError for everything
+            raise RunFailed(describe_error(error), feed, "device") from error
+
     def _attempt(self, model: Any, feed: Feed) -> RunFailed | None:
         """Run once; return why the run failed, None if it succeeded."""
-        if self._model is not model:
-            self._start(model)
         number = next(self._compiled.numbers)
-        # A view, because numpy has several types of the same numbers ("q" and "l" for int64).
-        given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
-        given[RUN] = np.array(number)
         try:
+            if self._model is not model:
+                self._start(model)
+            # A view, because numpy has several types of the same numbers ("q" and "l" for int64).
+            given = {n: array.view(self._types[n]) for n, array in feed.items() if n in self._read}
+            given[RUN] = np.array(number)
             self._request.start_async(given, share_inputs=True)  # not ``infer``, which loses errors
             self._request.wait()
             if int(self.output(self._place)) == number:
                 return None
         except Exception as error:  # RuntimeError for everything
-            failure = RunFailed(describe_error(error), feed, _kind(error))
+            kind = _kind(error) if self._model is model else "device"
+            failure = RunFailed(describe_error(error), feed, kind)
             failure.__cause__ = error
             return failure
         return RunFailed("the sizes of the inputs do not fit together", feed)
@@ -185,10 +192,10 @@ class _Request:
         self._model = self._request = None
 
     def _start(self, model: Any) -> None:
-        self._model = model
         # The compiled model lacks inputs that no node reads.
         self._read = {name for port in model.inputs for name in port.get_names()}
         self._request = model.create_infer_request()
+        self._model = model
 
 
 class _Compiled:

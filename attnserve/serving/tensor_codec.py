@@ -2,8 +2,8 @@
 
 Bytes are little-endian and row-major, without padding; a BOOL is one byte, 0 or 1.
 
-Numbers are never wrapped or rounded: 3.0 is not an INT64, 300 is not a UINT8, and 1e39 is not an
-FP32. JSON has no NaN and no infinity.
+Numbers are never wrapped: 3.0 is not an INT64, 300 is not a UINT8, and 1e39 is not an FP32. Floats
+are rounded to their type. JSON has no NaN and no infinity.
 """
 
 from __future__ import annotations

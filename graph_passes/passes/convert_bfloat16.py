@@ -153,7 +153,7 @@ def _is_constant(value: ir.Value) -> bool:
 
 
 def _is_read_only_by(constant: ir.Value, nodes: set[ir.Node]) -> bool:
-    """Whether a value is a constant that only this node reads."""
+    """Whether a value is a constant that only these nodes read."""
     return (
         _is_constant(constant)
         and not constant.is_graph_output()

@@ -246,8 +246,8 @@ def with_token_ids(
     """Convert token ids to ``Encoding``; texts stay. Ids are not checked without ``is_checked``.
 
     Raises:
-        InvalidField: Ids do not begin and end with the special tokens of the model, and
-            ``any_token_ids`` is off: they come from another tokenizer.
+        InvalidField: Ids do not begin with the special token of the model (end, if texts begin
+            with none), and ``any_token_ids`` is off: they come from another tokenizer.
     """
     encoder = engine.model.encoder
     is_checked = is_checked and not engine.settings.any_token_ids
@@ -308,7 +308,8 @@ async def similarity(exchange: Here, body: TextSimilarityRequest) -> Response:
     answer, vectors = await embed_texts(exchange, engine, prompted, truncate=body.truncate)
     # All products of distinct texts: their number is limited, and there may be many more pairs.
     distinct, rows = np.unique(left, return_inverse=True)
-    cosines = cosines_of(vectors[distinct], vectors)[rows, right]
+    products = await asyncio.to_thread(cosines_of, vectors[distinct], vectors)
+    cosines = products[rows, right]
     content = {"similarities": cosines, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
 

@@ -427,7 +427,7 @@ class Batcher:
             self._free_slots += freed
             now = self._clock()
             while self._free_slots and len(self.queue) and not self._paused:
-                if self._max_wait and self.queue.tokens < self.queue.budget:
+                if self._max_wait and not self.queue.is_full:
                     oldest = min(request.queued_at for request in self.queue.requests)
                     delay = oldest + self._max_wait - now
                     if delay > 0:

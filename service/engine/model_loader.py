@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from attnserve.context import AUTO
+from attnserve.context import AUTO, Device
 from attnserve.models.artifact import open_artifact
 from attnserve.models.model_folder import ModelLocation, find_models
 from attnserve.serving.backends import RunnerOptions
@@ -71,13 +71,12 @@ class ModelLoader:
         self.settings, self._metrics, self._shadow, self._alone = settings, metrics, shadow, alone
         self._new_checker = partial(
             LoadChecker,
-            device=settings.device,
             timeout_s=settings.probe_timeout_s,
             rewrite=settings.rewrite,
             folder=folder,
             cached=settings.probe_cache,
         )
-        self._checker = self._new_checker()
+        self._checkers = self._new_checkers()
         self.by_name: dict[str, dict[str, Engine]] = {}
         self.loading: set[tuple[str, str]] = set()
         self.failures: dict[str, dict[str, str]] = {}
@@ -169,7 +168,8 @@ class ModelLoader:
 
     def stop(self) -> None:
         """End the check of a model that is being loaded, and fusions in the background."""
-        self._checker.close()
+        for checker in self._checkers.values():
+            checker.close()
         for task in self._fusing:
             task.cancel()
 
@@ -184,8 +184,18 @@ class ModelLoader:
         for engine in self.engines():
             self.retire(engine)
         await self.settled()
-        self._checker = self._new_checker()
+        self._checkers = self._new_checkers()
         self.started = False
+
+    def _new_checkers(self) -> dict[Device, LoadChecker]:
+        """A checker for each device of a model: models may have other numbers of threads."""
+        models = map(self.settings.for_model, self.settings.model_limits)
+        devices = [self.settings.device, *(settings.device for settings in models)]
+        return {device: self._new_checker(device=device) for device in devices}
+
+    def checker_of(self, name: str) -> LoadChecker:
+        """The checker of a model."""
+        return self._checkers[self.settings.for_model(name).device]
 
     # -- loading ----------------------------------------------------------------------------------
 
@@ -228,7 +238,9 @@ class ModelLoader:
 
         def reload() -> Model:
             again = self._load(name, version, location)
-            if again is None or again.identity != checked_model.identity:
+            assert again is not None
+            if again.identity != checked_model.identity:
+                again.model.close()
                 raise NotReady(f"the files of {name} have changed", "load it again")
             return again.model
 
@@ -257,7 +269,9 @@ class ModelLoader:
         checked = await asyncio.wrap_future(fusion)
         # One replacement at a time: it holds the old and the new weights.
         async with self._alone(), self._changing:
-            if self.by_name.get(name, {}).get(version) is not engine or self._checker.is_closed:
+            if self.by_name.get(name, {}).get(version) is not engine:
+                return
+            if self.checker_of(name).is_closed:
                 return
             if checked.fused_file is None:
                 engine.model.operators = self._shown(checked.operators)
@@ -303,7 +317,7 @@ class ModelLoader:
             spinning=not settings.shares_cores,
         )
         open_model = partial(Model, options=options, name=name)
-        check = self._checker.check if settings.probe else identify
+        check = self.checker_of(name).check if settings.probe else identify
         artifact = open_artifact(location.path, location.companion_folder)
         checked_model = load_checked(artifact, check, open_model, is_served)
         if checked_model is None:

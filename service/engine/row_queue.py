@@ -127,6 +127,12 @@ class Queue:
         return self._rows
 
     @property
+    def is_full(self) -> bool:
+        """Whether a batch gains nothing by waiting for more rows."""
+        has_rows = self.max_rows is not None and self._rows >= self.max_rows
+        return has_rows or self.tokens >= self.budget
+
+    @property
     def next(self) -> AnyRow:
         """The oldest row of the request that has the next turn."""
         return next(iter(next(iter(self._waiting.values())).values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path, PurePath
 
 import pytest
@@ -20,11 +21,12 @@ def test_as_paths_of_none_one_and_several():
 
 def test_public_functions_accept_strings(tiny: Path, sentences: Path, tmp_path: Path):
     model, text, new = str(tiny / "model.onnx"), str(sentences), str(tmp_path / "new")
+    other = shutil.copy(text, tmp_path / "other.txt")
     masks = tmp_path / "masks.json"
     masks.write_text(json.dumps({"0": [1, 0, 1, 1]}))
     tokenizer = str(tiny / "tokenizer.json")
     report = attnserve.optimize(
-        model, new, prune_heads=str(masks), calib=text, also_prove=[text], tokenizer=tokenizer
+        model, new, prune_heads=str(masks), calib=text, also_prove=[str(other)], tokenizer=tokenizer
     )
     assert report.output == tmp_path / "new" / "model.onnx" and report.output.is_file()
     assert attnserve.inspect(new).parameters < attnserve.inspect(model).parameters

@@ -169,9 +169,14 @@ def _measured_masks(request: Request, share: float, skipped: Skipped) -> Masks:
         return {}
     pruning = PruningInput(request.model, blocks, batches, share, request.job.context)
     masks = CRITERIA[importance](pruning)
-    if all(map(all, masks.values())):
-        heads = sum(block.num_heads for block in blocks)
+    heads = sum(block.num_heads for block in blocks)
+    removed = sum(mask.count(0) for mask in masks.values())
+    if not removed:
         request.warnings.append(f"`prune` {share} rounds to 0 of {heads} heads: nothing is removed")
+    elif removed < round(share * heads) and all(sum(mask) == 1 for mask in masks.values()):
+        request.warnings.append(
+            f"`prune` {share} removes {removed} of {heads} heads: every layer keeps one"
+        )
     return masks
 
 

@@ -23,6 +23,7 @@ from attnserve.data.row_batches import thinned
 from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.masks import token_mask
 from attnserve.models.onnx_files import load_model
+from attnserve.options import Data
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidData
 from tests.errors import raises
@@ -346,6 +347,10 @@ def test_file_that_is_given_twice_is_refused(tiny: Path, sentences: Path):
     again = sentences.parent / "." / sentences.name
     with raises(InvalidArgument, "data.repeated", sentences.name):
         read_files([sentences, again], open_artifact(tiny))
+    with raises(InvalidArgument, "data.repeated", "`also_prove`", again):
+        Data(calib=(sentences,), also_prove=(again,))
+    with raises(InvalidArgument, "data.repeated", "`also_prove`", again):
+        Data(also_prove=(sentences, again))
 
 
 @pytest.mark.parametrize("count", [0, 1])

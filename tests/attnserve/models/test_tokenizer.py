@@ -460,6 +460,16 @@ def test_encode_truncates_given_ids_and_templates_at_either_side(
     assert ids(encoder.encode([("c c", "a a b")])) == [pair]
 
 
+@pytest.mark.parametrize(("side", "kept"), [("right", [5, 6]), ("left", [7, 5])])
+def test_truncated_ids_keep_their_special_tokens(
+    side: Side, kept: list[int], encoder: TextEncoder
+) -> None:
+    """The ids of a text give the vector of the text."""
+    given = Encoding([CLS, 5, 6, 7, 5, SEP], [0] * 6)
+    text = encoder.encode(["a b c a"], side=side)
+    assert ids(encoder.encode([given], side=side)) == ids(text) == [[CLS, *kept, SEP]]
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("template", [None, "a {query} b {document}"])
 def test_truncation_takes_time_in_proportion_to_the_text(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,9 +247,11 @@ def test_optimize_writes_complete_artifact(tiny: Path, fitted: OptimizeReport):
 def test_optimize_reports_the_quality_and_its_data(
     tiny: Path, sentences: Path, tmp_path: Path, calibrated: bool, split: str
 ):
+    other_file = tmp_path / "other.txt"
+    shutil.copy(sentences, other_file)
     report = optimize(
         tiny, tmp_path / "new", collab_dk=16, mixing="dense",
-        calib=sentences if calibrated else None, also_prove=[sentences], dry_run=True,
+        calib=sentences if calibrated else None, also_prove=[other_file], dry_run=True,
     )  # fmt: skip
     content = report.to_json()
     keys = {"measure", "value", "ci95", "p5", "constant", "rows", "split"}
@@ -256,7 +259,7 @@ def test_optimize_reports_the_quality_and_its_data(
     assert content["quality"]["measure"] == "similarity"
     assert content["quality"]["split"] == split
     (other,) = report.record.also_verified
-    assert other.data == "sentences.txt" and other.quality is not None
+    assert other.data == "other.txt" and other.quality is not None
     assert other.quality.rows == 60 and other.quality.split == "data"
     assert content["also_proved"][0]["quality"]["value"] < 1
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("cache")
     [
         ({"keep": 0.9, "prune": 0.5}, "optimize.conflict", "`prune`"),
         ({"keep": 0.9, "refit": False}, "optimize.conflict", "`refit`"),
+        ({"precision": "int8", "refit": False}, "request.conflict", "`refit`"),
         ({"keep": 0.9, "calib": None}, "optimize.no_data", "`calib`"),
         ({"task": "sts"}, "optimize.conflict", "`task`"),
         ({"keep": 0.9, "training": "other"}, "optimize.conflict", "`training`"),

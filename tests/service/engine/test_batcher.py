@@ -90,10 +90,15 @@ class Preparation:
 
 @asynccontextmanager
 async def batching(
-    run: Any = echo, *, budget: int = 100, overhead: int = 10, **options: Any
+    run: Any = echo,
+    *,
+    budget: int = 100,
+    overhead: int = 10,
+    max_rows: int | None = None,
+    **options: Any,
 ) -> AsyncIterator[Batcher]:
     """A batcher, which has no rows left at the end."""
-    batcher = Batcher(run, Queue(budget, overhead), **options)
+    batcher = Batcher(run, Queue(budget, overhead, max_rows), **options)
     try:
         async with asyncio.timeout(20):
             yield batcher
@@ -161,6 +166,13 @@ async def test_submit_max_wait_ends_when_the_budget_is_full() -> None:
         await asyncio.gather(first, batcher.submit(rows(*range(2, 21))))
         assert run.ran == [[*range(1, 21)]]  # of 5 tokens each
         await batcher.submit(rows(*range(20)))
+
+
+async def test_submit_max_wait_ends_when_no_row_can_join() -> None:
+    run = Recorder(held=False)
+    async with batching(run, max_wait_ms=3_600_000, max_rows=1) as batcher:
+        await asyncio.wait_for(batcher.submit(rows(1)), 10)
+    assert run.ran == [[1]]
 
 
 async def test_submit_max_wait_delays_a_batch_that_is_not_full() -> None:

@@ -337,7 +337,7 @@ async def test_repository_that_is_closed_ends_the_fusion(bert: Path, gate: Path)
     async with serving(bert) as repository:
         while not children:
             await asyncio.sleep(0.05)
-            running = repository.loader._checker._children
+            running = repository.loader.checker_of("tiny")._children
             children.extend(child for child in running if child.poll() is None)
     assert not gate.exists()
     assert [child.wait(30) for child in children] == [-signal.SIGKILL]
@@ -373,7 +373,9 @@ async def test_workers_share_one_fusion_and_all_serve_its_result(
         assert all(one.model.operators == model_check.PENDING for one in plain)
 
         def running() -> int:
-            children = [child for worker in workers for child in worker.loader._checker._children]
+            children = [
+                child for worker in workers for child in worker.loader.checker_of("tiny")._children
+            ]
             return sum(child.poll() is None for child in children)
 
         while not running():

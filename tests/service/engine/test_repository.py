@@ -533,7 +533,7 @@ async def test_load_checked_files_are_not_probed_again(
     tried: list[Path] = []
     write_scale(tmp_path / "a", 1)
     async with serving(tmp_path, probe=True) as repository:
-        checker = repository.loader._checker
+        checker = repository.loader.checker_of("tiny")
         monkeypatch.setattr(
             checker,
             "_try",

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import attnserve
+from attnserve.cli.app import main
 from attnserve.data.datasets import load_inputs
 from attnserve.models.artifact import open_artifact
 from attnserve.models.checksums import fingerprint
@@ -147,6 +148,18 @@ def test_defaults_beside_a_plan_are_checked_if_they_are_given(
     path.write_text(json.dumps(empty_plan(model, sentences) | {"asked": asked}))
     with raises(InvalidArgument, "optimize.conflict", *map("`{}`".format, option), path):
         optimized(plan=path, **option)
+
+
+def test_command_line_checks_only_the_options_that_it_has(
+    model: Path, sentences: Path, tmp_path: Path
+):
+    path, output = tmp_path / "p.json", tmp_path / "out"
+    path.write_text(json.dumps(empty_plan(model, sentences) | {"asked": {"seed": 3}}))
+    arguments = ["optimize", str(model), "--plan", str(path), "--calib", str(sentences)]
+    assert main([*arguments, "-o", str(output), "--seed", "0"]) == 2
+    assert not output.exists()
+    assert main([*arguments, "-o", str(output)]) == 0
+    assert open_artifact(output).lineage[-1].seed == 3
 
 
 @pytest.mark.parametrize("asked", [{"keep": 0.9}, {"target_speedup": 1.5}])

@@ -170,8 +170,9 @@ def test_plan_request_prune_is_restricted_to_layers():
 
 @pytest.mark.parametrize("importance", ["energy", "loo"])
 def test_plan_request_large_prune_keeps_one_head_per_layer(importance: Any):
-    plan = planned(prune=0.99, importance=importance)
-    assert [sum(mask) for mask in masks_of(plan).values()] == [1] * L
+    result = request_of(prune=0.99, importance=importance)
+    assert [sum(mask) for mask in masks_of(result.plan).values()] == [1] * L
+    assert any(f"{2 * L} of {3 * L} heads" in warning for warning in result.warnings)
 
 
 def test_plan_request_share_below_one_head_is_refused_or_warned_of():
