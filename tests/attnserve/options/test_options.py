@@ -163,7 +163,8 @@ class _Path(PathLike[str]):
 def test_paths_may_be_any_path_like_object():
     path: Any = _Path()
     paths: Any = [path]
-    assert Data(calib=path, also_prove=paths, tokenizer=path).tokenizer == Path("a.txt")
+    assert Data(calib=paths, tokenizer=path).tokenizer == Path("a.txt")
+    assert Data(calib=path, also_prove=["b.txt"]).calib == Data(also_prove=paths).also_prove
     assert Goal(keep=0.9, task="sts", eval_data=path).eval_data == Path("a.txt")
 
 
