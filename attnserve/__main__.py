@@ -10,11 +10,15 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from threading import Timer
 from types import FrameType
 
 from attnserve.cli import INTERRUPTED
 
 __all__ = ["main"]
+
+REPEAT_S = 0.05
+"""The time after which an ignored signal is repeated."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, _end)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, _end)
+        sys.unraisablehook = _repeat
         from attnserve.cli.app import main as run
 
         code = run(arguments)
@@ -44,6 +49,18 @@ def _end(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)
+
+
+def _repeat(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeat a signal that came during a finalizer, whose exceptions Python ignores."""
+    if not isinstance(ignored.exc_value, KeyboardInterrupt | SystemExit):
+        sys.__unraisablehook__(ignored)
+        return
+    is_interrupt = isinstance(ignored.exc_value, KeyboardInterrupt)
+    number = signal.SIGINT if is_interrupt else signal.SIGTERM
+    timer = Timer(REPEAT_S, os.kill, (os.getpid(), number))  # after the finalizer
+    timer.daemon = True
+    timer.start()
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +190,35 @@ def test_optimize_help_leads_with_keep_and_collab_dk(cli: Cli):
         "Options", "Automatic search", "Rewrites by hand", "Precision", "Calibration", "Output",
         "Run",
     ]  # fmt: skip
+
+
+IN_A_FINALIZER = """
+import os, signal, time
+from attnserve.cli import app
+
+class Late:
+    def __del__(self):
+        os.kill(os.getpid(), {signal})
+        for _ in range(1000):
+            pass
+
+def run(arguments):
+    late = Late()
+    del late
+    time.sleep(60)
+    return 0
+
+app.main = run
+from attnserve.__main__ import main
+raise SystemExit(main([]))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals of POSIX")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_during_a_finalizer_ends_the_command(number: signal.Signals):
+    """Python ignores exceptions there."""
+    code = IN_A_FINALIZER.format(signal=int(number))
+    ended = python(code, timeout=50)
+    assert ended.returncode == 128 + number
+    assert "Traceback" not in ended.stderr
