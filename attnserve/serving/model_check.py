@@ -131,7 +131,7 @@ class LoadChecker:
         folder: Path | None = None,
         cached: bool = False,
     ) -> None:
-        self._device, self._timeout_s = device, timeout_s
+        self.device, self._timeout_s = device, timeout_s
         self._rewrite, self._folder, self._is_cached = rewrite, folder, cached
         self._lock = threading.Lock()  # a check and a fusion start children in different threads
         self._children: set[subprocess.Popen[bytes]] = set()
@@ -142,9 +142,9 @@ class LoadChecker:
     @cached_property
     def _cache(self) -> CheckCache:
         settings: dict[str, Any] = {
-            **asdict(self._device),
+            **asdict(self.device),
             "rewrite": self._rewrite,
-            "gpu": gpu_name() if self._device.provider == "cuda" else None,
+            "gpu": gpu_name() if self.device.provider == "cuda" else None,
         }
         if self._is_cached and (cache := CheckCache(**settings)).folder is not None:
             return cache
@@ -211,7 +211,7 @@ class LoadChecker:
             with Worker(
                 _CheckProcess,
                 artifact,
-                self._device,
+                self.device,
                 timeout_s=self._timeout_s,
                 environment=allowed_environment(),
                 prepare=partial(limit_process, *self._limits(artifact, self._timeout_s)),
@@ -264,7 +264,7 @@ class LoadChecker:
         """
         cores = os.cpu_count() or 1
         memory = MEMORY_BYTES + MEMORY_PER_CORE_BYTES * cores + MEMORY_PER_BYTE * _size(artifact)
-        return (0 if self._device.provider == "cuda" else memory), math.ceil(timeout_s) * cores
+        return (0 if self.device.provider == "cuda" else memory), math.ceil(timeout_s) * cores
 
     # -- fusion -----------------------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class LoadChecker:
         with self._cache.new_file(result.checksum) as file:
             if file is None:
                 return result.unfused("there is no folder for it")
-            runtimes = 2 if self._device.runtime == AUTO else 1
+            runtimes = 2 if self.device.runtime == AUTO else 1
             if refusal := _resource_refusal(result.facts.weight_bytes, file.parent, runtimes):
                 return result.unfused(refusal.reason)
             try:
@@ -353,12 +353,12 @@ class LoadChecker:
             silent=True,
         )
         try:
-            return FUSION_RESULT.validate_python(run(_fuse_in_child, artifact, file, self._device))
+            return FUSION_RESULT.validate_python(run(_fuse_in_child, artifact, file, self.device))
         except AttnserveError as error:
-            if self._device.runtime != AUTO or self._is_stopped(error):
+            if self.device.runtime != AUTO or self._is_stopped(error):
                 raise
             log.warning("%s: the runtimes could not be compared: %s", artifact.model, error.what)
-            first = replace(self._device, runtime=self._device.runtime_name)
+            first = replace(self.device, runtime=self.device.runtime_name)
             content = run(_fuse_in_child, artifact, file, first)
             operators, cost = FUSION_RESULT.validate_python(content)
             return operators.with_refused({AUTO: error.what}), cost

@@ -126,6 +126,11 @@ def test_model_limits_hold_for_their_model_alone(
     busy, other = (client.app.state.repository.engine(name) for name in ("busy", "other"))  # type: ignore[attr-defined]
     assert (busy.batcher.max_queue, other.batcher.max_queue) == (0, 7)
     assert busy.batcher.queue.budget == 3 < 512 <= other.batcher.queue.budget
+    loader = client.app.state.repository.loader  # type: ignore[attr-defined]
+    # Graphs and runtimes are compared with the threads that serve the model.
+    assert (
+        loader.checker_of("busy").device.threads == 1 != loader.checker_of("other").device.threads
+    )
     held = hold()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.post, "/texts/embed", json={"inputs": "a", "model": "busy"})

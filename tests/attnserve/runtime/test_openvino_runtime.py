@@ -245,6 +245,26 @@ def test_run_waits_while_the_model_that_another_run_broke_is_compiled_again(
         assert refused.result() is None
 
 
+@pytest.mark.parametrize(
+    "call", [(openvino.CompiledModel, "create_infer_request"), (openvino.Core, "compile_model")]
+)
+def test_failure_before_a_run_is_one_of_the_device(
+    call: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+):
+    """The next run compiles the model again."""
+    session = open_session(table(), OPENVINO)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*call, fails)
+        with pytest.raises(RunFailed, match="no device") as caught:
+            session.run(None, ids_of(1, POSITIONS + 1))  # it breaks the compiled model
+    assert caught.value.kind == "device"
+    assert result(session, ids_of(1, POSITIONS)) is not None
+
+
 def test_outputs_are_right_after_a_run_that_nobody_waits_for():
     path = next(path for path in GRAPHS if path.stem == "bert-torchscript17-eager")
     session = open_session(path, OPENVINO)
