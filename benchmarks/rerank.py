@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 
 import attnserve
-from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
+from attnserve.checks.rankings import Ranking, best_agrees, kendall_tau, measure_rankings
 from attnserve.data.text_files import QueryDocument, read_pairs
 from attnserve.intervals import bootstrap_interval
 from attnserve.literals import Precision
@@ -166,15 +166,14 @@ def orders(systems: dict[str, System], requests: Sequence[Request]) -> list[dict
     for name, found in scores.items():
         row: dict[str, Any] = {"system": name}
         pairs = list(zip(scores[REFERENCE], found, strict=True))
-        ndcg = [
-            ndcg_at_10(np.array([r.relevance for r in request])[np.argsort(-new, kind="stable")],
-                       [r.relevance for r in request])
+        rankings = [
+            Ranking.of_scores(new, [row.relevance for row in request])
             for request, new in zip(requests, found, strict=True)
-        ]  # fmt: skip
+        ]
         for measure, values in (
             ("tau", [kendall_tau(a, b) for a, b in pairs]),
             ("top1", [float(best_agrees(a, b)) for a, b in pairs]),
-            ("ndcg_at_10", ndcg),
+            ("ndcg_at_10", next(measure_rankings(rankings, "nDCG@10"))),
         ):
             row |= {measure: float(np.mean(values)), f"{measure}_ci95": _ci95(np.array(values))}
         rows.append(row)

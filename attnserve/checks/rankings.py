@@ -1,32 +1,86 @@
-"""Compare rankings of documents: nDCG, and the agreement of two orders."""
+"""Compare rankings of documents: measures of relevance, and the agreement of two orders."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graph_passes.errors import MissingExtra
+
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-__all__ = ["CUTOFF", "best_agrees", "kendall_tau", "ndcg_at_10"]
+__all__ = ["Ranking", "best_agrees", "kendall_tau", "measure_rankings"]
 
-CUTOFF = 10
-"""Cutoff rank of nDCG, as in BEIR (Thakur et al. 2021)."""
+GRADES = 10**5
+"""The highest grade of a document whose relevance is not a small whole number.
+
+Grades change nDCG by at most about 1e-5."""
 
 
-def ndcg_at_10(ranked: Float[np.ndarray, " N"], relevance: Sequence[float]) -> float:
-    """nDCG@10 with linear gains (Jarvelin and Kekalainen 2002, as in trec_eval).
+@dataclass(frozen=True)
+class Ranking:
+    """The documents of one query.
 
-    Args:
-        ranked: The relevance of the documents in the order of the model.
-        relevance: The relevance of all judged documents, of which one is above 0.
+    Attributes:
+        documents: Their keys in the order of the model, best first.
+        relevance: The relevance of all judged documents by key; not judged is 0.
     """
-    discounts = 1 / np.log2(np.arange(CUTOFF) + 2)
-    best = np.sort(np.maximum(relevance, 0))[::-1][:CUTOFF]
-    gains = np.maximum(ranked[:CUTOFF], 0)
-    return float(gains @ discounts[: len(gains)] / (best @ discounts[: len(best)]))
+
+    documents: Sequence[str]
+    relevance: Mapping[str, float]
+
+    @classmethod
+    def of_scores(cls, scores: Float[np.ndarray, " N"], relevance: Sequence[float]) -> Ranking:
+        """All documents are judged. Documents with equal scores keep their order."""
+        order = np.argsort(-scores, kind="stable")
+        judged = {str(index): value for index, value in enumerate(relevance)}
+        return cls([str(index) for index in order], judged)
+
+    def grades(self) -> dict[str, int]:
+        """Whole numbers with the ratios of the relevance, which is all that nDCG depends on.
+
+        trec_eval refuses fractions, and its memory is proportional to the highest grade.
+        """
+        best = max(self.relevance.values(), default=0.0)
+        whole = best <= GRADES and all(float(x).is_integer() for x in self.relevance.values())
+        scale = 1.0 if whole or best <= 0 else GRADES / best
+        return {
+            key: max(1, round(value * scale)) if value > 0 else 0
+            for key, value in self.relevance.items()
+        }
+
+
+def measure_rankings(
+    rankings: Sequence[Ranking], *measures: str
+) -> Iterator[Float[np.ndarray, " Q"]]:
+    """Yield the values of each measure, such as "nDCG@10", for the queries in order.
+
+    trec_eval computes them, through ir-measures (MacAvaney et al. 2022). nDCG has linear gains.
+
+    Raises:
+        MissingExtra: ir-measures is not installed.
+    """
+    try:
+        import ir_measures
+    except ImportError as error:
+        raise MissingExtra(
+            "Measures of rankings need ir-measures, which has no wheel for this processor.",
+            "pip install ir-measures (needs a C compiler)",
+        ) from error
+    grades = {str(query): ranking.grades() for query, ranking in enumerate(rankings)}
+    runs = {
+        str(query): {key: -float(rank) for rank, key in enumerate(ranking.documents)}
+        for query, ranking in enumerate(rankings)
+    }
+    wanted = [ir_measures.parse_measure(name) for name in measures]
+    values = {name: np.zeros(len(rankings)) for name in measures}
+    for found in ir_measures.iter_calc(wanted, grades, runs):
+        values[str(found.measure)][int(found.query_id)] = found.value
+    yield from values.values()
 
 
 def kendall_tau(a: Float[np.ndarray, " N"], b: Float[np.ndarray, " N"]) -> float:

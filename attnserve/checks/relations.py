@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.checks.measures import FeaturesMeter, Meter, Scores, TextSums, finite
-from attnserve.checks.rankings import best_agrees, kendall_tau, ndcg_at_10
+from attnserve.checks.rankings import Ranking, best_agrees, kendall_tau, measure_rankings
 from attnserve.data.row_batches import row_info
 from attnserve.models.embeddings import BY_COSINE, Embedding
 from attnserve.models.masks import flat_mask, token_mask
@@ -116,7 +116,7 @@ class OrderMeter(Meter):
         top1 = Scores("top1", float(best.mean()), influence=best, single=best, constant=chance)
         labeled = [rows for rows in lists if np.nanmax(relevance[rows], initial=0) > 0]
         ndcg = {
-            name: float(np.mean([_ndcg(relevance[rows], scores[rows]) for rows in labeled]))
+            name: float(_ndcg(relevance, scores, labeled).mean())
             for name, scores in (("ndcg_at_10", after), ("ndcg_at_10_original", before))
             if labeled
         }
@@ -130,9 +130,13 @@ class OrderMeter(Meter):
         )
 
 
-def _ndcg(relevance: Float[np.ndarray, " N"], scores: Float[np.ndarray, " N"]) -> float:
+def _ndcg(
+    relevance: Float[np.ndarray, " N"], scores: Float[np.ndarray, " N"], lists: Sequence[np.ndarray]
+) -> Float[np.ndarray, " Q"]:
+    """nDCG@10 of each list of rows; documents without a relevance are not relevant."""
     relevance = np.nan_to_num(relevance, nan=0.0)
-    return ndcg_at_10(relevance[np.argsort(-scores, kind="stable")], relevance.tolist())
+    rankings = [Ranking.of_scores(scores[rows], relevance[rows].tolist()) for rows in lists]
+    return next(measure_rankings(rankings, "nDCG@10"))
 
 
 class IndexMeter(SimilarityMeter):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from attnserve.checks.measures import next_token_nats
-from attnserve.checks.rankings import CUTOFF, ndcg_at_10
+from attnserve.checks.rankings import Ranking, measure_rankings
 from attnserve.checks.scores import (
     ClassificationScore,
     PerplexityScore,
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TASKS", "OpenModel", "entities_of"]
 
-RECALL = 100
-"""Cutoff rank of recall, as in BEIR (Thakur et al. 2021)."""
+DOCUMENTS = 100
+"""Documents that retrieval ranks for each query: the cutoff of recall in BEIR (2021)."""
 
 QUERIES_AT_ONCE = 256
 
@@ -243,18 +243,17 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
     query_vectors = run.embed([ask + queries[key] for key in judged], normalize)  # N D
     document_vectors = indexer.embed([answer + x for x in documents.values()], normalize)
     keys = list(documents)
-    ndcg: list[float] = []
-    recall: list[float] = []
+    rankings: list[Ranking] = []
     relevances = list(judged.values())
     for start in range(0, len(query_vectors), QUERIES_AT_ONCE):
         similarities = query_vectors[start : start + QUERIES_AT_ONCE] @ document_vectors.T
-        order = np.argsort(-similarities, axis=1, kind="stable")[:, :RECALL]
-        for ranking, relevance in zip(order, relevances[start:], strict=False):
-            ranked = np.array([relevance.get(keys[index], 0.0) for index in ranking])
-            ndcg.append(ndcg_at_10(ranked, list(relevance.values())))
-            relevant = sum(value > 0 for value in relevance.values())
-            recall.append(float((ranked > 0).sum() / relevant))
-    return _mean("retrieval", ndcg, run, recall_at_100=float(np.mean(recall)))
+        order = np.argsort(-similarities, axis=1, kind="stable")[:, :DOCUMENTS]
+        rankings += [
+            Ranking([keys[index] for index in ranked], relevance)
+            for ranked, relevance in zip(order, relevances[start:], strict=False)
+        ]
+    ndcg, recall = measure_rankings(rankings, "nDCG@10", f"R@{DOCUMENTS}")
+    return _mean("retrieval", ndcg, run, recall_at_100=float(recall.mean()))
 
 
 def _rerank(run: OpenModel, data: Path) -> RatioScore:
@@ -270,23 +269,20 @@ def _rerank(run: OpenModel, data: Path) -> RatioScore:
     scores = np.empty(len(pairs))
     for indices, logits, _ in run.logits(run.encoder.encode(pairs), "batch, 1"):
         scores[indices] = logits[:, 0]
-    ndcg: list[float] = []
-    reciprocal: list[float] = []
-    start = 0
-    for rows in groups.values():
-        relevance = np.array([value for _, value in rows])
-        ranked = relevance[np.argsort(-scores[start : start + len(rows)], kind="stable")]
-        start += len(rows)
-        ndcg.append(ndcg_at_10(ranked, relevance.tolist()))
-        first = int(np.argmax(ranked > 0))
-        reciprocal.append(1 / (first + 1) if first < CUTOFF else 0.0)
-    return _mean("rerank", ndcg, run, mrr_at_10=float(np.mean(reciprocal)))
+    ends = np.cumsum([len(rows) for rows in groups.values()])
+    rankings = [
+        Ranking.of_scores(of_query, [value for _, value in rows])
+        for of_query, rows in zip(np.split(scores, ends[:-1]), groups.values(), strict=True)
+    ]
+    ndcg, reciprocal = measure_rankings(rankings, "nDCG@10", "RR@10")
+    return _mean("rerank", ndcg, run, mrr_at_10=float(reciprocal.mean()))
 
 
-def _mean(task: TaskName, ndcg: Sequence[float], run: OpenModel, **others: float) -> RatioScore:
-    gains = np.array(ndcg)
+def _mean(
+    task: TaskName, ndcg: Float[np.ndarray, " Q"], run: OpenModel, **others: float
+) -> RatioScore:
     seed = run.context.seed
-    return RatioScore.of(task, "ndcg_at_10", gains, np.ones(len(gains)), seed, **others)
+    return RatioScore.of(task, "ndcg_at_10", ndcg, np.ones(len(ndcg)), seed, **others)
 
 
 def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:

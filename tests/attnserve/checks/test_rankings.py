@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import onnx
@@ -16,7 +18,7 @@ from onnx import helper, numpy_helper
 import attnserve
 from attnserve.checks.measures import Scores
 from attnserve.checks.quality import QualityMeter, check_measure, limited_losses
-from attnserve.checks.rankings import best_agrees, kendall_tau
+from attnserve.checks.rankings import Ranking, best_agrees, kendall_tau, measure_rankings
 from attnserve.checks.relations import OrderMeter
 from attnserve.data.datasets import Dataset, load_inputs
 from attnserve.data.query_lists import Lists
@@ -26,7 +28,7 @@ from attnserve.models.artifact import Artifact, open_artifact
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.runtime.interface import Batch
-from graph_passes.errors import InvalidData
+from graph_passes.errors import InvalidData, MissingExtra
 from tests.errors import raises
 from tests.files import last_entry, read_record, write_lines
 from tests.service.tiny import write_reranker
@@ -52,6 +54,43 @@ def test_kendall_tau_equals_the_signs_of_all_pairs(rows: list[tuple[int, int]]) 
 def test_best_agrees_with_any_of_equal_best() -> None:
     assert best_agrees(np.array([1.0, 2, 2]), np.array([0.0, 1, 3]))
     assert not best_agrees(np.array([3.0, 2, 2]), np.array([0.0, 1, 3]))
+
+
+relevances = st.lists(
+    st.one_of(st.integers(-1, 4), st.floats(0, 1), st.sampled_from([1e9, 1e300])),
+    min_size=1, max_size=25,
+)  # fmt: skip
+
+
+@given(relevances, relevances, st.randoms())
+def test_measures_of_rankings_equal_their_definitions(
+    ranked: list[float], missed: list[float], random: Random
+) -> None:
+    """Documents that are judged and not ranked count in nDCG and recall."""
+    relevance = {str(index): value for index, value in enumerate([*ranked, *missed])}
+    documents = random.sample(list(relevance), len(ranked))
+    ndcg, recall, reciprocal = (
+        values.item()
+        for values in measure_rankings([Ranking(documents, relevance)], "nDCG@10", "R@100", "RR@10")
+    )
+    gains = np.maximum([relevance[key] for key in documents], 0)
+    ideal = np.sort(np.maximum(list(relevance.values()), 0))[::-1]
+    discounts = 1 / np.log2(np.arange(10) + 2)
+    best = ideal[:10] @ discounts[: len(ideal)]
+    found = np.flatnonzero(gains > 0)
+    relevant = np.count_nonzero(ideal)
+    # fractions become grades of 1 / 100,000 of the best
+    expected = gains[:10] @ discounts[: len(gains)] / best if relevant else 0.0
+    assert ndcg == pytest.approx(expected, abs=1e-4)
+    assert recall == pytest.approx(len(found) / relevant if relevant else 0.0, abs=1e-12)
+    assert reciprocal == pytest.approx(1 / (found[0] + 1) if found.size and found[0] < 10 else 0.0)
+
+
+def test_without_ir_measures_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ir_measures", None)
+    with pytest.raises(MissingExtra) as found:
+        next(measure_rankings([Ranking(["a"], {"a": 1})], "nDCG@10"))
+    assert "pip install ir-measures" in str(found.value)
 
 
 def scores(a: np.ndarray, b: np.ndarray, relevance: np.ndarray | None = None) -> Scores:
