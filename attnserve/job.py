@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,8 +28,8 @@ from attnserve.precision.convert import context_for
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.checkpoint import Checkpoints
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch, Session
-from attnserve.runtime.session import selectable_runtimes
+from attnserve.runtime.interface import Batch
+from attnserve.runtime.session import OpenNew, selectable_runtimes
 from graph_passes.analysis.axes import has_cache
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import InvalidArgument
@@ -246,7 +246,7 @@ class Job:
         batches: Sequence[Batch],
         split: Split = "verify",
         *,
-        open_new: Callable[[ir.Model], Session] | None = None,
+        open_new: OpenNew | None = None,
     ) -> Fidelity:
         """Compare a model with the original on held-out rows.
 

@@ -43,7 +43,7 @@ from attnserve.models.onnx_files import load_model
 from attnserve.planning.served_graph.lossless import fuse_lossless
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.interleaved_timer import BENCHMARK, time_functions, time_shapes
-from attnserve.runtime.machine import has_int8_dot_product
+from attnserve.runtime.machine import has_bfloat16_product
 from attnserve.runtime.session import open_session
 from attnserve.runtime.times import paired_speedup
 from attnserve.serving.backends import RunnerOptions, open_runner
@@ -180,9 +180,9 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers[Run]:
     add("fused, ONNX Runtime float32", lambda: open_model(fused_file(original, folder), ONE_THREAD))
     add("fused, OpenVINO float32", lambda: open_model(fused_file(original, folder), OPENVINO))
     add("fused, OpenVINO bfloat16", lambda: converted("bfloat16-cpu", OPENVINO))
-    int8 = "int8-full" if has_int8_dot_product() else "int8"
-    add(f"fused {int8}, ONNX Runtime", lambda: converted(int8, ONE_THREAD))
-    add(f"fused {int8}, OpenVINO, rest float32", lambda: converted(int8, OPENVINO))
+    add("fused int8, ONNX Runtime", lambda: converted("int8", ONE_THREAD))
+    add("fused int8-full, ONNX Runtime", lambda: converted("int8-full", ONE_THREAD))
+    add("fused int8-full, OpenVINO, rest float32", lambda: converted("int8-full", OPENVINO))
     name = "fused int8-full, OpenVINO, rest bfloat16"
     add(name, lambda: converted("int8-full-bfloat16", OPENVINO))
     name = f"fused, int8 weights, OpenVINO dynamic int8 in groups of {GROUP}"
@@ -192,10 +192,10 @@ def _peers(folder: Path, calibration: Sequence[Path]) -> Peers[Run]:
     chosen("--collab-dk 128", partial(optimized, "float32", collab_dk=128))
     default = partial(optimized, "float32", keep=0.99, allow=["ffn"])
     chosen("search --keep 0.99, float32", default)
-    for precision in (int8, "bfloat16-cpu", "int8-full-bfloat16"):
+    for precision in ("bfloat16-cpu", "int8-full", "int8-full-bfloat16"):
         chosen(f"fused {precision}", partial(optimized, precision))
-    for precision, keep in ((int8, 0.99), (int8, 0.998), ("int8-full-bfloat16", CAREFUL)):
-        chosen(f"search --keep {keep}, {precision}", partial(optimized, precision, keep=keep))
+    mixed = "int8-full-bfloat16" if has_bfloat16_product() else "int8-full"
+    chosen(f"search --keep {CAREFUL}, {mixed}", partial(optimized, mixed, keep=CAREFUL))
     return peers
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ from attnserve.options import Comparison, Run
 from attnserve.paths import StrPath
 from attnserve.precision.convert import is_bfloat16, on_cpu
 from attnserve.runtime.external_data import weight_bytes
-from attnserve.runtime.interface import Batch, Session, owned
-from attnserve.runtime.session import open_session
+from attnserve.runtime.interface import Batch, owned
+from attnserve.runtime.session import OpenNew, open_session
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = [
@@ -100,7 +100,7 @@ def compare(
     *,
     meter: QualityMeter | None = None,
     context: RunContext = DEFAULT_CONTEXT,
-    open_new: Callable[[ir.Model], Session] | None = None,
+    open_new: OpenNew | None = None,
 ) -> Fidelity:
     """Run the batches through two models in memory and compare their outputs.
 
@@ -235,7 +235,7 @@ def _run_both(
     batches: Sequence[Batch],
     empty: Collection[str],
     context: RunContext,
-    open_new: Callable[[ir.Model], Session] | None,
+    open_new: OpenNew | None,
 ) -> Iterator[_Ran]:
     """Run each batch through both models.
 

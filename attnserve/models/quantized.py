@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
+import numpy as np
 import onnx_ir as ir
 
 from attnserve.runtime.machine import has_int8_dot_product
@@ -35,6 +36,8 @@ INT8_PRODUCTS = operators(
     " ConvInteger QLinearConv DynamicQuantizeLSTM"
 )
 """Operators that multiply 8-bit activations by 8-bit weights."""
+
+BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
 """Operators that ONNX Runtime runs in 8 bits if their inputs are dequantized."""
@@ -105,30 +108,39 @@ def _is_divided_by_peak(value: ir.Value | None) -> bool:
 
 
 def int8_weight_bits(model: ir.Model) -> Bits | None:
-    """Number of bits of the signed weights that are multiplied by 8-bit activations.
+    """Number of bits of the weights that are multiplied by 8-bit activations.
 
-    7 if all are within -64..64 (other tools do not clamp 64 to 63), 8 if not, None without such
-    weights. Unsigned weights are not counted: their kernels do not saturate.
+    7 if all are signed and within -64..64 (other tools do not clamp 64 to 63), 8 if not, None
+    without such weights.
     """
     bits: Bits | None = None
-    for value in _int8_weights(model):
-        weights = constant_array(value)
-        if weights.size and max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT:
+    for weights in _int8_weights(model):
+        if weights.dtype == np.uint8 or _may_saturate(weights):
             return 8
         bits = 7
     return bits
 
 
-def _int8_weights(model: ir.Model) -> Iterator[ir.Value]:
-    """Signed 8-bit weights of products with 8-bit activations."""
+def _may_saturate(weights: np.ndarray) -> bool:
+    """Whether 16-bit sums of two products may saturate; the kernels of unsigned weights are exact.
+
+    8-bit activations are unsigned.
+    """
+    if weights.dtype == np.uint8 or not weights.size:
+        return False
+    return max(-int(weights.min()), int(weights.max())) > LARGEST_7_BIT
+
+
+def _int8_weights(model: ir.Model) -> Iterator[np.ndarray]:
+    """The 8-bit weights of products with 8-bit activations."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
         if not _multiplies_int8(node):
             continue
         for value in node.inputs:
             tensor = None if value is None else constant_tensor(value)
-            if tensor is not None and tensor.dtype == ir.DataType.INT8 and len(tensor.shape) > 1:
+            if tensor is not None and tensor.dtype in BYTES and len(tensor.shape) > 1:
                 assert value is not None
-                yield value
+                yield constant_array(value)
 
 
 def _multiplies_int8(node: ir.Node) -> bool:
@@ -143,7 +155,7 @@ def _multiplies_int8(node: ir.Node) -> bool:
 
 def int8_warning(model: ir.Model) -> str | None:
     """Return why int8 products of the model are inexact on this CPU; None if they are exact."""
-    if has_int8_dot_product() or int8_weight_bits(model) != 8:
+    if has_int8_dot_product() or not any(map(_may_saturate, _int8_weights(model))):
         return None
     return (
         "int8 weights outside -64..64 saturate on this CPU, which has no VNNI, AMX or ARM dot "

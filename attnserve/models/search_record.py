@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, FiniteFloat
 
@@ -103,6 +103,11 @@ class TrainingRounds(Recorded, frozen=True):
     gain: bool
     verdict: str
     torch: str
+
+    def without_gain(self, reason: str) -> Self:
+        """The same rounds, whose trained model is not returned."""
+        verdict = f"training brings no gain: {reason}"
+        return self.model_copy(update={"gain": False, "verdict": verdict})
 
 
 class SearchFidelity(Fidelity, frozen=True):

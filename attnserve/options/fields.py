@@ -145,7 +145,7 @@ Names = Annotated[
     tuple[str, ...],
     BeforeValidator(read_names, json_schema_input_type=Sequence[str] | str),
     Field(examples=["0,2"]),
-    Cli(metavar="LAYERS", is_text=True),
+    Cli(metavar="LAYERS"),
 ]
 RemovedShare = Annotated[float, Field(gt=0, lt=1, examples=[0.25]), Cli(metavar="SHARE")]
 Minutes = Annotated[float, Field(gt=0, allow_inf_nan=False, examples=["20m, 90s or 1h"])]
@@ -173,7 +173,7 @@ Converted = Annotated[
             Switch(
                 "--int8-full",
                 "int8-full",
-                "Quantize to int8 with 8-bit weights (CPUs with VNNI, AMX or ARM dot products).",
+                "Quantize to int8 with 8-bit weights (slower without VNNI, AMX or ARM dotprod).",
             ),
             Switch(
                 "--int4",

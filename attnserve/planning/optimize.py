@@ -264,13 +264,12 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     state, search, planned = rewritten.state, rewritten.search, rewritten.planned
     converted = state.result
     fidelity = _compare(job, converted, search)
-    runtimes = rewritten.found and rewritten.found.runtimes
-    if search is not None and runtimes is not None:
-        speed = search.speedups
+    if rewritten.found is not None and rewritten.found.record.gain:
+        other_runtimes, speed = rewritten.found.other_runtimes, rewritten.found.record.speedups
     else:
         keep = planned and planned.guaranteed
-        runtimes = verify_in_other_runtimes(job, converted, fidelity, keep)
-        speed = rewritten.timer.speed_of(state.model, converted, state.plan, runtimes)
+        other_runtimes = verify_in_other_runtimes(job, converted, fidelity, keep)
+        speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes)
     other_fidelities = tuple(
         compare(
             job.original, converted, other.fit, name,
@@ -281,7 +280,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
     after = _cost(state.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, state.model)
     fidelities = (fidelity, *other_fidelities)
-    unverified = unverified_runtimes(job, converted, runtimes, openvino=write.openvino)
+    unverified = unverified_runtimes(job, converted, other_runtimes, openvino=write.openvino)
     warnings = warnings_of(
         job, state, search, (before, after), break_even_length, fidelities, unverified
     )
@@ -308,7 +307,7 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         int8_weight_bits=int8_weight_bits(converted),
         int8_activations=int8_activations(converted),
         also_verified=other_fidelities,
-        other_runtimes=runtimes.recorded,
+        other_runtimes={str(each): compared for each, compared in other_runtimes.items()},
         quality_to_choose=search and search.quality_to_choose,
     )
 

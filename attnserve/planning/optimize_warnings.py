@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,11 +17,11 @@ from attnserve.job import Job
 from attnserve.limits import LOW_QUALITY
 from attnserve.models.lineage import ModelCost, RecordedChange
 from attnserve.models.measured import Fidelity
+from attnserve.models.quantized import rounds_activations
 from attnserve.models.search_record import SearchRecord
 from attnserve.models.training_result import TrainingResult
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.rewriting import ApplyReport
-from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.openvino_runtime import OpenVino
 from attnserve.runtime.session import runtime_of
@@ -73,18 +73,20 @@ def warnings_of(
 
 
 def unverified_runtimes(
-    job: Job, model: ir.Model, verified: VerifiedRuntimes, *, openvino: bool
+    job: Job, model: ir.Model, verified: Collection[RowRuntimes] = (), *, openvino: bool
 ) -> list[str]:
     """The runtimes that run the written files by default, but in which the quality is not known.
 
     Args:
+        verified: See ``ServedTimer.speed_of``.
         openvino: Whether a file for OpenVINO is written.
     """
-    if job.data is None or verified.is_any:
+    if job.data is None or not rounds_activations(model):
         return []
-    device = replace(job.context.device, runtime=AUTO)
-    defaults = dict.fromkeys([runtime_of(model, device), *[OpenVino.name] * openvino])
-    known = {RowRuntimes.one(verified.stated), *verified.others}
+    device = job.context.device
+    default = runtime_of(model, replace(device, runtime=AUTO))
+    defaults = dict.fromkeys([default, *[OpenVino.name] * openvino])
+    known = {RowRuntimes.one(runtime_of(model, device)), *verified}
     return [runtime for runtime in defaults if RowRuntimes.one(runtime) not in known]
 
 

@@ -31,7 +31,6 @@ from attnserve.paths import StrPath, as_path, as_paths
 from attnserve.planning.optimize_warnings import unverified_runtimes
 from attnserve.planning.plans.apply import apply_steps, start
 from attnserve.planning.plans.plan import TRAININGS, Plan, State
-from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.recovery.distillation import check_input
 from attnserve.recovery.labels import Labels
 from attnserve.recovery.module import trainable_weights
@@ -305,11 +304,11 @@ def _warnings(
         warnings.append("the loss became infinite: the best weights before that are returned")
     if not training.states:
         warnings.append("no hidden states match in both graphs: only the outputs were learned")
-    verified = VerifiedRuntimes.of_device(model, job.context.device)
+    measured = runtime_of(model, job.context.device)
     warnings += [
-        f"the quality was not measured in {runtime}: use the model in {verified.stated}"
-        f" (`runtime` {verified.stated})"
-        for runtime in unverified_runtimes(job, model, verified, openvino=openvino)
+        f"the quality was not measured in {runtime}: use the model in {measured}"
+        f" (`runtime` {measured})"
+        for runtime in unverified_runtimes(job, model, openvino=openvino)
     ]
     return warnings
 

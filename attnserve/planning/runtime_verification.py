@@ -8,64 +8,30 @@ and pairs of runtimes, in which its quality was measured.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import permutations
 from statistics import NormalDist, median_low
-from typing import Self
 
 import onnx_ir as ir
 
 from attnserve.checks.quality import allowed_loss
 from attnserve.context import AUTO, Device
 from attnserve.job import Job
-from attnserve.models.measured import Fidelity, Quality, Share, Subject
+from attnserve.models.measured import Fidelity, Quality, Subject
 from attnserve.models.quantized import rounds_activations
+from attnserve.planning.scored_task import ScoredTask
 from attnserve.planning.served_graph.variants import MANY_VARIANTS_BYTES
-from attnserve.runtime.by_length import LengthRunner, RowRuntimes, with_pairs
+from attnserve.runtime.by_length import LengthRunner, RowRuntimes
 from attnserve.runtime.external_data import weight_bytes
 from attnserve.runtime.interface import Batch, Session, row_length
-from attnserve.runtime.session import open_session, runtime_of, runtimes_of
+from attnserve.runtime.session import OpenNew, open_session, runtime_of, runtimes_of
 from graph_passes.errors import AttnserveError
 
-__all__ = ["OpenNew", "VerifiedRuntimes", "opener_in", "row_runtimes", "verify_in_other_runtimes"]
-
-OpenNew = Callable[[ir.Model], Session]
-"""Opens a model."""
+__all__ = ["opener_in", "row_runtimes", "verify_in_other_runtimes"]
 
 CONFIDENCE = 0.95
 """Confidence of ``Quality.lower``."""
-
-
-@dataclass(frozen=True)
-class VerifiedRuntimes:
-    """The runtimes in which a model keeps its quality.
-
-    Attributes:
-        stated: The runtime in which it was compared first (``runtime_of``).
-        others: The comparisons in other runtimes, and pairs, in which the quality is kept.
-        is_any: Whether it gives the same outputs in every runtime: it rounds no activations.
-    """
-
-    stated: str
-    others: Mapping[RowRuntimes, Fidelity]
-    is_any: bool
-
-    @classmethod
-    def of_device(cls, model: ir.Model, device: Device) -> Self:
-        """Only that of a device, before any other is verified."""
-        return cls(runtime_of(model, device), {}, not rounds_activations(model))
-
-    def among(self, choices: Sequence[RowRuntimes]) -> Sequence[RowRuntimes]:
-        """The choices that may serve the model; the stated runtime if there is none."""
-        if self.is_any:
-            return choices
-        stated = RowRuntimes.one(self.stated)
-        return [one for one in choices if one in {stated, *self.others}] or [stated]
-
-    @property
-    def recorded(self) -> dict[str, Fidelity]:
-        """The comparisons in other runtimes, as records name them."""
-        return {str(runtimes): fidelity for runtimes, fidelity in self.others.items()}
 
 
 def row_runtimes(model: ir.Model, runtimes: Sequence[str]) -> list[RowRuntimes]:
@@ -73,8 +39,10 @@ def row_runtimes(model: ir.Model, runtimes: Sequence[str]) -> list[RowRuntimes]:
 
     Each runtime of a pair holds the weights, so a large model runs in one runtime.
     """
-    is_large = weight_bytes(model) > MANY_VARIANTS_BYTES
-    return [*map(RowRuntimes.one, runtimes)] if is_large else with_pairs(runtimes)
+    choices = [RowRuntimes.one(runtime) for runtime in runtimes]
+    if weight_bytes(model) <= MANY_VARIANTS_BYTES:
+        choices += [RowRuntimes(*pair) for pair in permutations(runtimes, 2)]
+    return choices
 
 
 def verify_in_other_runtimes(
@@ -82,32 +50,35 @@ def verify_in_other_runtimes(
     model: ir.Model,
     expected: Fidelity,
     keep: float | None = None,
-    share_in: Callable[[OpenNew], Share] | None = None,
-) -> VerifiedRuntimes:
+    task: ScoredTask | None = None,
+) -> dict[RowRuntimes, Fidelity]:
     """Compare a model with the original on all held-out rows in other runtimes.
 
     The quality is kept if no value is below its lower bound in the first runtime
     (``_lower_bounds``), and the goal is met. The same holds for the score of a task, if there is
-    one. Without data, nothing is verified. Of a pair of ``row_runtimes``, the second runtime runs
-    texts above the median length.
+    one. Of a pair of ``row_runtimes``, the second runtime runs texts above the median length.
 
     Args:
         expected: The comparison in the runtime that the model states (``runtime_of``).
         keep: The share of the quality that a goal keeps; with the measure "score", of the score.
-        share_in: The share of the score of a task that is kept in sessions of another runtime.
+        task: The task whose score the goal limits.
+
+    Returns:
+        The comparisons in other runtimes, and pairs, in which the quality is kept. There are none
+        without data, or if the model gives the same outputs in every runtime, because it rounds no
+        activations.
     """
+    if job.data is None or not rounds_activations(model):
+        return {}
     device = job.context.device
-    stated = VerifiedRuntimes.of_device(model, device)
-    if stated.is_any or job.data is None:
-        return stated
-    first = stated.stated
+    first = runtime_of(model, device)
     others = [each for each in runtimes_of(model, replace(device, runtime=AUTO)) if each != first]
     rows = job.data.to_verify
     comparisons: dict[RowRuntimes, Fidelity] = {}
     least = _lower_bounds(expected.qualities, has_goal=keep is not None)
     quality_keep = None if job.measure == "score" else keep
     in_first = opener_in(RowRuntimes.one(first), device, rows)
-    lost = share_in(in_first).losses.bounded if share_in and others else 0.0
+    lost = task.share_in(model, job, in_first).losses.bounded if task and others else 0.0
     most_lost = lost if keep is None else min(lost, allowed_loss(keep))
 
     def verify(runtimes: RowRuntimes) -> None:
@@ -116,7 +87,7 @@ def verify_in_other_runtimes(
             fidelity = job.compare_held_out(model, rows, open_new=open_new)
             if not _is_kept(fidelity, least, quality_keep):
                 return
-            if share_in is not None and share_in(open_new).losses.measured > most_lost:
+            if task and task.share_in(model, job, open_new).losses.measured > most_lost:
                 return
         except AttnserveError:  # serving says why: the runtime refuses the model
             return
@@ -128,7 +99,7 @@ def verify_in_other_runtimes(
     if len(set(_lengths(rows))) > 1:
         for pair in row_runtimes(model, verified)[len(verified) :]:
             verify(pair)
-    return replace(stated, others=comparisons)
+    return comparisons
 
 
 def opener_in(runtimes: RowRuntimes, device: Device, rows: Sequence[Batch]) -> OpenNew:

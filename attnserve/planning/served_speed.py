@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import save_model
 from attnserve.models.quantized import rounds_activations
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.runtime_verification import VerifiedRuntimes, row_runtimes
+from attnserve.planning.runtime_verification import row_runtimes
 from attnserve.precision.convert import convert, is_bfloat16
 from attnserve.precision.schemes import SCHEMES
 from attnserve.runtime.by_length import RowRuntimes, fastest_times
@@ -43,7 +43,7 @@ from attnserve.runtime.interleaved_timer import (
 )
 from attnserve.runtime.isolation import Worker
 from attnserve.runtime.machine import product_flags
-from attnserve.runtime.session import open_session
+from attnserve.runtime.session import open_session, runtime_of
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError
@@ -135,7 +135,7 @@ class ServedTimer:
         rewritten: ir.Model,
         converted: ir.Model,
         plan: Plan,
-        verified: VerifiedRuntimes | None = None,
+        verified: Collection[RowRuntimes] = (),
     ) -> ServedSpeed | None:
         """Time the original, the fused original in both precisions, and the rewritten model.
 
@@ -146,8 +146,8 @@ class ServedTimer:
         Args:
             rewritten: The rewritten model in float32.
             converted: The model in the precision of the plan, as it is written.
-            verified: The runtimes in which the converted model keeps its quality; by default that
-                of the device.
+            verified: The other runtimes, besides that of the device, in which the converted model
+                keeps its quality (``verify_in_other_runtimes``).
 
         Returns:
             None if the models take different inputs, or cannot be timed here; the log contains the
@@ -160,9 +160,8 @@ class ServedTimer:
         device = job.context.device
         if is_bfloat16(converted) and device.provider == "cpu":
             return None
-        verified = verified or VerifiedRuntimes.of_device(converted, device)
         originals = [RowRuntimes.one(job.runtime_for("float32"))]
-        finals = verified.among(self._may_serve(converted, plan.precision))
+        finals = self._may_serve(converted, plan.precision, verified)
         is_converted, is_lossy = plan.precision != "float32", bool(plan.lossy_blocks)
         try:
             models = {"exported": job.original, "fused": self.served(job.original)}
@@ -208,14 +207,18 @@ class ServedTimer:
             device=device,
         )
 
-    def _may_serve(self, converted: ir.Model, precision: Precision) -> Sequence[RowRuntimes]:
-        """The runtimes in which serving may run a model in a precision, if its quality is kept.
+    def _may_serve(
+        self, converted: ir.Model, precision: Precision, verified: Collection[RowRuntimes]
+    ) -> Sequence[RowRuntimes]:
+        """The runtimes in which serving may run a model in a precision: its quality is kept there.
 
         A model with the same outputs in all of them is timed in that of a search.
         """
         if not rounds_activations(converted):
             return [RowRuntimes.one(self.job.runtime_for(precision))]
-        return row_runtimes(converted, self.job.runtimes_for(precision))
+        first = RowRuntimes.one(runtime_of(converted, self.job.context.device))
+        choices = row_runtimes(converted, self.job.runtimes_for(precision))
+        return [choice for choice in choices if choice in {first, *verified}] or [first]
 
 
 def example_feeds(

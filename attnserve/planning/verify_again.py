@@ -34,11 +34,11 @@ from attnserve.models.record import RECORD
 from attnserve.models.search_record import GoalRecord, SearchRecord
 from attnserve.options import Comparison, Goal, Run
 from attnserve.paths import StrPath, as_path
-from attnserve.planning.runtime_verification import OpenNew, opener_in
-from attnserve.planning.search.judge import ScoredTask
+from attnserve.planning.runtime_verification import opener_in
+from attnserve.planning.scored_task import ScoredTask
 from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.interface import Batch
-from attnserve.runtime.session import runtime_of, runtimes_of
+from attnserve.runtime.session import OpenNew, runtime_of, runtimes_of
 from graph_passes.errors import InvalidArgument, InvalidData, InvalidModel
 
 __all__ = ["GuaranteeCheck", "VerifyAgainReport", "verify_again"]

@@ -1,9 +1,10 @@
 """Quantize the matrix products of a float32 model to 8 bits; quantized products stay unchanged.
 
-Weights are signed bytes with one scale per column and no zero point. They are within -64..63 (7
-bits) or -127..127 (8 bits). ONNX Runtime adds pairs of products in 16-bit sums on x86 CPUs without
-VNNI. 7-bit weights cannot saturate these sums: 2 x 255 x 64 = 32,640. 8-bit weights need a CPU with
-exact kernels (``runtime.machine.has_int8_dot_product``) and give wrong results on others.
+Weights have one scale per column. They are within -64..63 (7 bits) or -127..127 (8 bits). ONNX
+Runtime adds pairs of products with signed weights in 16-bit sums on x86 CPUs without VNNI. 7-bit
+weights cannot saturate these sums: 2 x 255 x 64 = 32,640. 8-bit weights may, except on CPUs with
+exact kernels (``runtime.machine.has_int8_dot_product``). For other CPUs they are stored as unsigned
+bytes with the zero point 128, whose kernels are exact and slower.
 
 Activations are unsigned bytes. The result of a text does not depend on the other texts of its
 batch, because their scales are
@@ -35,6 +36,7 @@ and products of activations stay float32.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,6 +66,9 @@ if TYPE_CHECKING:
 
 __all__ = ["quantize", "roundings"]
 
+ZERO = 128
+"""The zero point of unsigned weights."""
+
 
 def quantize(
     model: ir.Model,
@@ -74,6 +79,7 @@ def quantize(
     tables: bool = True,
     smooth: bool = True,
     correct: bool = True,
+    unsigned: bool = False,
     moments: InputMoments | None = None,
     rounding: Mapping[WeightKey, Rounding] | None = None,
 ) -> None:
@@ -86,6 +92,7 @@ def quantize(
         tables: Quantize embedding tables too.
         smooth: Divide large channels of static activations.
         correct: Correct biases after static activations.
+        unsigned: Store product weights as unsigned bytes.
         moments: Second moments of the static activations; without them, weights are rounded to the
             nearest.
         rounding: Precomputed ``roundings`` of a model with the same graph.
@@ -104,7 +111,9 @@ def quantize(
         rounding=rounding,
         required=required,
     )
-    writer = _Writer(model, bits, groups, correct=correct, moments=moments, rounding=rounding)
+    writer = _Writer(
+        model, bits, groups, correct=correct, unsigned=unsigned, moments=moments, rounding=rounding
+    )
     for group in groups:
         if group.grid is None:
             writer.write_per_row(group.products)
@@ -145,6 +154,26 @@ def roundings(
     }
 
 
+@dataclass(frozen=True)
+class _Weight:
+    """The constants of a weight.
+
+    Attributes:
+        bytes: Signed bytes, or unsigned ones with a zero point (D N).
+        scale: One scale per column (N).
+        zero_points: ``ZERO``, a scalar, of unsigned bytes; empty for signed ones.
+    """
+
+    bytes: ir.Value
+    scale: ir.Value
+    zero_points: Sequence[ir.Value]
+
+    def matrix(self) -> Float[np.ndarray, "D N"]:
+        """The rounded weights."""
+        zero = float(ZERO) if self.zero_points else 0.0
+        return (constant_array(self.bytes) - zero) * constant_array(self.scale).astype(np.float64)
+
+
 class _Writer:
     """Writes quantized products into a graph; every weight is quantized once."""
 
@@ -155,6 +184,7 @@ class _Writer:
         groups: Sequence[ActivationGroup],
         *,
         correct: bool,
+        unsigned: bool = False,
         moments: InputMoments | None,
         rounding: Mapping[WeightKey, Rounding] | None = None,
     ) -> None:
@@ -162,10 +192,11 @@ class _Writer:
         self.opset = model.opset_imports.get("", 1)
         self.bits: Bits = bits
         self.correct = correct
+        self.unsigned = unsigned
         self.moments = moments
         self.rounding = rounding or {}
         self.activations = activations_of([p for group in groups for p in group.products])
-        self.weights: dict[tuple[ir.Value, bool], tuple[ir.Value, ir.Value]] = {}
+        self.weights: dict[tuple[ir.Value, bool], _Weight] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def write_static(self, products: Sequence[Product], grid: Grid) -> None:
@@ -184,23 +215,23 @@ class _Writer:
         scale = make.constant(grid.step, "scale")
         zero_point = make.constant(grid.zero_point, "zero_point")
         operands = [source, scale, zero_point]
-        activation_bytes = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
+        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
         rounder = self._rounder(products[0].x, grid.scaled, float(grid.step))
         for product in products:
             make = _inserter(product)
-            weight, weight_scale = self._weight(product, divisors, rounder)
-            shift = np.zeros(constant_shape(weight_scale))
+            weight = self._weight(product, divisors, rounder)
+            shift = np.zeros(constant_shape(weight.scale))
             if product.bias is not None:
                 shift += constant_array(product.bias).reshape(-1)
             if self.correct:
-                scales = constant_array(weight_scale).astype(np.float64)
-                matrix = constant_array(weight) * scales
-                shift += grid.mean @ product.matrix() - (grid.mean / grid.scaled) @ matrix
+                rounded = (grid.mean / grid.scaled) @ weight.matrix()
+                shift += grid.mean @ product.matrix() - rounded
             bias = make.constant(shift.astype(np.float32), "bias")
             if product.is_attention:
                 node = product.node
                 mask = node.inputs[3] if len(node.inputs) > 3 else None
-                inputs = [activation_bytes, weight, bias, scale, weight_scale, mask, zero_point]
+                inputs = [quantized, weight.bytes, bias, scale, weight.scale, mask, zero_point]
+                inputs += weight.zero_points
                 output = make.op("QAttention", inputs, "attention", domain=MICROSOFT)
                 attributes = {n: a for n, a in node.attributes.items() if n != "qkv_hidden_sizes"}
                 producer = output.producer()  # equal sizes are the default
@@ -208,7 +239,8 @@ class _Writer:
                 producer.attributes.update(attributes)
                 replace_uses(product.result, output)
                 continue
-            inputs = [activation_bytes, weight, scale, weight_scale, zero_point, None, bias]
+            inputs = [quantized, weight.bytes, scale, weight.scale, zero_point]
+            inputs += [*(weight.zero_points or [None]), bias]
             output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
             self._replace(product, make, output)
 
@@ -232,11 +264,11 @@ class _Writer:
         scale = make.constant(np.array(1 / 127, np.float32), "scale")
         zero_point = make.constant(np.array(128, np.uint8), "zero_point")
         operands = [unit, scale, zero_point]
-        activation_bytes = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
+        quantized = make.op("QuantizeLinear", operands, "q", dtype=ir.DataType.UINT8)
         for product in products:
             make = _inserter(product)
-            weight, weight_scale = self._weight(product, None, None)
-            inputs = [activation_bytes, weight, scale, weight_scale, zero_point]
+            weight = self._weight(product, None, None)
+            inputs = [quantized, weight.bytes, scale, weight.scale, zero_point, *weight.zero_points]
             output = make.op("MatMulIntegerToFloat", inputs, "product", domain=MICROSOFT)
             output = make.op("Mul", [output, peak], "scaled")
             if product.bias is not None:
@@ -290,16 +322,21 @@ class _Writer:
 
     def _weight(
         self, product: Product, divisors: np.ndarray | None, rounder: Rounder | None
-    ) -> tuple[ir.Value, ir.Value]:
-        """Bytes (D N) and scales (N); only undivided weights are shared between products."""
-        constants = self.weights.get(product.key)
-        if constants is None or divisors is not None:
+    ) -> _Weight:
+        """The weight of a product; only undivided weights are shared between products."""
+        weight = self.weights.get(product.key)
+        if weight is None or divisors is not None:
             bytes_, scales = self._bytes(product, _divided(product, divisors), rounder)
             make = Inserter(self.graph, self.graph[0], f"{product.weight.name}/int8")
-            constants = make.constant(bytes_, "bytes"), make.constant(scales, "scale")
+            stored = (bytes_ + np.int16(ZERO)).astype(np.uint8) if self.unsigned else bytes_
+            weight = _Weight(
+                make.constant(stored, "bytes"),
+                make.constant(scales, "scale"),
+                [make.constant(np.array(ZERO, np.uint8), "zero_point")] if self.unsigned else [],
+            )
             if divisors is None:
-                self.weights[product.key] = constants
-        return constants
+                self.weights[product.key] = weight
+        return weight
 
     def _bytes(
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None

@@ -1,8 +1,8 @@
 """The table of precisions to which a model can be converted, one row for each.
 
-int8: ``int8``. Weights are signed bytes of 7 ("int8") or 8 bits ("int8-full"). Activations have
-static scales from calibration data, or scales per row without it. The model stays a function of
-the text: other rows of a batch have no effect.
+int8: ``int8``. Weights have 7 ("int8") or 8 bits ("int8-full"). Activations have static scales from
+calibration data, or scales per row without it. The model stays a function of the text: other rows
+of a batch have no effect.
 
 int4: ``int4``. Signed 4-bit weights with one scale for 32 weights, for MatMul with constant
 matrices. A run reads about a seventh of the bytes of float32. int4 is for decoders that run one
@@ -165,18 +165,6 @@ def _is_product_or_convolution(node: ir.Node) -> bool:
     return constant_type(weight) == ir.DataType.FLOAT
 
 
-def _dot_product_refusal() -> Refusal | None:
-    """Return why this CPU cannot compute with 8-bit weights; None if it can."""
-    if has_int8_dot_product():
-        return None
-    return Refusal(
-        "cpu",
-        "this CPU has no VNNI, AMX or ARM dot product, so its int8 kernels saturate with 8-bit "
-        "weights",
-        "use int8, whose 7-bit weights are exact on every CPU",
-    )
-
-
 def _unchanged(given: Conversion) -> ir.Model:
     return given.model
 
@@ -188,6 +176,7 @@ def _to_int8(bits: Bits, given: Conversion) -> ir.Model:
         given.calibration.ranges,
         float_nodes=given.float_nodes,
         tables=given.tables,
+        unsigned=bits == 8 and not has_int8_dot_product(),
         moments=given.moments,
         rounding=given.rounding,
     )
@@ -214,13 +203,7 @@ INT8 = Scheme(
     "int8", partial(_to_int8, 7), _is_product, allows_float_blocks=True, bits=7, oldest_opset=11
 )
 
-INT8_FULL = replace(
-    INT8,
-    name="int8-full",
-    write=partial(_to_int8, 8),
-    bits=8,
-    refusal=_dot_product_refusal,
-)
+INT8_FULL = replace(INT8, name="int8-full", write=partial(_to_int8, 8), bits=8)
 
 SCHEMES = Registry[Scheme](
     "precision",
@@ -256,7 +239,7 @@ SCHEMES = Registry[Scheme](
         name="int8-full-bfloat16",
         in_bfloat16=True,
         runtime="openvino",
-        refusal=lambda: _dot_product_refusal() or _bfloat16_refusal(),
+        refusal=_bfloat16_refusal,
     ),
     Scheme("int4", _to_int4, _is_matmul, stored="int4", allows_float_blocks=True, for_tokens=True),
     other_values=(AUTO,),

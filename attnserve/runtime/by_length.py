@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import permutations
 from threading import Lock
 from typing import NamedTuple, Self
 
@@ -11,7 +10,7 @@ from attnserve.runtime.interface import Feed, Session, SessionWrapper, row_lengt
 from attnserve.runtime.times import Times
 from graph_passes.analysis.workload import Workload
 
-__all__ = ["LengthRunner", "RowRuntimes", "fastest_times", "with_pairs"]
+__all__ = ["LengthRunner", "RowRuntimes", "fastest_times"]
 
 
 class RowRuntimes(NamedTuple):
@@ -35,12 +34,6 @@ class RowRuntimes(NamedTuple):
 
     def __str__(self) -> str:
         return "+".join(dict.fromkeys(self))
-
-
-def with_pairs(runtimes: Sequence[str]) -> list[RowRuntimes]:
-    """Each runtime for all rows, and all pairs of them for short and for long rows."""
-    pairs = (RowRuntimes(*pair) for pair in permutations(runtimes, 2))
-    return [*map(RowRuntimes.one, runtimes), *pairs]
 
 
 def fastest_times(

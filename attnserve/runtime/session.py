@@ -21,6 +21,7 @@ from graph_passes.registry import Registry
 __all__ = [
     "RUNTIMES",
     "Batch",
+    "OpenNew",
     "open_session",
     "require_cuda",
     "runtime_of",
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 RUNTIMES = Registry[Runtime]("runtime", OnnxRuntime(), OpenVino(), other_values=(AUTO,))
 """Runtimes by name (``Device.runtime``)."""
+
+OpenNew = Callable[[ir.Model], Session]
+"""Opens a model."""
 
 
 def open_session(

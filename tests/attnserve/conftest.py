@@ -14,6 +14,7 @@ from attnserve.data.datasets import load_inputs
 from attnserve.models import quantized
 from attnserve.models.artifact import open_artifact
 from attnserve.models.onnx_files import load_model
+from attnserve.planning.search import precisions
 from attnserve.precision import schemes
 from attnserve.runtime.interface import Batch
 from tests.fixtures.make import BERT
@@ -79,7 +80,7 @@ def cpu_with(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """(int8, bfloat16) -> a CPU with or without the instructions for these products."""
 
     def choose(*, int8: bool = True, bfloat16: bool = True) -> None:
-        for module in (schemes, quantized):
+        for module in (schemes, quantized, precisions):
             monkeypatch.setattr(module, "has_int8_dot_product", lambda: int8)
         monkeypatch.setattr(schemes, "has_bfloat16_product", lambda: bfloat16)
 

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from attnserve.models.artifact import open_artifact
-from attnserve.runtime.machine import has_int8_dot_product
 from attnserve.serving.loaded_model import Model
 from tests.clients.environments import environment
 from tests.clients.stock_sentence_transformers import scores, vectors
@@ -104,9 +103,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
             found.add(name, place / "optimized", wanted, inputs)
     place = root / INT8
     texts = write_lines(place / "texts.txt", sentences(600, seed=0))
-    precision = "int8-full" if has_int8_dot_product() else "int8"
     attnserve.optimize(
-        place / "export", place / "int8", precision=precision, calib=texts, runtime="openvino"
+        place / "export", place / "int8", precision="int8-full", calib=texts, runtime="openvino"
     )
     unseen = sentences(150, seed=1)
     found.int8 = str(place / "int8")

@@ -23,13 +23,7 @@ from attnserve.checks.quality import allowed_loss
 from attnserve.limits import ROUNDING, SAME_MS
 from attnserve.models.search_record import HeldOutComparison
 from attnserve.planning.blocks.pareto import Choice
-from attnserve.planning.search.front_search import (
-    MAX_CANDIDATES,
-    BisectStep,
-    FrontSearch,
-    TrainChoice,
-    bisect,
-)
+from attnserve.planning.search.front_search import MAX_CANDIDATES, FrontSearch, TrainChoice
 from attnserve.planning.search.judge import Candidate, VerifiedCandidate
 from graph_passes.errors import CheckFailed, Refusal
 
@@ -121,10 +115,49 @@ class FastestSearch(FrontSearch):
         Of choices that are equally fast within ``SAME_MS``, only the one with the least loss is
         measured.
         """
-        choices, precision = self.front.choices, self.front.precision
         least_lossy = self.build_first()
         measure = self._worst_measure(least_lossy)
-        constant = self._constant(least_lossy)
+        self._require_not_constant(least_lossy, measure)
+        if least_lossy.loss > self.allowed:
+            if self.front.precision == "float32":
+                return None
+            raise CheckFailed(
+                f"{self.front.precision} weights alone keep {1 - least_lossy.loss:.4f} by the "
+                f"measure {measure}, expected {self.keep}",
+                "lower `keep`, or leave `precision` at float32",
+                code="search.precision",
+            )
+        if least_lossy.loss >= self.limit:
+            return least_lossy
+        choices, power = self.front.choices, power_of(measure)
+        limit, start = self.limit**power, least_lossy.loss**power
+        measured = {0: start}  # by index
+        guess = first_guess(measure, limit - start)
+        low, high = 0, len(choices)
+        for _ in range(MAX_CANDIDATES):
+            index = self._next_faster(guess, low)
+            if index >= high:
+                break
+            loss = measured[index] = self._measure_loss(choices[index]) ** power
+            low, high = (index, high) if loss <= limit else (low, index)
+            if TIGHT * limit <= loss <= limit:
+                break
+            expected = self._expected(low, high, limit, measured)
+            is_near = measured[low] >= NEAR * limit
+            if is_near and not self._is_faster(self.front.index_of(expected), low):
+                break
+            guess = self._next_guess(low, high, expected)
+        return self.build(choices[low])
+
+    def _require_not_constant(self, candidate: Candidate, measure: str) -> None:
+        """Check that a constant predictor does not meet the goal.
+
+        Raises:
+            CheckFailed: It does, in an output that the goal limits.
+        """
+        limited = candidate.measured.qualities if self.goal.measure != "score" else ()
+        # The second condition of top1 is one that a constant predictor never meets.
+        constant = max((q.constant for q in limited if q.measure != "top1"), default=0.0)
         if constant >= self.keep:
             raise CheckFailed(
                 f"`keep` is {self.keep}, and a constant predictor keeps {constant:.3f} "
@@ -132,40 +165,6 @@ class FastestSearch(FrontSearch):
                 "choose another `measure`, or a higher `keep`",
                 code="search.constant",
             )
-        if least_lossy.loss > self.allowed:
-            if precision == "float32":
-                return None
-            raise CheckFailed(
-                f"{precision} weights alone keep {1 - least_lossy.loss:.4f} by the measure "
-                f"{measure}, expected {self.keep}",
-                "lower `keep`, or leave `precision` at float32",
-                code="search.precision",
-            )
-        if least_lossy.loss >= self.limit:
-            return least_lossy
-        power = power_of(measure)
-        limit, start = self.limit**power, least_lossy.loss**power
-        measured = {0: start}  # by index
-
-        def aim(low: int, high: int) -> int | None:
-            if len(measured) == 1:
-                guess = first_guess(measure, limit - start)
-            else:
-                expected = self._expected(low, high, limit, measured)
-                is_near = measured[low] >= NEAR * limit
-                if is_near and not self._is_faster(self.front.index_of(expected), low):
-                    return None
-                guess = self._next_guess(low, high, expected)
-            index = self._next_faster(guess, low)
-            return index if index < high else None
-
-        def keeps(index: int) -> BisectStep:
-            loss = self._measure_loss(choices[index]) ** power
-            measured[index] = loss
-            return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
-
-        low, _ = bisect(0, len(choices), MAX_CANDIDATES, aim=aim, probe=keeps)
-        return self.build(choices[low])
 
     def _least_lossy_as_fast(self, index: int) -> int:
         """The first choice that is as fast as another one within ``SAME_MS``, by index."""
@@ -224,30 +223,24 @@ class FastestSearch(FrontSearch):
 
     def train_choices(self, untrained: Candidate, rounds: int, train: TrainChoice) -> None:
         """Train choices beyond the one without training, unless only rounding is allowed."""
-        front, limit = self.front, self.limit
+        choices, limit = self.front.choices, self.limit
         if limit <= ROUNDING:
             return
         measure = self._worst_measure(untrained)
         power = power_of(measure)
-        trained: list[Candidate] = []
-
-        def aim(low: int, high: int) -> int | None:
-            if trained:
-                share = INTERPOLATE * (limit / max(trained[-1].loss, 1e-9)) ** power
-                growth = float(np.clip(share, 1 / TRAINED_STEP, TRAINED_STEP))
-                loss = trained[-1].choice.loss * growth
-            else:
-                loss = TRAINED_STEP * untrained.choice.loss or first_guess(measure, limit**power)
-            index = self._next_faster(min(loss, front.choices[high - 1].loss), low)
-            return index if index < high else None
-
-        def keeps(index: int) -> BisectStep:
-            trained.append(train(front.choices[index], limit, rounds - len(trained)))
-            loss = trained[-1].loss
-            return BisectStep(loss <= limit, TIGHT * limit <= loss <= limit)
-
-        start = front.choices.index(untrained.choice)
-        bisect(start, len(front.choices), rounds, aim=aim, probe=keeps)
+        guess = TRAINED_STEP * untrained.choice.loss or first_guess(measure, limit**power)
+        low, high = choices.index(untrained.choice), len(choices)
+        for rounds_left in range(rounds, 0, -1):
+            index = self._next_faster(min(guess, choices[high - 1].loss), low)
+            if index >= high:
+                break
+            loss = train(choices[index], limit, rounds_left).loss
+            low, high = (index, high) if loss <= limit else (low, index)
+            if TIGHT * limit <= loss <= limit:
+                break
+            share = INTERPOLATE * (limit / max(loss, 1e-9)) ** power
+            growth = float(np.clip(share, 1 / TRAINED_STEP, TRAINED_STEP))
+            guess = choices[index].loss * growth
 
     def allowed_trained_loss(self, untrained: Candidate, part: HeldOut) -> float:
         return self.allowed
@@ -260,12 +253,6 @@ class FastestSearch(FrontSearch):
         """The measure with the largest loss of a candidate."""
         quality = candidate.measured.quality
         return "score" if self.goal.measure == "score" or quality is None else quality.measure
-
-    def _constant(self, candidate: Candidate) -> float:
-        """The highest quality of a constant predictor in the outputs that the goal limits."""
-        limited = candidate.measured.qualities if self.goal.measure != "score" else ()
-        # The second condition of top1 is one that a constant predictor never meets.
-        return max((q.constant for q in limited if q.measure != "top1"), default=0.0)
 
     def _expected(
         self, low: int, high: int, allowed: float, measured: Mapping[int, float]

@@ -1,7 +1,9 @@
 """Search the Pareto front for the choice that meets a goal, with few candidates.
 
-Predicted losses and times put the choices in order; measured ones decide. A candidate needs a refit
-and a comparison, so that each one is aimed at the limit by the measurements before (``bisect``).
+Predicted losses and times put the choices in order; measured ones decide. Both rise along the front
+nearly alike, so that a search narrows the part in which a measured loss or speed crosses the limit:
+``low`` and ``high`` are the choices on both sides of it, by index. A candidate needs a refit and a
+comparison, so that each one is aimed at the limit by the measurements before.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, Self
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.models.search_record import GoalRecord
@@ -17,7 +19,7 @@ from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.judge import Candidate, Judge, VerifiedCandidate
 
-__all__ = ["MAX_CANDIDATES", "BisectStep", "FrontSearch", "TrainChoice", "bisect"]
+__all__ = ["MAX_CANDIDATES", "FrontSearch", "TrainChoice"]
 
 MAX_CANDIDATES = 6
 """The largest number of candidates besides the first and the last choice. More candidates come
@@ -26,58 +28,6 @@ closer to the limit."""
 TrainChoice = Callable[[Choice, float, int], Candidate]
 """Trains a choice, given the loss at which it meets the goal, and the number of rounds that share
 the time left. It returns the candidate with less loss, before or after the training."""
-
-
-class BisectStep(NamedTuple):
-    """The side of a limit on which a measured choice is.
-
-    Attributes:
-        is_low: Whether it is on the side of the start of the front.
-        is_close: Whether it is close enough to the limit to end the search.
-    """
-
-    is_low: bool
-    is_close: bool
-
-
-def bisect(
-    low: int,
-    high: int,
-    most: int,
-    *,
-    aim: Callable[[int, int], int | None],
-    probe: Callable[[int], BisectStep],
-) -> tuple[int, int]:
-    """Narrow the part of a front in which a measured loss or speed crosses a limit.
-
-    Both rise along the front nearly as the predicted ones do.
-
-    Args:
-        low, high: Choices on both sides of the limit, by index; ``high`` may be the end of the
-            front.
-        most: The number of choices to measure.
-        aim: The index between two others at which the limit is expected; None if no choice between
-            them is worth measuring.
-        probe: Measures a choice.
-
-    Returns:
-        The measured choices that are next to the limit, by index.
-    """
-    for _ in range(most):
-        if high - low < 2:
-            break
-        aimed = aim(low, high)
-        if aimed is None:
-            break
-        index = min(max(aimed, low + 1), high - 1)
-        probed = probe(index)
-        if probed.is_low:
-            low = index
-        else:
-            high = index
-        if probed.is_close:
-            break
-    return low, high
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,47 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
-from typing import Self
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.checks.evaluate import score_session
 from attnserve.checks.held_out import HeldOut
-from attnserve.checks.quality import allowed_loss, largest_loss
-from attnserve.checks.scores import Score, share_kept
+from attnserve.checks.quality import allowed_loss
 from attnserve.job import Job
-from attnserve.limits import MIN_GAIN, MIN_SPEEDUP, ROUNDING
-from attnserve.literals import TaskName
-from attnserve.models.measured import Fidelity, ShapeLatency, Share
+from attnserve.limits import MIN_GAIN, MIN_SPEEDUP
+from attnserve.models.measured import ShapeLatency
 from attnserve.models.search_record import HeldOutComparison, TrainingRounds
-from attnserve.options import Goal
 from attnserve.planning.blocks.pareto import Choice
 from attnserve.planning.plans.apply import apply_plan, apply_steps, start
 from attnserve.planning.plans.plan import Plan, State, Train
-from attnserve.planning.runtime_verification import (
-    OpenNew,
-    VerifiedRuntimes,
-    verify_in_other_runtimes,
-)
+from attnserve.planning.scored_task import ScoredTask, compare_part
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.runtime.cache import digest
-from attnserve.runtime.session import open_session
 from attnserve.runtime.times import Speedup, Times
 from graph_passes.analysis.workload import Workload
 from graph_passes.errors import CannotRewrite, Refusal
 
-__all__ = [
-    "Candidate",
-    "Judge",
-    "ScoredTask",
-    "TimedCandidate",
-    "VerifiedCandidate",
-    "compare_part",
-]
+__all__ = ["Candidate", "Judge", "TimedCandidate", "VerifiedCandidate"]
 
 PAIR_SECONDS = 8.0
 """Approximate time of a comparison that decides whether a model is written."""
@@ -110,43 +92,6 @@ class VerifiedCandidate:
     note: str = ""
     recovered: TrainingRounds | None = None
 
-    @property
-    def meets_goal(self) -> bool:
-        return self.refusal is None
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredTask:
-    """The task whose score a goal limits, and the score of the original."""
-
-    name: TaskName
-    data: Path
-    original: Score
-
-    @classmethod
-    def of(cls, goal: Goal, job: Job) -> Self | None:
-        """The task of a goal, and the score of the original; None if the goal has no task."""
-        if goal.task is None or goal.eval_data is None:
-            return None
-        untimed = job.on_all_threads().labeled("original")
-        original = _score(goal.task, goal.eval_data, untimed, job.original)
-        return cls(goal.task, goal.eval_data, original)
-
-    def share(self, model: ir.Model, fidelity: Fidelity, part: HeldOut, job: Job) -> Share:
-        """The share of the score that a model keeps; 1 without a run if its outputs are equal."""
-        # Cosines of single numbers, as a reranker returns, compare only their signs.
-        is_same = bool(fidelity.outputs) and all(
-            output.relative_error < ROUNDING and not output.not_finite_rows
-            for output in fidelity.outputs
-        )
-        score = self.original if is_same else _score(self.name, self.data, job, model)
-        return share_kept(self.original, score, part=part, seed=job.context.seed)
-
-    def share_in(self, model: ir.Model, job: Job, open_new: OpenNew) -> Share:
-        """The share of the score on all rows that a model keeps in other sessions."""
-        score = _score(self.name, self.data, job, model, open_new)
-        return share_kept(self.original, score, seed=job.context.seed)
-
 
 @dataclass(eq=False)
 class Judge:
@@ -156,7 +101,6 @@ class Judge:
     memory, because the search ends with one of them.
 
     Attributes:
-        served: Times models as served, and has the models that it has fused before.
         checked: The workloads at which a result is timed.
         keep: The share of the quality to keep; None if the goal is a speed-up.
         task: The task whose score is limited; None if there is none.
@@ -165,7 +109,6 @@ class Judge:
     """
 
     job: Job
-    served: ServedTimer
     checked: Sequence[Workload]
     checkpoint: SearchCheckpoint
     keep: float | None = None
@@ -178,9 +121,14 @@ class Judge:
     _latest_unreduced: Candidate | None = None
 
     @property
-    def runtime(self) -> str:
+    def timed_runtime(self) -> str:
         """The runtime in which candidates are timed, and their losses are measured."""
         return self.job.runtime_for(self.job.target.precision)
+
+    @cached_property
+    def served(self) -> ServedTimer:
+        """Times models as served, and has the models that it has fused before."""
+        return ServedTimer(self.job)
 
     @cached_property
     def untimed(self) -> Job:
@@ -288,7 +236,8 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        timed = [(self.job.original, self.job.runtime_for("float32")), (model, self.runtime)]
+        reference = self.job.original, self.job.runtime_for("float32")
+        timed = [reference, (model, self.timed_runtime)]
         before, after = self._time(timed, workloads, min_speedup=MIN_SPEEDUP)
         return [
             ShapeLatency(
@@ -307,19 +256,9 @@ class Judge:
         Raises:
             CannotRewrite: See ``_time``.
         """
-        timed = [(candidate.state.result, self.runtime) for candidate in (slow, fast)]
+        timed = [(candidate.state.result, self.timed_runtime) for candidate in (slow, fast)]
         slower, faster = self._time(timed, self.job.requested_workloads, seconds=PAIR_SECONDS)
         return faster.speedup_over(slower)
-
-    def verify_runtimes(self, candidate: Candidate, fidelity: Fidelity) -> VerifiedRuntimes:
-        """The runtimes in which the model of a candidate keeps its quality.
-
-        Args:
-            fidelity: The verification on the device of the job.
-        """
-        job, task, model = self.untimed.labeled("other runtimes"), self.task, candidate.state.result
-        share_in = task and partial(task.share_in, model, job)
-        return verify_in_other_runtimes(job, model, fidelity, self.keep, share_in)
 
     def _time(
         self,
@@ -342,49 +281,3 @@ class Judge:
                 code="search.not_timed",
             )
         return times
-
-
-def compare_part(
-    model: ir.Model, part: HeldOut, job: Job, task: ScoredTask | None
-) -> HeldOutComparison:
-    """Compare a model with the original on held-out data, and on the same part of the task.
-
-    Losses are bounds if the data was used before; see ``Losses``.
-    """
-    batches = part.batches(job.required_data)
-    is_bounded = not part.is_unused
-    fidelity = job.compare_held_out(model, batches, part.split)
-    losses: list[float] = []
-    share = None
-    if job.measure != "score":
-        losses.append(largest_loss(fidelity.qualities, bounded=is_bounded))
-    if task is not None:
-        share = task.share(model, fidelity, part, job)
-        losses.append(share.losses.bounded if is_bounded else share.losses.measured)
-    return HeldOutComparison(
-        fidelity=fidelity,
-        share=share,
-        loss=max(losses, default=0.0),
-        part=part.name.lower(),
-    )
-
-
-def _score(
-    task: TaskName,
-    data: Path,
-    job: Job,
-    model: ir.Model,
-    open_new: OpenNew | None = None,
-) -> Score:
-    """The score of a model; with the measure "index", the original embeds the documents.
-
-    Args:
-        open_new: Opens the model; by default in the runtime of the job.
-    """
-    session = open_new(model) if open_new else open_session(model, job.context.device)
-    has_index = task == "retrieval" and job.measure == "index" and model is not job.original
-    index = open_session(job.original, job.context.device) if has_index else None
-    return score_session(
-        session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context,
-        index=index,
-    )  # fmt: skip

@@ -6,13 +6,7 @@ from collections.abc import Mapping
 
 from attnserve.checks.held_out import HeldOut
 from attnserve.limits import MIN_GAIN, ROUNDING
-from attnserve.planning.search.front_search import (
-    MAX_CANDIDATES,
-    BisectStep,
-    FrontSearch,
-    TrainChoice,
-    bisect,
-)
+from attnserve.planning.search.front_search import MAX_CANDIDATES, FrontSearch, TrainChoice
 from attnserve.planning.search.judge import Candidate, VerifiedCandidate
 from graph_passes.errors import CheckFailed
 
@@ -56,19 +50,20 @@ class LeastLossySearch(FrontSearch):
 
     def _run_between(self, first: float, last: float) -> Candidate:
         """Search between the first choice, which is too slow, and the last, by their speed-ups."""
-        choices, speedup = self.front.choices, self.speedup
-        reached = {0: first, len(choices) - 1: last}
-
-        def aim(low: int, high: int) -> int | None:
-            return None if self.front.is_near(low, high) else self._expected(low, high, reached)
-
-        def is_slow(index: int) -> BisectStep:
-            measured = self._measure_speedup(index)
-            reached[index] = measured
-            return BisectStep(measured < speedup, speedup <= measured < MIN_GAIN * speedup)
-
-        _, high = bisect(0, len(choices) - 1, MAX_CANDIDATES, aim=aim, probe=is_slow)
-        return self.build(choices[high])
+        low, high = 0, len(self.front.choices) - 1
+        reached = {low: first, high: last}  # by index
+        for _ in range(MAX_CANDIDATES):
+            if high - low < 2 or self.front.is_near(low, high):
+                break
+            index = min(max(self._expected(low, high, reached), low + 1), high - 1)
+            reached[index] = self._measure_speedup(index)
+            if reached[index] < self.speedup:
+                low = index
+                continue
+            high = index
+            if reached[index] < MIN_GAIN * self.speedup:
+                break
+        return self.build(self.front.choices[high])
 
     def verify(self, candidate: Candidate | None) -> VerifiedCandidate:
         """Verify a candidate once: the goal limits no loss."""

@@ -17,19 +17,19 @@ from attnserve.planning.blocks.groups import group_blocks
 from attnserve.planning.blocks.loss_curves import BlockLosses, loss_curves
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan, Train
+from attnserve.planning.scored_task import ScoredTask
 from attnserve.planning.search.checkpoint import SearchCheckpoint
 from attnserve.planning.search.estimates import changes_to_measure
 from attnserve.planning.search.explain import front_points
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
 from attnserve.planning.search.front_search import FrontSearch
-from attnserve.planning.search.judge import Candidate, Judge, ScoredTask
+from attnserve.planning.search.judge import Candidate, Judge
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch, training_of
 from attnserve.planning.search.search_input import checked_workloads, goal_record, search_key
 from attnserve.planning.search.search_result import SearchResult, result_of
-from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.convert import convert
 from graph_passes.errors import Refusal
 
@@ -79,7 +79,7 @@ class PrecisionSearch:
         groups = group_blocks(newest, attention.blocks, ffn="ffn" in goal.allow)
         latency = ModelLatency.time(job, checked, newest, groups)
         losses = _estimate_losses(job, newest, latency, checkpoint)
-        judge = Judge(job, ServedTimer(job), checked, checkpoint, goal.keep, task)
+        judge = Judge(job, checked, checkpoint, goal.keep, task)
         kind = LeastLossySearch if goal.keep is None else FastestSearch
         search = kind(recorded, Front.of(latency, losses, precision), judge)
         recovery = None if training is None else RecoverySearch(search, training, key)

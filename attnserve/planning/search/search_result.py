@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
-from attnserve.limits import MIN_SPEEDUP
+from attnserve.limits import MIN_REMOVAL_GAIN, MIN_SPEEDUP
 from attnserve.models.checksums import fingerprint
 from attnserve.models.lineage import Source
 from attnserve.models.measured import Fidelity, ServedSpeed
-from attnserve.models.search_record import HeldOutComparison, SearchFidelity, TrainingRounds
+from attnserve.models.search_record import HeldOutComparison, SearchFidelity
 from attnserve.planning.plans.apply import start
 from attnserve.planning.plans.plan import Plan, State
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
-from attnserve.planning.runtime_verification import VerifiedRuntimes
+from attnserve.planning.runtime_verification import verify_in_other_runtimes
 from attnserve.planning.search.explain import explain, front_points
 from attnserve.planning.search.front_search import FrontSearch
 from attnserve.planning.search.judge import Candidate, TimedCandidate, VerifiedCandidate
-from attnserve.planning.search.unreduced import time_or_replace
 from attnserve.precision.schemes import SCHEMES
+from attnserve.runtime.by_length import RowRuntimes
 from attnserve.versions import versions
 from graph_passes.errors import CheckFailed, Refusal
 
-__all__ = ["SearchResult", "result_of"]
+__all__ = ["SearchResult", "result_of", "time_or_replace"]
 
 ITSELF = HeldOutComparison(
     fidelity=Fidelity(mean_cosine=1.0, min_cosine=1.0, data="the original itself"), loss=0.0
@@ -37,12 +37,15 @@ class SearchResult:
     Attributes:
         record: The content of plan.json.
         state: The model after all steps of the plan.
-        runtimes: The runtimes in which it keeps its quality; None if the original is returned.
+        other_runtimes: The comparisons in other runtimes in which it keeps its quality; none if
+            the original is returned.
     """
 
     record: PlanRecord
     state: State
-    runtimes: VerifiedRuntimes | None = None
+    other_runtimes: Mapping[RowRuntimes, Fidelity] = field(
+        default_factory=dict[RowRuntimes, Fidelity]
+    )
 
 
 def result_of(search: FrontSearch, verified: VerifiedCandidate) -> SearchResult:
@@ -70,25 +73,71 @@ def result_of(search: FrontSearch, verified: VerifiedCandidate) -> SearchResult:
     return _no_gain(search, final, refusal)
 
 
+def time_or_replace(
+    search: FrontSearch, verified: VerifiedCandidate
+) -> tuple[VerifiedCandidate, TimedCandidate]:
+    """A verified candidate and its speed, or those of an unreduced one.
+
+    The unreduced one is verified too. It is the result if the candidate is refused for its speed,
+    or is hardly faster.
+    """
+    timed = search.judge.time(verified.candidate)
+    if verified.candidate.is_unreduced:
+        return verified, timed
+    unreduced = search.unreduced.run_from_fastest()
+    if unreduced is None:  # no unreduced choice meets the goal
+        return verified, timed
+    reason = _reason_against(search, timed, unreduced)
+    if not reason:
+        return verified, timed
+    other = search.unreduced.verify(unreduced)
+    if other.refusal is not None:
+        return verified, timed
+    if other.candidate is not unreduced:  # more blocks stay float32
+        reason = _reason_against(search, timed, other.candidate)
+        if not reason:
+            return verified, timed
+    note = f"nothing is removed: {reason}"
+    recovered = verified.recovered and verified.recovered.without_gain(note)
+    replaced = replace(other, note=note, recovered=recovered)
+    return replaced, search.judge.time(other.candidate)
+
+
+def _reason_against(search: FrontSearch, reduced: TimedCandidate, unreduced: Candidate) -> str:
+    """Why removals are not worth their loss; empty if they are."""
+    if reduced.refusal is not None:
+        return f"with a removal {reduced.refusal}"
+    speedup = search.judge.measure_speedup_over(unreduced, reduced.candidate)
+    if speedup.low >= MIN_REMOVAL_GAIN:
+        return ""
+    return (
+        f"the best removal runs at {speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f}) "
+        f"the speed of the fused original in {search.front.precision}, expected at least "
+        f"{MIN_REMOVAL_GAIN}x"
+    )
+
+
 def _gain(search: FrontSearch, verified: VerifiedCandidate, timed: TimedCandidate) -> SearchResult:
     """A plan that meets the goal and is faster than the original."""
-    state, last, note = verified.candidate.state, verified.verifications[-1], verified.note
-    runtimes = search.judge.verify_runtimes(verified.candidate, last.fidelity)
-    recovered = _without_gain(verified.recovered, note) if note else verified.recovered
-    speed = search.judge.served.speed_of(state.model, state.result, state.plan, runtimes)
+    state, judge, last = verified.candidate.state, search.judge, verified.verifications[-1]
+    others = verify_in_other_runtimes(
+        judge.untimed.labeled("other runtimes"),
+        state.result,
+        last.fidelity,
+        search.goal.keep,
+        judge.task,
+    )
+    speed = judge.served.speed_of(state.model, state.result, state.plan, others)
     # One measurement in one sentence: those of the search are others.
     speedup = timed.speedup if speed is None else speed.over_exported
     verdict = f"{speedup:.2f}x as fast, keeping {_kept(last, search.goal.task)}"
     if speed is not None:
         verdict += f": {speed.describe(state.plan.precision)}"
-    if recovered is not None and recovered.gain:
-        verdict += f" ({recovered.verdict})"
-    if note:
-        verdict += f"; {note}"
-    record = _record(
-        search, verified.candidate, verdict, recovered, timed, verified.verifications, speed
-    )
-    return SearchResult(record, state, runtimes)
+    if verified.recovered is not None and verified.recovered.gain:
+        verdict += f" ({verified.recovered.verdict})"
+    if verified.note:
+        verdict += f"; {verified.note}"
+    return SearchResult(_record(search, verified, verdict, timed, speed), state, others)
 
 
 def _kept(verification: HeldOutComparison, task: str | None) -> str:
@@ -103,41 +152,32 @@ def _kept(verification: HeldOutComparison, task: str | None) -> str:
     return ", ".join(parts)
 
 
-def _without_gain(recovered: TrainingRounds | None, reason: str) -> TrainingRounds | None:
-    if recovered is None:
-        return None
-    verdict = f"training brings no gain: {reason}"
-    return recovered.model_copy(update={"gain": False, "verdict": verdict})
-
-
 def _no_gain(search: FrontSearch, verified: VerifiedCandidate, refusal: Refusal) -> SearchResult:
     """The empty plan, which leaves the model unchanged."""
     verdict = f"no gain: {refusal}; the original is returned"
-    recovered = _without_gain(verified.recovered, refusal.reason)
+    recovered = verified.recovered and verified.recovered.without_gain(refusal.reason)
     job = search.judge.job
     state = start(Plan(), job, job.original)
-    return SearchResult(_record(search, verified.candidate, verdict, recovered), state)
+    return SearchResult(_record(search, replace(verified, recovered=recovered), verdict), state)
 
 
 def _record(
     search: FrontSearch,
-    candidate: Candidate,
+    verified: VerifiedCandidate,
     verdict: str,
-    recovered: TrainingRounds | None,
     timed: TimedCandidate | None = None,
-    verifications: Sequence[HeldOutComparison] = (),
     served: ServedSpeed | None = None,
 ) -> PlanRecord:
     """The content of plan.json.
 
     Args:
-        candidate: The candidate that is explained.
+        verified: The candidate that is explained.
         timed: Its speed; None if the original is returned in its place.
-        verifications: Its verifications; empty without a speed.
         served: The speed-ups of fusion, precision and removal.
     """
-    front, job, gain = search.front, search.judge.job, bool(verifications)
-    last = verifications[-1] if gain else ITSELF
+    front, job, candidate = search.front, search.judge.job, verified.candidate
+    gain = timed is not None
+    last = verified.verifications[-1] if gain else ITSELF
     return PlanRecord(
         format=FORMAT,
         model=Source(file=job.artifact.model.name, sha256=fingerprint(job.artifact)),
@@ -147,7 +187,7 @@ def _record(
         gain=gain,
         fidelity=SearchFidelity(**last.fidelity.stated, share=last.share),
         quality_to_choose=candidate.measured.quality if gain else None,
-        verifications=tuple(verifications),
+        verifications=tuple(verified.verifications) if gain else (),
         speedup=timed.speedup if timed else 1.0,
         speeds=tuple(timed.speeds) if timed else (),
         speedups=served,
@@ -155,8 +195,8 @@ def _record(
         plan=candidate.state.plan if gain else Plan(),
         front=tuple(front_points(front, search.judge.measured)),
         latency_ms=front.latency.recorded(SCHEMES[front.precision].rest),
-        timed_runtime=search.judge.runtime,
+        timed_runtime=search.judge.timed_runtime,
         machine=front.latency.table.setting,
         versions=versions(),
-        recovered=recovered,
+        recovered=verified.recovered,
     )

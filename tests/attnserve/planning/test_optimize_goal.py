@@ -93,10 +93,11 @@ def test_optimize_precision_alone_converts_only(model: Path, sentences: Path, tm
     assert entry["int8_activations"] == report.record.int8_activations == "static"
 
 
+@pytest.mark.parametrize("has_dot_product", [False, True])
 def test_optimize_int8_full_records_8_bits(
-    model: Path, tmp_path: Path, cpu_with: Callable[..., None]
+    model: Path, tmp_path: Path, has_dot_product: bool, cpu_with: Callable[..., None]
 ):
-    cpu_with(int8=True)
+    cpu_with(int8=has_dot_product)
     arguments = ["optimize", str(model), "--int8-full", "-o", str(tmp_path / "out.onnx")]
     assert main(arguments) == 0
     entry = last_entry(tmp_path)
@@ -105,18 +106,18 @@ def test_optimize_int8_full_records_8_bits(
     assert entry["int8_activations"] == "per-row"  # without calibration data
 
 
-def test_int8_full_without_dot_product_is_refused_first(
+def test_bfloat16_without_its_instructions_is_refused_first(
     model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ):
-    cpu_with(int8=False)
-    with raises(InvalidArgument, "precision.cpu", "int8-full"):
-        attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="int8-full")
-    with raises(InvalidArgument, "precision.cpu", "int8-full"):
+    cpu_with(bfloat16=False)
+    with raises(InvalidArgument, "precision.cpu", "bfloat16-cpu"):
+        attnserve.optimize(tmp_path / "none", tmp_path / "out.onnx", precision="bfloat16-cpu")
+    with raises(InvalidArgument, "precision.cpu", "bfloat16-cpu"):
         attnserve.plan(tmp_path / "none", tmp_path / "p.json", calib=tmp_path / "none", keep=0.9,
-                       precision="int8-full")  # fmt: skip
-    with raises(InvalidArgument, "precision.cpu", "use int8"):
-        convert(load_model(model / "model.onnx"), "int8-full")
-    for precision in ("float32", "float16", "bfloat16", "int8"):
+                       precision="bfloat16-cpu")  # fmt: skip
+    with raises(InvalidArgument, "precision.cpu", "use float32 or int8"):
+        convert(load_model(model / "model.onnx"), "bfloat16-cpu")
+    for precision in ("float32", "float16", "bfloat16", "int8", "int8-full"):
         check_cpu(precision)
 
 

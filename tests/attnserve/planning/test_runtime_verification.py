@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import onnx_ir as ir
 import pytest
@@ -20,12 +19,14 @@ from attnserve.models.onnx_files import load_model
 from attnserve.options import Data
 from attnserve.planning import runtime_verification
 from attnserve.planning.optimize_warnings import unverified_runtimes
-from attnserve.planning.runtime_verification import VerifiedRuntimes, verify_in_other_runtimes
+from attnserve.planning.runtime_verification import verify_in_other_runtimes
+from attnserve.planning.scored_task import ScoredTask
 from attnserve.precision.convert import convert
 from attnserve.runtime import session
 from attnserve.runtime.by_length import RowRuntimes
 from attnserve.runtime.interface import DEFAULT_OPTIONS, Runtime, Session, SessionOptions
 from attnserve.runtime.onnx_runtime import OnnxRuntime
+from attnserve.runtime.session import OpenNew
 from graph_passes.errors import InvalidModel
 from graph_passes.registry import Registry
 
@@ -84,7 +85,7 @@ def test_a_runtime_is_verified_if_it_keeps_the_quality(
     found = job.compare_held_out(model, job.required_data.to_verify)
     qualities = tuple(q.model_copy(update={"lower": lower}) for q in found.qualities)
     expected = found.model_copy(update={"several": qualities})
-    comparisons = verify_in_other_runtimes(job, model, expected, keep).others
+    comparisons = verify_in_other_runtimes(job, model, expected, keep)
     assert comparisons.keys() == verified
     # Alone, the other runtime computes the original, and as one of two a part of the texts.
     values = {
@@ -116,7 +117,7 @@ def test_bounds_of_several_qualities_hold_together(
 
     monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: compared(found, value, 0.98))
     expected = compared(found, 0.995, 0.99)
-    assert (verify_in_other_runtimes(job, model, expected).others.keys() == ALL_OTHERS) == is_kept
+    assert (verify_in_other_runtimes(job, model, expected).keys() == ALL_OTHERS) == is_kept
 
 
 @pytest.mark.parametrize(
@@ -145,12 +146,14 @@ def test_the_score_of_a_task_must_be_kept_in_the_other_runtime(
     monkeypatch.setattr(Job, "compare_held_out", lambda *_, **__: expected)
     losses = [Losses(0.005, 0.02), *[Losses(lost, lost)] * 3]
 
-    def share_in(open_new: Callable[[ir.Model], Session]) -> Share:
-        assert open_new(model).get_inputs()
-        return Share(value=1.0, losses=losses.pop(0))
+    class Task:
+        def share_in(self, model: ir.Model, job: Job, open_new: OpenNew) -> Share:
+            assert open_new(model).get_inputs()
+            return Share(value=1.0, losses=losses.pop(0))
 
-    found_in = verify_in_other_runtimes(job, model, expected, keep, share_in)
-    assert found_in.others.keys() == (ALL_OTHERS if is_kept else set())
+    task = cast(ScoredTask, Task())
+    found_in = verify_in_other_runtimes(job, model, expected, keep, task)
+    assert found_in.keys() == (ALL_OTHERS if is_kept else set())
 
 
 def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,8 +162,8 @@ def test_a_goal_must_be_met_in_the_other_runtime(job: Job, monkeypatch: pytest.M
     found = job.compare_held_out(model, job.required_data.to_verify)
     loss = max(quality.losses.measured for quality in found.qualities)
     assert loss > 0
-    assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).others.keys() == ALL_OTHERS
-    assert verify_in_other_runtimes(job, model, found, 1 - loss / 2).others == {}
+    assert verify_in_other_runtimes(job, model, found, 1 - 2 * loss).keys() == ALL_OTHERS
+    assert verify_in_other_runtimes(job, model, found, 1 - loss / 2) == {}
 
 
 def test_a_runtime_that_refuses_the_model_is_not_verified(
@@ -168,18 +171,17 @@ def test_a_runtime_that_refuses_the_model_is_not_verified(
 ) -> None:
     use(OtherRuntime(None), monkeypatch)
     model = convert(job.original, "int8", job.calibration)
-    assert verify_in_other_runtimes(job, model, nothing()).others == {}
+    assert verify_in_other_runtimes(job, model, nothing()) == {}
 
 
 def test_float_models_and_one_runtime_need_no_verification(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use(OtherRuntime(job.original), monkeypatch)
-    in_floats = verify_in_other_runtimes(job, job.original, nothing())
-    assert in_floats.is_any and in_floats.others == {}
+    assert verify_in_other_runtimes(job, job.original, nothing()) == {}
     monkeypatch.setattr(session, "RUNTIMES", Registry[Runtime]("runtime", OnnxRuntime()))
     model = convert(job.original, "int8", job.calibration)
-    assert verify_in_other_runtimes(job, model, nothing()).others == {}
+    assert verify_in_other_runtimes(job, model, nothing()) == {}
 
 
 @pytest.mark.parametrize(
@@ -194,11 +196,10 @@ def test_runtimes_that_may_run_a_file_without_a_known_quality(
     job: Job, verified: list[str], openvino: bool, unverified: list[str]
 ) -> None:
     model = convert(job.original, "int8", job.calibration)
-    others = dict.fromkeys(map(RowRuntimes.one, verified), nothing())
+    others = [*map(RowRuntimes.one, verified)]
 
     def unknown(job: Job, model: ir.Model) -> list[str]:
-        runtimes = VerifiedRuntimes.of_device(model, job.context.device)
-        return unverified_runtimes(job, model, replace(runtimes, others=others), openvino=openvino)
+        return unverified_runtimes(job, model, others, openvino=openvino)
 
     assert unknown(job, model) == unverified
     in_openvino = replace(job, context=RunContext(Device(runtime="openvino")))

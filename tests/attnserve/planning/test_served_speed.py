@@ -15,12 +15,11 @@ from attnserve import optimize
 from attnserve.context import Device, RunContext, TimedModel
 from attnserve.job import served_lengths
 from attnserve.literals import Precision
-from attnserve.models.measured import Fidelity, ServedSpeed
+from attnserve.models.measured import ServedSpeed
 from attnserve.models.onnx_files import load_model
 from attnserve.options import Target
 from attnserve.planning import served_speed
 from attnserve.planning.plans.plan import Plan
-from attnserve.planning.runtime_verification import VerifiedRuntimes
 from attnserve.planning.served_speed import ServedTimer, time_models
 from attnserve.precision.convert import convert
 from attnserve.runtime.by_length import RowRuntimes
@@ -171,9 +170,8 @@ def test_served_timer_takes_the_faster_of_two_verified_runtimes_for_each_length(
     timer, plan = ServedTimer(job), Plan.merged([], "int8", ())
 
     def served(*verified: str) -> list[Any]:
-        others = {RowRuntimes.parse(name): Fidelity() for name in verified}
-        runtimes = VerifiedRuntimes("onnxruntime", others, is_any=False)
-        speed = timer.speed_of(original.clone(), converted, plan, runtimes)
+        others = [*map(RowRuntimes.parse, verified)]
+        speed = timer.speed_of(original.clone(), converted, plan, others)
         assert speed is not None
         return list(speed.served_by_shape)
 

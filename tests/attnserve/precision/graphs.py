@@ -13,7 +13,6 @@ import pytest
 
 from attnserve.literals import Precision
 from attnserve.precision.convert import convert, on_cpu
-from attnserve.runtime.machine import has_int8_dot_product
 from attnserve.runtime.session import open_session
 from tests.onnx_text import with_weights
 
@@ -22,10 +21,7 @@ D, VOCABULARY = 16, 64
 HEAD = '<ir_version: 10, opset_import: ["" : {opset}, "com.microsoft" : 1]> g '
 
 WEIGHT_RANGE = {"int8": (-64, 63), "int8-full": (-127, 127)}
-needs_dot_product = pytest.mark.skipif(not has_int8_dot_product(), reason="saturates")
-int8 = pytest.mark.parametrize(
-    "precision", ["int8", pytest.param("int8-full", marks=needs_dot_product)]
-)
+int8 = pytest.mark.parametrize("precision", ["int8", "int8-full"])
 
 
 def graph(text: str, opset: int = 18, **weights: np.ndarray) -> ir.Model:

@@ -38,7 +38,6 @@ from tests.attnserve.precision.graphs import (
     error,
     full,
     graph,
-    needs_dot_product,
     normal,
     operators,
     padded,
@@ -157,9 +156,7 @@ def test_convert_output_without_type_is_float32(precision: Precision):
     [(INSIDE, "key", "QAttention"), (INSIDE, "bias", "Attention"),
      (OUTSIDE, "key", "MultiHeadAttention"), (OUTSIDE, "bias", "MultiHeadAttention")],
 )  # fmt: skip
-@pytest.mark.parametrize(
-    "precision", ["float16", "int8", pytest.param("int8-full", marks=needs_dot_product)]
-)
+@pytest.mark.parametrize("precision", ["float16", "int8", "int8-full"])
 def test_convert_fused_attention_keeps_its_mask(
     bodies: dict[str, str], mask: str, operator: str, precision: Precision
 ):
@@ -197,7 +194,7 @@ def test_convert_subgraphs_and_their_outer_values(precision: Precision):
     ("precision", "calibrated"),
     [("float32", False), ("float16", False), ("bfloat16", False), ("int8", True), ("int8", False),
      ("int4", True), ("int4", False),
-     pytest.param("int8-full", True, marks=needs_dot_product)],
+     ("int8-full", True)],
 )  # fmt: skip
 def test_convert_text_alone_equals_text_in_any_batch(
     encoder: ir.Model, precision: Precision, calibrated: bool
@@ -224,9 +221,7 @@ def test_convert_text_alone_equals_text_in_any_batch(
         assert error(together[row, :length], short) < (1e-2 if is_int8 else half)
 
 
-@pytest.mark.parametrize(
-    "precision", ["bfloat16-cpu", pytest.param("int8-full-bfloat16", marks=needs_dot_product)]
-)
+@pytest.mark.parametrize("precision", ["bfloat16-cpu", "int8-full-bfloat16"])
 def test_convert_text_alone_equals_text_in_any_batch_in_openvino(
     encoder: ir.Model, precision: Precision, cpu_with: Callable[..., None]
 ):

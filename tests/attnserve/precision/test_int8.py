@@ -14,7 +14,10 @@ from hypothesis.extra import numpy as hnp
 from attnserve.literals import Precision
 from attnserve.models.quantized import int8_activations, int8_warning, int8_weight_bits
 from attnserve.precision.convert import convert, precision_of
+from attnserve.precision.int8 import quantize
+from attnserve.precision.products import collect_ranges
 from attnserve.runtime import onnx_runtime
+from attnserve.runtime.interface import Batch
 from tests.attnserve.precision.graphs import (
     ATTENTION,
     FUSED,
@@ -217,9 +220,29 @@ def test_int8_weights_of_any_values_never_saturate(weight: np.ndarray, activatio
         np.testing.assert_array_equal(saturating(bytes_, quantized), exact(bytes_, quantized))
 
 
-def test_int8_full_with_dot_product_uses_8_bits(cpu_with: Callable[..., None]):
-    cpu_with(int8=True)
-    made = convert(every_product(), "int8-full", [IDS])
-    assert int8_weight_bits(made) == 8
-    assert precision_of(made) == "int8"
-    assert int8_warning(made) is None
+@pytest.mark.parametrize("has_dot_product", [False, True])
+def test_int8_full_is_unsigned_where_signed_products_saturate(
+    has_dot_product: bool, cpu_with: Callable[..., None]
+):
+    cpu_with(int8=has_dot_product)
+    for calibration in ([IDS], []):
+        made = convert(every_product(), "int8-full", calibration)
+        assert bool(quantized_weights(made)) == has_dot_product
+        assert int8_weight_bits(made) == 8
+        assert int8_activations(made) == ("static" if calibration else "per-row")
+        assert int8_warning(made) is None
+        assert precision_of(made) == ("int8" if calibration else "int8+float32")  # Attention
+
+
+@pytest.mark.parametrize("calibration", [[IDS], []], ids=["static", "per row"])
+def test_unsigned_weights_compute_what_signed_ones_do(calibration: list[Batch]):
+    """Weights have 7 bits here, so that signed ones are exact on every CPU."""
+    models = [every_product()]
+    models.append(models[0].clone())
+    ranges = collect_ranges(models[0], calibration)
+    for model, unsigned in zip(models, (False, True), strict=True):
+        quantize(model, 7, ranges, unsigned=unsigned)
+        assert bool(quantized_weights(model)) != unsigned
+    assert "QAttention" in operators(models[1]) or not calibration
+    signed, unsigned = (run(model, **IDS) for model in models)
+    np.testing.assert_allclose(unsigned, signed, rtol=1e-5, atol=1e-5)

@@ -77,23 +77,27 @@ def test_int8_weight_bits_of_models_of_other_tools(
 
 
 @pytest.mark.parametrize(
-    ("body", "dtype"),
+    ("body", "dtype", "bits"),
     [
-        ("d = DequantizeLinear(w, scale) y = MatMul(x, d)", np.int8),  # computed in float32
+        ("d = DequantizeLinear(w, scale) y = MatMul(x, d)", np.int8, None),  # in float32
         ("q, s, z = DynamicQuantizeLinear(x) i = MatMulInteger(q, w, z) y = Cast <to = 1> (i)",
-         np.uint8),
-        ("y = MatMul(x, f)", np.int8),
+         np.uint8, 8),
+        ("y = MatMul(x, f)", np.int8, None),
     ],
     ids=["weights alone", "unsigned", "float32"],
 )  # fmt: skip
-def test_int8_weight_bits_of_products_that_cannot_saturate_are_none(body: str, dtype: type):
+def test_products_that_cannot_saturate_have_no_warning(
+    body: str, dtype: type, bits: int | None, cpu_with: Callable[..., None]
+):
+    cpu_with(int8=False)
     model = graph(
         f"(float[b, 16] x) => (float[b, 16] y) {{ {body} }}",
         w=np.full((D, D), 127, dtype),
         f=normal(D, D),
         scale=np.array(0.1, np.float32),
     )
-    assert int8_weight_bits(model) is None
+    assert int8_weight_bits(model) == bits
+    assert int8_warning(model) is None
 
 
 QUANTIZED = {

@@ -26,7 +26,6 @@ from attnserve.precision.schemes import SCHEMES  # noqa: E402
 from attnserve.recovery.module import GraphModule  # noqa: E402
 from attnserve.recovery.quantization import fake_operators  # noqa: E402
 from attnserve.runtime.interface import Batch  # noqa: E402
-from attnserve.runtime.machine import has_int8_dot_product  # noqa: E402
 from attnserve.runtime.session import open_session  # noqa: E402
 from graph_passes import FuseAttention, find_attention  # noqa: E402
 
@@ -93,16 +92,7 @@ def with_large_channels(folder: Path) -> ir.Model:
 
 
 @pytest.mark.parametrize("build", [plain, with_attention, with_large_channels])
-@pytest.mark.parametrize(
-    "precision",
-    [
-        "int8",
-        pytest.param(
-            "int8-full",
-            marks=pytest.mark.skipif(not has_int8_dot_product(), reason="needs VNNI or ARM"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("precision", ["int8", "int8-full"])
 def test_fake_quantization_equals_int8_model_in_onnx_runtime(
     build: Callable[[Path], ir.Model], precision: Precision, tiny: Path, rows: list[Batch]
 ):

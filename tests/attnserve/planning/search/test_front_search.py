@@ -20,12 +20,12 @@ from attnserve.planning.plans.plan import Distill, Plan
 from attnserve.planning.search.estimates import Unit, UnitConfig
 from attnserve.planning.search.fastest_search import FastestSearch
 from attnserve.planning.search.front import Front
-from attnserve.planning.search.front_search import MAX_CANDIDATES, BisectStep, bisect
+from attnserve.planning.search.front_search import MAX_CANDIDATES
 from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate, VerifiedCandidate
 from attnserve.planning.search.least_lossy_search import LeastLossySearch
 from attnserve.planning.search.model_latency import ModelLatency
 from attnserve.planning.search.recovery_search import RecoverySearch
-from attnserve.planning.search.unreduced import time_or_replace
+from attnserve.planning.search.search_result import time_or_replace
 from attnserve.runtime.part_latency import LatencyTable
 from attnserve.runtime.times import Speedup
 from graph_passes.errors import Refusal
@@ -119,38 +119,55 @@ def search_to(speedup: float, judge: FakeJudge) -> LeastLossySearch:
     return LeastLossySearch(GoalRecord(target_speedup=speedup), front_of(), cast(Judge, judge))
 
 
-@pytest.mark.parametrize("border", [0, 1, 40, 98, 99])
-def test_bisect_finds_the_border_between_measured_indices(border: int) -> None:
-    measured: list[int] = []
+class OtherSpeedJudge(FakeJudge):
+    """A judge that measures other speed-ups than the predicted ones."""
 
-    def measure(index: int) -> BisectStep:
-        measured.append(index)
-        return BisectStep(is_low=index <= border, is_close=False)
+    def __init__(self, speedup: Callable[[float], float]) -> None:
+        super().__init__()
+        self.speedup = speedup
 
-    low, high = bisect(0, 100, 20, aim=lambda low, high: (low + high) // 2, probe=measure)
-    assert (low, high) == (border, border + 1)
-    assert len(measured) == len(set(measured)) <= 7 and not {0, 100} & set(measured)
+    def measure_speedup(self, candidate: Candidate) -> float:
+        return self.speedup(super().measure_speedup(candidate))
 
 
-def test_bisect_aim_outside_is_moved_inside_and_limits_end_it() -> None:
-    measured: list[int] = []
+def front_to_speed_up(choices: int) -> Front:
+    """A front of choices, each of which is 1.04 times as fast as the one before it."""
+    return front_of([Choice(n / 1000, 10 / 1.04**n, (n,)) for n in range(choices)])
 
-    def run(most: int = 9, close: int = -1, least_high: int = 0) -> tuple[int, int]:
-        measured.clear()
 
-        def probe(index: int) -> BisectStep:
-            measured.append(index)
-            return BisectStep(False, index == close)
+@pytest.mark.parametrize("power", [0.7, 1.0, 1.4])
+@pytest.mark.parametrize("border", [1, 2, 40, 98, 99])
+def test_search_of_a_speedup_finds_the_least_lossy_choice_that_reaches_it(
+    border: int, power: float
+) -> None:
+    """Measured speed-ups rise less or more than the predicted ones."""
+    front, judge = front_to_speed_up(100), OtherSpeedJudge(lambda predicted: predicted**power)
+    goal = GoalRecord(target_speedup=1.04 ** (power * (border - 0.5)))
+    found = LeastLossySearch(goal, front, cast(Judge, judge)).run()
+    assert found is not None and found.choice == front.choices[border]
 
-        def aim(low: int, high: int) -> int | None:
-            return None if high == least_high else 99
 
-        return bisect(0, 10, most, aim=aim, probe=probe)
+@pytest.mark.parametrize("border", [1, 2, 40, 98, 99])
+def test_search_of_a_speedup_measures_a_limited_number_of_choices_once(border: int) -> None:
+    """All choices from ``border`` on are twice as fast as all before it."""
+    front = front_to_speed_up(100)
+    judge = OtherSpeedJudge(lambda predicted: 2.0 if predicted > 1.04 ** (border - 0.5) else 1.0)
+    found = LeastLossySearch(GoalRecord(target_speedup=1.5), front, cast(Judge, judge)).run()
+    *measured, last = judge.built  # the result is built again
+    assert found is not None and found.choice == last and found.choice.picks[0] >= border
+    assert len(measured) == len(set(measured)) <= 2 + MAX_CANDIDATES
 
-    assert run() == (0, 1) and measured == [9, 8, 7, 6, 5, 4, 3, 2, 1]
-    assert run(most=2) == (0, 8)
-    assert run(close=7) == (0, 7)
-    assert run(least_high=8) == (0, 8)
+
+@pytest.mark.parametrize(("target", "candidates"), [(1.5, MAX_CANDIDATES), (1.99, 1)])
+def test_search_of_a_speedup_ends_at_a_choice_that_is_close_to_it(
+    target: float, candidates: int
+) -> None:
+    """All choices but the first are twice as fast as it is."""
+    judge = OtherSpeedJudge(lambda predicted: 1.0 if predicted < 1.01 else 2.0)
+    goal = GoalRecord(target_speedup=target)
+    LeastLossySearch(goal, front_to_speed_up(100), cast(Judge, judge)).run()
+    first, last, result = 1, 1, 1
+    assert len(judge.built) == first + last + candidates + result
 
 
 @pytest.mark.parametrize(("keep", "index"), [(0.995, 2), (0.991, 2), (0.99, 2), (0.95, 4)])
@@ -349,7 +366,7 @@ def test_verify_failed_verifications_lead_to_more_careful_choices(
     """Each lossy choice loses as much as is allowed on the rows to choose."""
     judge = FakeJudge(lambda _: 0.01, verified=losses)
     verified = search(judge, front=front_of(choices)).verify(candidate_of(STEPS[3], 0.01))
-    assert verified.meets_goal and verified.candidate.choice.loss == kept
+    assert verified.refusal is None and verified.candidate.choice.loss == kept
     assert [each.loss for each in verified.verifications] == losses
     parts = [HeldOut.VERIFY, HeldOut.VERIFY_AGAIN, HeldOut.ALL, HeldOut.VERIFY_AGAIN]
     assert judge.parts == parts[: len(losses)]

@@ -24,15 +24,11 @@ from attnserve.models.search_record import Point, PrecisionPoint, TrainingRounds
 from attnserve.options import Data, Goal, Target
 from attnserve.planning.plans.plan import Plan
 from attnserve.planning.plans.plan_file import FORMAT, PlanRecord
-from attnserve.planning.runtime_verification import VerifiedRuntimes
-from attnserve.planning.search import precisions
+from attnserve.planning.search import search, search_result
 from attnserve.planning.search.judge import Candidate, Judge, TimedCandidate
 from attnserve.planning.search.precision_search import PrecisionSearch
-from attnserve.planning.search.precisions import (
-    PrecisionComparison,
-    compare_precisions,
-    search_precisions,
-)
+from attnserve.planning.search.precisions import PrecisionComparison, compare_precisions
+from attnserve.planning.search.search import search_precisions
 from attnserve.planning.search.search_result import SearchResult
 from attnserve.planning.served_speed import ServedTimer
 from attnserve.precision.schemes import SCHEMES
@@ -153,13 +149,12 @@ def test_int8_result_is_served_in_the_runtimes_that_keep_its_quality(
     cpu_with(int8=True, bfloat16=True)
     monkeypatch.setattr(ServedTimer, "speed_of", SPEED_OF)
     set_context(monkeypatch, timer=Timer(int8=4.0, openvino=0.5))
-    others = {RowRuntimes.one("onnxruntime"): Fidelity()} if is_kept else {}
-    verified = VerifiedRuntimes("openvino", others, is_any=False)
-    monkeypatch.setattr(Judge, "verify_runtimes", lambda *_: verified)
+    verified = {RowRuntimes.one("onnxruntime"): Fidelity()} if is_kept else {}
+    monkeypatch.setattr(search_result, "verify_in_other_runtimes", lambda *_: verified)
     record = optimized(keep=0.9, precision=BFLOAT16_INT8).record
     assert record.search.gain and record.search.speedup < 3.5
     assert record.served_speedup > 3.5 if is_kept else record.served_speedup < 3.5
-    assert record.other_runtimes == verified.recorded
+    assert list(record.other_runtimes.values()) == list(verified.values())
     assert set(record.other_runtimes) == ({"onnxruntime"} if is_kept else set())
 
 
@@ -387,8 +382,8 @@ def test_precisions_are_searched_until_no_other_one_may_be_better(
         )
 
     monkeypatch.setattr(PrecisionSearch, "run", choose_one)
-    monkeypatch.setattr(precisions, "checked_workloads", lambda job: None)
-    monkeypatch.setattr(precisions, "compare_precisions", lambda goal, job, task: COMPARED)
+    monkeypatch.setattr(search, "checked_workloads", lambda job: None)
+    monkeypatch.setattr(search, "compare_precisions", lambda job, task: COMPARED)
     job = job_of(model, target=Target(precision="auto"))
     # The machine may not compute a precision.
     monkeypatch.setattr(
@@ -456,9 +451,9 @@ def test_training_is_in_the_fastest_precision(
         "int8": Trainable("int8", 2.0, trained),
         "bfloat16-cpu": Trainable("bfloat16-cpu", best, None),
     }
-    monkeypatch.setattr(precisions, "required_training", lambda *_: None)
-    monkeypatch.setattr(precisions, "checked_workloads", lambda job: None)
-    monkeypatch.setattr(precisions, "compare_precisions", lambda *_: COMPARED)
+    monkeypatch.setattr(search, "required_training", lambda *_: None)
+    monkeypatch.setattr(search, "checked_workloads", lambda job: None)
+    monkeypatch.setattr(search, "compare_precisions", lambda *_: COMPARED)
     monkeypatch.setattr(
         PrecisionSearch, "run", lambda goal, job, task: searches[job.target.precision]
     )
@@ -519,7 +514,7 @@ def test_each_precision_is_compared_in_the_runtime_that_computes_it(
         artifact, load_model(artifact), Data(calib=[sentences]), Target(precision="auto"),
         context=RunContext(Device(threads=1, runtime="auto"), timer=Timer(openvino=0.5)),
     )  # fmt: skip
-    found = compare_precisions(Goal(keep=0.9), job, None)
+    found = compare_precisions(job, None)
     assert {point.precision: point.runtime for point in found.points} == {
         "float32": "onnxruntime",
         "int8-full": "onnxruntime",

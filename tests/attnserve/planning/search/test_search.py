@@ -273,7 +273,7 @@ def test_search_scores_new_queries_in_documents_of_the_original(
         found.append(index is not None and index is not session)
         return score_session(session, *arguments, index=index, **options)
 
-    monkeypatch.setattr("attnserve.planning.search.judge.score_session", score)
+    monkeypatch.setattr("attnserve.planning.scored_task.score_session", score)
     report = planned(keep=0.5, eval_data=retrieval, task="retrieval", measure="index")
     assert report.fidelity.share is not None and report.fidelity.share.value >= 0.5
     assert report.fidelity.quality is not None and report.fidelity.quality.measure == "index"
