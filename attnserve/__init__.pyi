@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from attnserve.checks.benchmark import BenchReport
-from attnserve.checks.evaluate import Score
 from attnserve.checks.inspect import Inspection
+from attnserve.checks.scores import Score
 from attnserve.context import Progress, Provider
 from attnserve.exporters.hugging_face import ExportReport
 from attnserve.integrations.mteb import MtebReport

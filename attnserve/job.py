@@ -111,9 +111,16 @@ class Job:
         other_data = [(path.name, load(path, split=False)) for path in options.also_prove]
         served_workloads(original, target, data)  # raises errors before long work
         return Job(
-            artifact, original, data, other_data, options.tokenizer, measure, target, context,
+            artifact,
+            original,
+            data,
+            other_data,
+            options.tokenizer,
+            measure,
+            target,
+            context,
             runtimes,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def for_search(
@@ -222,7 +229,7 @@ class Job:
         """
         scheme, first = SCHEMES[precision], self.runtime_for(precision)
         is_large = weight_bytes(self.original) > ONE_RUNTIME_BYTES
-        if is_large or (scheme.runtime and not scheme.is_int8):
+        if is_large or (scheme.runtime and scheme.bits is None):
             return [first]
         return list(dict.fromkeys([first, *self.runtimes]))
 

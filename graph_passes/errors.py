@@ -148,9 +148,13 @@ class Refusal:
         return None
 
     def error(
-        self, subject: str, fix: str = "", *, area: str = "rewrite",
+        self,
+        subject: str,
+        fix: str = "",
+        *,
+        area: str = "rewrite",
         kind: type[AttnserveError] = CannotRewrite,
-    ) -> AttnserveError:  # fmt: skip
+    ) -> AttnserveError:
         """Return the error for a required ``subject``, which may be empty; its code is AREA.CODE.
 
         Args:

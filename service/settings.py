@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from attnserve.context import AUTO, Device
-from attnserve.options import Cli, Options, option_type
+from attnserve.options import Cli, Options
 from attnserve.runtime.machine import available_cores
 
 if TYPE_CHECKING:  # `attnserve --help` needs these types
@@ -102,8 +102,6 @@ class EnvironmentOptions(Options):
     """Options that are not given, or None, are read from environment variables.
 
     A variable is ``prefix`` and the name of the field, in any case.
-
-    Fields whose type has no ``Cli`` are not options of the command line.
     """
 
     prefix: ClassVar[str]
@@ -124,10 +122,6 @@ class EnvironmentOptions(Options):
         return {name: variables[key] for name, key in keys.items() if key in variables}
 
     @classmethod
-    def has_option(cls, name: str) -> bool:
-        return option_type(cls.model_fields[name]).cli != Cli()
-
-    @classmethod
     def advice(cls, name: str, values: Mapping[str, Any]) -> str:
         # A value may come from a parameter: name the parameter only if it was given.
         is_given = values.get(name) not in (None, cls.environment().get(name))
@@ -143,7 +137,7 @@ class Settings(EnvironmentOptions):
 
     prefix = "ATTNSERVE_"
 
-    model: Annotated[Path, Cli(metavar="MODEL", is_argument=True)]
+    model: Annotated[Path, Cli(metavar="MODEL")]
     """An .onnx file, an artifact folder, or a folder of models (NAME/VERSION/model.onnx or
     NAME/model.onnx)."""
     default_model: Annotated[str | None, Cli(metavar="NAME")] = None
@@ -242,7 +236,7 @@ class Settings(EnvironmentOptions):
     client may. They are valid for all other requests too."""
     model_control: bool | None = None
     """Allow clients to load and unload models; by default if host is a loopback address."""
-    cors_origins: Annotated[Listed, Cli(metavar="URL,...", panel=ACCESS, is_text=True)] = ()
+    cors_origins: Annotated[Listed, Cli(metavar="URL,...", panel=ACCESS)] = ()
     """Allowed CORS origins, separated by commas; * for all."""
 
     shadow: Annotated[Path | None, Cli(metavar="ORIGINAL", panel=QUALITY)] = None

@@ -53,25 +53,18 @@ class LayerwiseRunner:
         return [{v.name or "": array for v, array in cache.items()} for cache in self._cache]
 
     def run_to(
-        self, values: Sequence[ir.Value], later_values: Collection[ir.Value] = ()
+        self, values: Sequence[ir.Value], later_values: Collection[ir.Value] | None = ()
     ) -> Iterator[list[np.ndarray]]:
         """Run up to ``values`` and cache the values on which ``later_values`` depend.
 
         Yields the values of each batch, in order. Consume all batches before the next call.
 
+        Args:
+            later_values: None leaves the cache unchanged; nodes that run may then still be edited.
+
         Raises:
             InvalidData: The model refuses a batch.
         """
-        return self._stretch(values, later_values)
-
-    def peek(self, values: Sequence[ir.Value]) -> Iterator[list[np.ndarray]]:
-        """Run up to ``values`` without changing the cache; nodes may still be edited."""
-        return self._stretch(values, None)
-
-    def _stretch(
-        self, values: Sequence[ir.Value], later_values: Collection[ir.Value] | None
-    ) -> Iterator[list[np.ndarray]]:
-        """Yield these values for each batch; ``later_values`` None leaves the cache unchanged."""
         if not self._inputs:
             return
         inputs_and_cache = self._inputs[0].keys() | self._cache[0].keys()

@@ -178,7 +178,7 @@ def _activations(
         first_values = _values_of([sites[first_group[0]]])
         for _ in runner.run_to(first_values, [*values, *later_values]):
             pass
-        runs = runner.peek(values)
+        runs = runner.run_to(values, None)
     return (dict(zip(values, arrays, strict=True)) for arrays in runs)
 
 

@@ -11,7 +11,7 @@ in text generation, on a prompt without a cache and on one token after a prompt.
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
@@ -31,7 +31,7 @@ from attnserve.models.rows import with_fixed_sizes
 from attnserve.options import Run, Timing
 from attnserve.precision.convert import precision_of
 from attnserve.runtime.inference_precision import computes_in_bfloat16, precision_in
-from attnserve.runtime.interface import RunFailed
+from attnserve.runtime.interface import Batch, RunFailed
 from attnserve.runtime.interleaved_timer import BENCHMARK, Sampler, sampler
 from attnserve.runtime.isolation import Worker, WorkerCrashed
 from attnserve.runtime.machine import available_cores, cpu_name, gpu_name
@@ -51,8 +51,6 @@ SHAPE_SECONDS = 8.0
 
 DECODING: tuple[Phase, ...] = ("prompt", "token")
 """Further phases that are measured for decoders with a cache."""
-
-Inputs = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -344,7 +342,7 @@ class _Subject:
     artifact: Artifact
     device: Device
     precision: str
-    inputs: dict[Workload, dict[str, np.ndarray]]
+    inputs: dict[Workload, Batch]
     macs: dict[Workload, int | None]
     cache_bytes: int
     counted: dict[Workload, Workload]
@@ -398,7 +396,7 @@ class _Runner:
     def __init__(self, model: Path, device: Device) -> None:
         self.session = open_session(model, device)
 
-    def feed(self, inputs: Inputs) -> None:
+    def feed(self, inputs: Batch) -> None:
         """Use these inputs in the following samples."""
         with _readable():
             self.sample_of_run = sampler(self.session.bind(inputs))

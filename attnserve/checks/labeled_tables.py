@@ -1,4 +1,4 @@
-"""Labeled tables that ``recover`` learns: their rows, and their texts as the model reads them."""
+"""Labeled tables, which ``evaluate`` scores and ``recover`` learns, as the model reads them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,37 @@ from attnserve.literals import LearnedTask
 from attnserve.models.artifact import Artifact
 from graph_passes.errors import InvalidArgument
 
-__all__ = ["LabeledRow", "read_labeled", "reader_of"]
+__all__ = ["LabeledRow", "read_labeled", "read_labeled_table", "reader_of"]
 
 
 @dataclass(frozen=True)
 class LabeledRow:
-    """The texts of a row, one or two, and its label or score."""
+    """A line of a table: its texts, one or two, and its label or score."""
 
+    line: int
     texts: tuple[str, ...]
     label: float
+
+
+def read_labeled_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[LabeledRow]:
+    """The rows of a labeled table, with the prompt that the service puts before texts.
+
+    Raises:
+        InvalidData: The table does not fit the task.
+    """
+    prompt = artifact.prompt()
+    if task == "sts":
+        return [
+            LabeledRow(line, (prompt + first, prompt + second), read_number(path, line, score))
+            for line, (score, first, second) in read_table(
+                path, ("score",), ("sentence1",), ("sentence2",)
+            )
+        ]
+    names = label_names(artifact)
+    return [
+        LabeledRow(line, (prompt + text,), read_label(path, line, label, names))
+        for line, (label, text) in read_table(path, ("label",), ("text", "sentence"))
+    ]
 
 
 def read_labeled(
@@ -39,7 +61,7 @@ def read_labeled(
             "give one, with the columns that `attnserve evaluate` reads",
             code="recovery.no_table",
         )
-    return {path: _read_table(path, task, artifact) for path in tables}
+    return {path: read_labeled_table(path, task, artifact) for path in tables}
 
 
 def reader_of(tables: Mapping[Path, Sequence[LabeledRow]]) -> Callable[[Path], list[str]]:
@@ -51,19 +73,3 @@ def reader_of(tables: Mapping[Path, Sequence[LabeledRow]]) -> Callable[[Path], l
         return [text for row in tables[path] for text in row.texts]
 
     return read
-
-
-def _read_table(path: Path, task: LearnedTask, artifact: Artifact) -> list[LabeledRow]:
-    prompt = artifact.prompt()
-    if task == "sts":
-        return [
-            LabeledRow((prompt + first, prompt + second), read_number(path, line, score))
-            for line, (score, first, second) in read_table(
-                path, ("score",), ("sentence1",), ("sentence2",)
-            )
-        ]
-    names = label_names(artifact)
-    return [
-        LabeledRow((prompt + text,), read_label(path, line, label, names))
-        for line, (label, text) in read_table(path, ("label",), ("text", "sentence"))
-    ]

@@ -5,7 +5,10 @@ A larger ``value`` is better.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +21,9 @@ from attnserve.models.measured import Losses, Share
 from graph_passes.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 __all__ = [
-    "ClassificationScore",
     "PerplexityScore",
     "RatioScore",
     "Score",
@@ -36,151 +38,94 @@ BLOCKS = 120
 
 
 @dataclass(frozen=True, eq=False)
-class StsScore:
-    """Correlation of the model's cosines with human scores, -1 to 1.
+class Score(ABC):
+    """The score of a task on the rows of a file.
+
+    Attributes:
+        seed: The seed of the bootstrap.
+    """
+
+    seed: int = field(kw_only=True)
+
+    @property
+    @abstractmethod
+    def rows(self) -> int: ...
+
+    @abstractmethod
+    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
+        """The score of a sample of the rows; NaN if it is not defined."""
+
+    @cached_property
+    def value(self) -> float:
+        return float(self.value_on(np.arange(self.rows)))
+
+    @cached_property
+    def ci95(self) -> tuple[float, float]:
+        """The interval of ``value``."""
+        return bootstrap_interval(self.value_on, self.rows, seed=self.seed)
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class StsScore(Score):
+    """Spearman's correlation of the model's cosines with human scores, -1 to 1.
 
     ``cosines`` are the model's outputs and ``gold`` the human scores, one per row of the file.
     """
 
-    rows: int
-    spearman: float
-    pearson: float
-    spearman_ci95: tuple[float, float]
     cosines: Float[np.ndarray, " N"] = field(repr=False)
     gold: Float[np.ndarray, " N"] = field(repr=False)
 
-    @classmethod
-    def of(
-        cls, cosines: Float[np.ndarray, " N"], gold: Float[np.ndarray, " N"], seed: int
-    ) -> StsScore:
-        """The score with its interval."""
-        score = cls(
-            rows=len(gold),
-            spearman=float(spearman(cosines, gold)),
-            pearson=float(pearson(cosines, gold)),
-            spearman_ci95=(0.0, 0.0),
-            cosines=cosines,
-            gold=gold,
-        )
-        interval = bootstrap_interval(score.value_on, len(gold), seed=seed)
-        return replace(score, spearman_ci95=interval)
-
     @property
-    def value(self) -> float:
-        return self.spearman
+    def rows(self) -> int:
+        return len(self.gold)
 
     def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
-        """Spearman's correlation on a sample of the rows; NaN if one side is constant."""
         return spearman(self.cosines[rows], self.gold[rows])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "task": "sts",
             "rows": self.rows,
-            "spearman": self.spearman,
-            "pearson": self.pearson,
-            "spearman_ci95": list(self.spearman_ci95),
+            "spearman": self.value,
+            "pearson": float(pearson(self.cosines, self.gold)),
+            "spearman_ci95": list(self.ci95),
         }
 
 
 @dataclass(frozen=True, eq=False)
-class ClassificationScore:
-    """The share of rows whose largest logit belongs to the label, 0 to 1.
-
-    ``predictions`` are the predicted classes and ``gold`` the labels, one per row of the file.
-    """
-
-    rows: int
-    accuracy: float
-    accuracy_ci95: tuple[float, float]
-    predictions: Int[np.ndarray, " N"] = field(repr=False)
-    gold: Int[np.ndarray, " N"] = field(repr=False)
-    task: TaskName = "classification"
-
-    @classmethod
-    def of(
-        cls,
-        predictions: Int[np.ndarray, " N"],
-        gold: Int[np.ndarray, " N"],
-        seed: int,
-        task: TaskName = "classification",
-    ) -> ClassificationScore:
-        """The score with its interval."""
-        share = float((predictions == gold).mean())
-        score = cls(
-            rows=len(gold),
-            accuracy=share,
-            accuracy_ci95=(0.0, 0.0),
-            predictions=predictions,
-            gold=gold,
-            task=task,
-        )
-        return replace(
-            score, accuracy_ci95=bootstrap_interval(score.value_on, len(gold), seed=seed)
-        )
-
-    @property
-    def value(self) -> float:
-        return self.accuracy
-
-    def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
-        """The accuracy on a sample of the rows."""
-        return (self.predictions[rows] == self.gold[rows]).mean(axis=-1)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "task": self.task,
-            "rows": self.rows,
-            "accuracy": self.accuracy,
-            "accuracy_ci95": list(self.accuracy_ci95),
-        }
-
-
-@dataclass(frozen=True, eq=False)
-class RatioScore:
+class RatioScore(Score):
     """A ratio of two sums over the rows, 0 to 1: a mean if each row has the weight one, or an F1.
 
     ``gains`` and ``weights`` have one number per row. ``others`` are further results by name.
     """
 
-    task: str
+    task: TaskName
     metric: str
-    ci95: tuple[float, float]
     gains: Float[np.ndarray, " N"] = field(repr=False)
     weights: Float[np.ndarray, " N"] = field(repr=False)
-    others: dict[str, float] = field(default_factory=dict[str, float])
+    others: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @classmethod
-    def of(
+    def mean(
         cls,
-        task: str,
+        task: TaskName,
         metric: str,
-        gains: Float[np.ndarray, " N"],
-        weights: Float[np.ndarray, " N"],
+        values: Bool[np.ndarray, " N"] | Float[np.ndarray, " N"],
+        *,
         seed: int,
         **others: float,
     ) -> RatioScore:
-        """The score with its interval."""
-        score = cls(
-            task=task,
-            metric=metric,
-            ci95=(0.0, 0.0),
-            gains=gains,
-            weights=weights,
-            others=others,
-        )
-        return replace(score, ci95=bootstrap_interval(score.value_on, len(gains), seed=seed))
+        """The mean of a value of each row: whether it is right, or a measure of a ranking."""
+        return cls(task, metric, values.astype(float), np.ones(len(values)), others, seed=seed)
 
     @property
     def rows(self) -> int:
         return len(self.gains)
 
-    @property
-    def value(self) -> float:
-        return float(self.value_on(np.arange(self.rows)))
-
     def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
-        """The score of a sample of the rows; NaN if all weights are zero."""
         with np.errstate(invalid="ignore", divide="ignore"):
             return self.gains[rows].sum(axis=-1) / self.weights[rows].sum(axis=-1)
 
@@ -195,7 +140,7 @@ class RatioScore:
 
 
 @dataclass(frozen=True, eq=False)
-class PerplexityScore:
+class PerplexityScore(Score):
     """The perplexity of the next token: the exponential of the mean negative log-likelihood.
 
     ``nats`` is the sum over the ``tokens`` predicted tokens of a row. ``value`` is 1 / perplexity.
@@ -203,39 +148,23 @@ class PerplexityScore:
 
     nats: Float[np.ndarray, " N"] = field(repr=False)
     tokens: Float[np.ndarray, " N"] = field(repr=False)
-    perplexity_ci95: tuple[float, float]
-
-    @classmethod
-    def of(
-        cls, nats: Float[np.ndarray, " N"], tokens: Float[np.ndarray, " N"], seed: int
-    ) -> PerplexityScore:
-        """The score with its interval."""
-        score = cls(nats, tokens, (0.0, 0.0))
-        low, high = bootstrap_interval(score.value_on, len(nats), seed=seed)
-        return replace(score, perplexity_ci95=(1 / high, 1 / low))
 
     @property
     def rows(self) -> int:
         return len(self.nats)
 
-    @property
-    def value(self) -> float:
-        return float(self.value_on(np.arange(self.rows)))
-
     def value_on(self, rows: Int[np.ndarray, "*M N"]) -> Any:
         return np.exp(-self.nats[rows].sum(axis=-1) / self.tokens[rows].sum(axis=-1))
 
     def to_json(self) -> dict[str, Any]:
+        low, high = self.ci95
         return {
             "task": "perplexity",
             "rows": self.rows,
             "perplexity": 1 / self.value,
-            "perplexity_ci95": list(self.perplexity_ci95),
+            "perplexity_ci95": [1 / high, 1 / low],
             "tokens": int(self.tokens.sum()),
         }
-
-
-Score = StsScore | ClassificationScore | RatioScore | PerplexityScore
 
 
 def share_kept(

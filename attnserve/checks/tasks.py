@@ -10,19 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from attnserve.checks.labeled_tables import read_labeled_table
 from attnserve.checks.measures import next_token_nats
 from attnserve.checks.rankings import Ranking, measure_rankings
-from attnserve.checks.scores import (
-    ClassificationScore,
-    PerplexityScore,
-    RatioScore,
-    Score,
-    StsScore,
-)
+from attnserve.checks.scores import PerplexityScore, RatioScore, Score, StsScore
 from attnserve.checks.task_data import (
     label_names,
     read_judgments,
-    read_label,
     read_texts,
     read_words,
     require_relevant,
@@ -31,7 +25,7 @@ from attnserve.context import RunContext
 from attnserve.data.array_files import read_arrays
 from attnserve.data.datasets import load_inputs
 from attnserve.data.file_rows import wanted_inputs
-from attnserve.data.text_files import read_number, read_pairs, read_table
+from attnserve.data.text_files import read_pairs
 from attnserve.literals import Pooling, TaskName
 from attnserve.models.artifact import Artifact
 from attnserve.models.embeddings import output_name, pool, run_texts
@@ -152,16 +146,15 @@ def check_logits(logits: np.ndarray, axes: str) -> None:
 
 
 def _sts(run: OpenModel, data: Path) -> StsScore:
-    rows = read_table(data, ("score",), ("sentence1",), ("sentence2",))
-    scores = np.array([read_number(data, line, score) for line, (score, _, _) in rows])  # N
+    rows = read_labeled_table(data, "sts", run.artifact)
+    scores = np.array([row.label for row in rows])  # N
     if len(set(scores)) < 2:
         raise InvalidData(
             f"{data}: all {len(rows)} rows have the same score: the correlation is undefined",
             "provide at least two rows with different scores",
             code="evaluate.constant_scores",
         )
-    prompt = run.artifact.prompt()
-    texts = [prompt + row[1] for _, row in rows] + [prompt + row[2] for _, row in rows]
+    texts = [row.texts[side] for side in (0, 1) for row in rows]
     first, second = np.split(run.embed(texts, normalize=True), 2)  # N D
     cosines = np.einsum("nd,nd->n", first, second)  # N
     if np.ptp(cosines) == 0:
@@ -170,7 +163,7 @@ def _sts(run: OpenModel, data: Path) -> StsScore:
             "check the model's weights and the pooling",
             code="evaluate.constant_cosines",
         )
-    return StsScore.of(cosines, scores, run.context.seed)
+    return StsScore(cosines, scores, seed=run.context.seed)
 
 
 def _check_range(data: Path, lines: Sequence[int], labels: np.ndarray, classes: int) -> None:
@@ -184,20 +177,20 @@ def _check_range(data: Path, lines: Sequence[int], labels: np.ndarray, classes: 
         )
 
 
-def _classification(run: OpenModel, data: Path) -> ClassificationScore:
-    rows = read_table(data, ("label",), ("text", "sentence"))
-    names = label_names(run.artifact)
-    labels = np.array([read_label(data, line, label, names) for line, (label, _) in rows])  # N
-    prompt = run.artifact.prompt()  # as the service
-    encodings = run.encoder.encode([prompt + text for _, (_, text) in rows])
+def _classification(run: OpenModel, data: Path) -> RatioScore:
+    rows = read_labeled_table(data, "classification", run.artifact)
+    labels = np.array([row.label for row in rows])  # N
+    encodings = run.encoder.encode([row.texts[0] for row in rows])
     predictions = np.empty(len(rows), np.int64)
     for indices, logits, _ in run.logits(encodings, "batch, classes"):
-        _check_range(data, [line for line, _ in rows], labels, logits.shape[1])
+        _check_range(data, [row.line for row in rows], labels, logits.shape[1])
         predictions[indices] = logits.argmax(axis=1)
-    return ClassificationScore.of(predictions, labels, run.context.seed)
+    return RatioScore.mean(
+        "classification", "accuracy", predictions == labels, seed=run.context.seed
+    )
 
 
-def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
+def _image_classification(run: OpenModel, data: Path) -> RatioScore:
     inputs = wanted_inputs(load_model(run.artifact))
     dtypes = {name: value.dtype for name, value in inputs.items()}
     rows = read_arrays(data, {**dtypes, "label": np.dtype(np.int64)})
@@ -229,7 +222,9 @@ def _image_classification(run: OpenModel, data: Path) -> ClassificationScore:
         predictions[indices] = logits.argmax(axis=1)[: len(indices)]
         done += len(indices)
         run.progress(done, len(rows))
-    return ClassificationScore.of(predictions, labels, run.context.seed, "image-classification")
+    return RatioScore.mean(
+        "image-classification", "accuracy", predictions == labels, seed=run.context.seed
+    )
 
 
 def _retrieval(run: OpenModel, data: Path) -> RatioScore:
@@ -253,7 +248,13 @@ def _retrieval(run: OpenModel, data: Path) -> RatioScore:
             for ranked, relevance in zip(order, relevances[start:], strict=False)
         ]
     ndcg, recall = measure_rankings(rankings, "nDCG@10", f"R@{DOCUMENTS}")
-    return _mean("retrieval", ndcg, run, recall_at_100=float(recall.mean()))
+    return RatioScore.mean(
+        "retrieval",
+        "ndcg_at_10",
+        ndcg,
+        seed=run.context.seed,
+        recall_at_100=float(recall.mean()),
+    )
 
 
 def _rerank(run: OpenModel, data: Path) -> RatioScore:
@@ -275,14 +276,13 @@ def _rerank(run: OpenModel, data: Path) -> RatioScore:
         for of_query, rows in zip(np.split(scores, ends[:-1]), groups.values(), strict=True)
     ]
     ndcg, reciprocal = measure_rankings(rankings, "nDCG@10", "RR@10")
-    return _mean("rerank", ndcg, run, mrr_at_10=float(reciprocal.mean()))
-
-
-def _mean(
-    task: TaskName, ndcg: Float[np.ndarray, " Q"], run: OpenModel, **others: float
-) -> RatioScore:
-    seed = run.context.seed
-    return RatioScore.of(task, "ndcg_at_10", ndcg, np.ones(len(ndcg)), seed, **others)
+    return RatioScore.mean(
+        "rerank",
+        "ndcg_at_10",
+        ndcg,
+        seed=run.context.seed,
+        mrr_at_10=float(reciprocal.mean()),
+    )
 
 
 def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
@@ -320,7 +320,7 @@ def _perplexity(run: OpenModel, data: Path) -> PerplexityScore:
         raise InvalidData(
             f"{data}: no row has two tokens", "use longer texts", code="evaluate.no_tokens"
         )
-    return PerplexityScore.of(np.array(nats), np.array(tokens), run.context.seed)
+    return PerplexityScore(np.array(nats), np.array(tokens), seed=run.context.seed)
 
 
 def _token_classification(run: OpenModel, data: Path) -> RatioScore:
@@ -355,14 +355,16 @@ def _token_classification(run: OpenModel, data: Path) -> RatioScore:
             "add sentences with entities",
             code="evaluate.no_entities",
         )
-    return RatioScore.of(
+    return RatioScore(
         "token-classification",
         "f1",
         2 * right,
         expected + predicted,
-        run.context.seed,
-        precision=float(right.sum() / max(predicted.sum(), 1)),
-        recall=float(right.sum() / expected.sum()),
+        {
+            "precision": float(right.sum() / max(predicted.sum(), 1)),
+            "recall": float(right.sum() / expected.sum()),
+        },
+        seed=run.context.seed,
     )
 
 

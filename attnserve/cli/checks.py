@@ -188,9 +188,13 @@ def verify(
 def _show_errors(title: str, report: Fidelity) -> None:
     """Print the errors of each output, and the measured qualities."""
     columns = (
-        "output", ">max abs:.2e", ">mean abs:.2e", ">relative:.4f", ">mean cosine:.5f",
+        "output",
+        ">max abs:.2e",
+        ">mean abs:.2e",
+        ">relative:.4f",
+        ">mean cosine:.5f",
         ">min cosine:.5f",
-    )  # fmt: skip
+    )
     rows = [
         (
             output.names,
@@ -357,9 +361,17 @@ def bench(
     for name, result in zip(names, report.results, strict=False):
         print_line(f"{name} runs in {result.runtime}, {result.precision}")
     columns = (
-        "model", ">p50:.2f", ">p90:.2f", ">p99:.2f", ">speed-up", ">95 % CI", ">GMACs:.3f",
-        ">GMAC/s:.1f", ">MiB:.0f", ">GPU MiB:.0f",
-    )  # fmt: skip
+        "model",
+        ">p50:.2f",
+        ">p90:.2f",
+        ">p99:.2f",
+        ">speed-up",
+        ">95 % CI",
+        ">GMACs:.3f",
+        ">GMAC/s:.1f",
+        ">MiB:.0f",
+        ">GPU MiB:.0f",
+    )
     count = len(columns) - (run.provider != "cuda")
     rows: list[Sequence[object]] = []
     for index, result in enumerate(report.results):

@@ -5,32 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 
 from attnserve.cli.display import with_options
 from attnserve.cli.options import limit_threads
-from attnserve.options import Options, OptionType, is_group, option_name, option_type
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
+from attnserve.options import Cli, Option, Options, is_group
 
 __all__ = ["add_command"]
 
 Function = Callable[..., None]
-
-
-class _Option(NamedTuple):
-    """An option or argument that sets a field of a group.
-
-    Attributes:
-        value: The value that a switch sets; None for an option that takes a value.
-    """
-
-    field: str
-    parameter: Parameter
-    value: str | None = None
 
 
 def add_command(
@@ -55,36 +40,30 @@ def add_command(
         hints = get_type_hints(function, include_extras=True)
         parameters: list[Parameter] = []
         names = {name: f"--{name}".replace("_", "-") for name in hints}
-        groups: dict[str, tuple[type[Options], list[_Option]]] = {}
+        groups: dict[str, tuple[type[Options], list[Option]]] = {}
         for parameter in signature(function).parameters.values():
             hint = hints[parameter.name]
             kind, *chosen = get_args(hint) if get_origin(hint) is Annotated else [hint]
             if not is_group(kind):
                 parameters.append(parameter.replace(annotation=hint, kind=Parameter.KEYWORD_ONLY))
                 continue
-            fields = {
-                name: field
-                for name, field in kind.model_fields.items()
-                if name in (chosen or kind.model_fields) and kind.has_option(name)
-            }
-            names |= {name: option_name(name, field) for name, field in fields.items()}
-            made = [
+            fields = [
                 option
-                for name, field in fields.items()
-                for option in _options(name, field, kind, parameter.default)
+                for option in map(kind.option, chosen or kind.model_fields)
+                if not kind.reads_environment or option.cli != Cli()
             ]
-            groups[parameter.name] = kind, made
+            groups[parameter.name] = kind, fields
+            names |= {option.name: option.flag for option in fields}
             parameters += [
-                option.parameter.replace(default=Parameter.empty)
-                if option.parameter.name in required
-                else option.parameter
-                for option in made
+                made.replace(default=Parameter.empty) if made.name in required else made
+                for option in fields
+                for made in _parameters(option, kind, parameter.default)
             ]
 
         def run(context: typer.Context, **values: Any) -> None:
             given = [name for name in values if _is_given(context, name)]
             arguments = {
-                name: _group(kind, made, values, given) for name, (kind, made) in groups.items()
+                name: _group(kind, fields, values, given) for name, (kind, fields) in groups.items()
             }
             arguments |= {name: values[name] for name in hints if name in values.keys() - groups}
             function(**arguments)
@@ -114,44 +93,44 @@ def _place(parameter: Parameter, panels: Sequence[str]) -> int:
     return panels.index(panel) + 1 if panel in panels else 0
 
 
-def _options(
-    name: str, field: FieldInfo, kind: type[Options], defaults: Options | None
-) -> Iterator[_Option]:
-    """The options of a field: one for each switch, and one for any value; or an argument.
+def _parameters(
+    option: Option, kind: type[Options], defaults: Options | None
+) -> Iterator[Parameter]:
+    """Typer's parameters for an option: one for each switch, and one for any value.
 
     Args:
         defaults: A group whose values are the defaults, if the command has its own.
     """
-    about = option_type(field)
-    cli, value_type = about.cli, _shown_type(about)
-    text = (field.description or "").partition("\n\n")[0]
-    if cli.is_argument:
-        argument = typer.Argument(metavar=cli.metavar, help=text)
-        yield _Option(name, _parameter(name, value_type, argument))
+    cli, name = option.cli, option.name
+    text = (kind.model_fields[name].description or "").partition("\n\n")[0]
+    if option.is_required:
+        yield _parameter(name, option.kind, typer.Argument(metavar=cli.metavar, help=text))
         return
     panel = (kind.panel if cli.panel is None else cli.panel) or None
     for switch in cli.switches:
-        option = typer.Option(switch.flag, metavar="", help=switch.help, rich_help_panel=panel)
-        own_name = switch.flag.removeprefix("--").replace("-", "_")
-        yield _Option(name, _parameter(own_name, bool, option, False), switch.value)
+        about = typer.Option(switch.flag, metavar="", help=switch.help, rich_help_panel=panel)
+        yield _parameter(switch.name, bool, about, False)
     # A field with switches has no default here: a switch may set it.
-    default = None if cli.switches else getattr(defaults, name, field.get_default())
-    if cli.is_text and default is not None:  # the text that the field reads
+    default = None if cli.switches else getattr(defaults, name, option.default)
+    if option.reads_text and default is not None:
         default = ",".join(map(str, default)) or None
-    if kind.reads_environment or get_origin(value_type) is list:
+    is_list = get_origin(option.kind) is tuple and not option.reads_text
+    if kind.reads_environment or is_list:
         # The group sets the default: Typer gets none, and the help names it.
         text += _default_text(default)
         default = None
-    option = typer.Option(
-        *_flags(name, about, default),
-        metavar="" if value_type is bool else cli.metavar,
+    flag = name.replace("_", "-")
+    is_switch = option.kind is bool and default is not False
+    about = typer.Option(
+        *(cli.flags or (f"--{flag}/--no-{flag}" if is_switch else f"--{flag}",)),
+        metavar="" if option.kind is bool else cli.metavar,
         help=text,
         rich_help_panel=panel,
         callback=limit_threads if cli.limits_threads else None,
-        **_bounds(about),
+        **_bounds(option),
     )
-    shown_type = value_type | None if default is None else value_type
-    yield _Option(name, _parameter(name, shown_type, option, default))
+    value_type = str if option.reads_text else list[Path] if is_list else option.kind
+    yield _parameter(name, value_type | None if default is None else value_type, about, default)
 
 
 def _default_text(default: Any) -> str:
@@ -167,34 +146,16 @@ def _parameter(name: str, kind: Any, about: Any, default: Any = Parameter.empty)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _flags(name: str, about: OptionType, default: Any) -> tuple[str, ...]:
-    if about.cli.flags:
-        return about.cli.flags
-    flag = name.replace("_", "-")
-    is_switch = about.kind is bool and default is not False
-    return (f"--{flag}/--no-{flag}" if is_switch else f"--{flag}",)
-
-
-def _shown_type(about: OptionType) -> Any:
-    """The type for Typer; the field parses other types from text."""
-    members = get_args(about.kind)
-    if about.cli.is_text:
-        return str
-    if get_origin(about.kind) is tuple and members[0] is Path:
-        return list[Path]
-    return about.kind
-
-
-def _bounds(about: OptionType) -> dict[str, Any]:
+def _bounds(option: Option) -> dict[str, Any]:
     """The bounds of an integer, if Typer can check all of them; else the type checks them."""
     limits = {
         name: getattr(bound, name)
-        for bound in about.bounds
+        for bound in option.bounds
         for name in ("gt", "ge", "lt", "le")
         if getattr(bound, name, None) is not None
     }
     names = {"ge": "min", "le": "max"}
-    if about.kind is not int or about.cli.is_text or not limits.keys() <= names.keys():
+    if option.kind is not int or option.reads_text or not limits.keys() <= names.keys():
         return {}
     return {names[name]: value for name, value in limits.items()}
 
@@ -207,35 +168,30 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 def _group(
     kind: type[Options],
-    options: Sequence[_Option],
+    options: Sequence[Option],
     values: Mapping[str, Any],
     given: Collection[str],
 ) -> Options:
-    """Build a group from option values.
+    """Build a group from the values of its options and switches.
 
     Args:
         given: The names of the options in the command line. Others are set if the command has
             another default than the group.
     """
     arguments: dict[str, Any] = {}
-    flags: dict[str, list[str]] = {}
     for option in options:
-        name = option.parameter.name
-        value = values[name]
-        if value is None or (option.value is not None and not value):
-            continue
-        if name not in given and value == kind.model_fields[option.field].get_default():
-            continue
-        arguments[option.field] = option.value or value
-        flag = "--" + name.replace("_", "-")
-        flags.setdefault(option.field, []).append(flag)
-    for name, exclusive in flags.items():
-        if len(exclusive) > 1:
+        name, value = option.name, values[option.name]
+        by_flag = {each.flag: each.value for each in option.cli.switches if values[each.name]}
+        if value is not None and (name in given or value != option.default):
+            by_flag[f"--{name.replace('_', '-')}"] = value
+        if len(by_flag) > 1:
             from graph_passes.errors import InvalidArgument
 
             raise InvalidArgument(
-                f"{' and '.join(exclusive)} exclude each other",
+                f"{' and '.join(by_flag)} exclude each other",
                 "give one of them",
                 code=f"cli.{name}",
             )
+        for value in by_flag.values():
+            arguments[name] = value
     return kind(**arguments)

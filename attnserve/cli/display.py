@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from attnserve.control_characters import escape_control
-from attnserve.options import GROUPS, option_name
+from attnserve.options import GROUPS
 
 if TYPE_CHECKING:  # imported on use, because `--help` must start fast
     from attnserve.cli.options import Show
@@ -60,7 +60,7 @@ def option_names(command: Any) -> dict[str, str]:
     for param in command.params:
         if param.param_type_name == "argument":
             names[param.name] = param.metavar or param.name.upper()
-        else:  # see ``option_name``
+        else:  # see ``Option.flag``
             options = param.secondary_opts if param.default is True else param.opts
             names[param.name] = options[0]
     return names
@@ -98,11 +98,7 @@ def print_message(text: str) -> None:
 
 def print_warnings(warnings: Sequence[str], show: Show) -> list[str]:
     """Print warnings, unless quiet; return the warnings with the names of options."""
-    options = {
-        name: option_name(name, field)
-        for group in GROUPS
-        for name, field in group.model_fields.items()
-    }
+    options = {name: group.option(name).flag for group in GROUPS for name in group.model_fields}
     messages = [with_options(warning, options) for warning in warnings]
     if not show.quiet:
         for warning in messages:

@@ -83,7 +83,7 @@ class Mteb(Options):
         tuple[str, ...],
         BeforeValidator(read_names),
         Field(examples=["STS17,SciFact"]),
-        Cli(metavar="TASK,...", is_text=True),
+        Cli(metavar="TASK,..."),
     ] = ()
     """Tasks of MTEB in place of `task` (extra mteb). Their scores are written into the model
     card."""

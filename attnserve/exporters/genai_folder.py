@@ -43,9 +43,15 @@ POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length")
 """Keys of config.json with the number of positions."""
 
 SEARCH = (
-    "do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "num_beams",
-    "length_penalty", "early_stopping",
-)  # fmt: skip
+    "do_sample",
+    "temperature",
+    "top_k",
+    "top_p",
+    "repetition_penalty",
+    "num_beams",
+    "length_penalty",
+    "early_stopping",
+)
 """Keys of generation_config.json that are kept."""
 
 

@@ -271,7 +271,7 @@ def _load(name: str, task: str, attention: Attention, *, openvino: bool) -> _Loa
     torch, transformers = require_torch()
     folder = find_folder(name)
     settings = read_settings(folder)
-    source = folder / settings.encoder
+    source = folder / settings.network.path
     if settings.is_sparse_encoder:
         _check_sparse_task(settings, task)
     is_scoring = task == "rerank" and settings.is_language_model
@@ -371,7 +371,7 @@ def _logits(loaded: _Loaded) -> _Wrapped:
             "set `task` to rerank and add the roles query and document, or remove message",
             code="export.no_template",
         )
-    fields |= {"template": template} if template else _prompts(settings)
+    fields |= {"template": template} if template else settings.prompt_fields
     return wrapped, NO_EMBEDDING | fields
 
 
@@ -382,16 +382,11 @@ def _pair_scores(loaded: _Loaded) -> _Wrapped:
     if settings.states_messages or settings.transformer.modality_config is None:
         fields |= {"template": pair_template(settings, tokenizer, network.config.model_type)}
     else:
-        fields |= _prompts(settings)
+        fields |= settings.prompt_fields
     with quiet():
         base, head = scorer(loaded.torch, network, token_score(settings, tokenizer))
     wrapped = positional_module(loaded.torch, base, tokenizer, SCORING, head)
     return wrapped, NO_EMBEDDING | fields
-
-
-def _prompts(settings: FolderSettings) -> dict[str, Any]:
-    """The fields of the record for prompts; a template contains the default prompt."""
-    return given(prompts=settings.prompts, default_prompt=settings.default_prompt)
 
 
 def _copy_companions(tokenizer: Any, source: Path, stage: Path, scratch: Path) -> None:

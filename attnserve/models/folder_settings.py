@@ -66,6 +66,8 @@ KINDS = (None, "SentenceTransformer", "CrossEncoder")
 NETWORKS = ("Transformer", "MLMTransformer")
 """The modules with a network of transformers; MLMTransformer is that of older sparse encoders."""
 
+NO_NETWORK = ModuleEntry.model_construct(type="", path="")
+
 SPLADE = {"pooling_strategy": "max", "activation_function": "relu"}
 """The supported settings of a module SpladePooling."""
 
@@ -92,21 +94,21 @@ class FolderSettings:
     """The settings of a model folder.
 
     Attributes:
-        modules: The modules of modules.json after the network; none without that file.
+        network: The module with the network, one of ``NETWORKS``; empty without modules.json.
+        modules: The other modules of modules.json; none without that file.
         library: config_sentence_transformers.json.
-        transformer: The file of the module Transformer.
+        transformer: The settings of the network's module.
+        transformer_file: Their file.
         config: The path of config.json, which is read on first use.
-        encoder: The folder of the network's module in the model's folder, mostly "".
-        network: The class of that module, one of ``NETWORKS``; "" without modules.json.
     """
 
     folder: Path
+    network: ModuleEntry
     modules: tuple[Module, ...]
     library: Library
     transformer: Transformer
+    transformer_file: Path
     config: Path
-    encoder: str
-    network: str
 
     @cached_property
     def model(self) -> TransformersConfig:
@@ -128,6 +130,11 @@ class FolderSettings:
     def prompt(self) -> str:
         """The text of the default prompt; empty without one."""
         return self.prompts.get(self.default_prompt or "", "")
+
+    @property
+    def prompt_fields(self) -> dict[str, Any]:
+        """The fields of a record for prompts; a template of pairs contains the default prompt."""
+        return given(prompts=self.prompts, default_prompt=self.default_prompt)
 
     @property
     def token_score(self) -> LogitScore | None:
@@ -163,7 +170,7 @@ class FolderSettings:
         """Whether sentence-transformers saved a model that makes sparse vectors."""
         return (
             self.library.model_type == "SparseEncoder"
-            or self.network == "MLMTransformer"
+            or self.network.kind == "MLMTransformer"
             or any(module.kind == "SpladePooling" for module in self.modules)
         )
 
@@ -205,10 +212,9 @@ class FolderSettings:
             "normalize": bool(steps) and _normalizes(steps[-1]),
             **given(
                 dimensions=self.library.truncate_dim,
-                prompts=self.prompts,
-                default_prompt=self.default_prompt,
                 similarity=None if similarity == "cosine" else similarity,
             ),
+            **self.prompt_fields,
         }
 
     @property
@@ -221,8 +227,8 @@ class FolderSettings:
             InvalidModel: A setting or module is not supported.
         """
         self.check_sparse()
-        prompts = given(prompts=self.prompts, default_prompt=self.default_prompt)
-        return {"pooling": "none", "normalize": False, "task": "fill-mask", **prompts}
+        fields = {"pooling": "none", "normalize": False, "task": "fill-mask"}
+        return fields | self.prompt_fields
 
     def check_sparse(self) -> None:
         """Check that sparse vectors are the largest log(1 + relu(logit)) over the tokens.
@@ -231,8 +237,8 @@ class FolderSettings:
             InvalidModel: A setting or module is not supported.
         """
         kinds = [module.kind for module in self.modules]
-        if self.has_modules and not (self.network and kinds == ["SpladePooling"]):
-            found = ", ".join(filter(None, [self.network, *kinds]))
+        if self.has_modules and not (self.network.kind and kinds == ["SpladePooling"]):
+            found = ", ".join(filter(None, [self.network.kind, *kinds]))
             raise InvalidModel(
                 f"{self.folder / 'modules.json'}: the modules of a sparse encoder are {found}:"
                 " expected Transformer and SpladePooling; others are not supported",
@@ -310,7 +316,7 @@ class FolderSettings:
         kinds = {module.kind for module in self.modules} - {"Dropout"}
         if self.states_messages:
             raise _malformed(
-                self.folder / self.encoder / TRANSFORMER_FILES[0],
+                self.transformer_file,
                 "modality_config",
                 "an ONNX file reads plain texts, found message: a chat template",
             )
@@ -323,11 +329,8 @@ class FolderSettings:
             return embedding | given(output="sentence_embedding" if self.head else "") | values
         if embedding["pooling"] != "mean":
             values["pooling"] = embedding["pooling"]
-        return values | given(
-            prompts=self.prompts,
-            default_prompt=self.default_prompt,
-            activation=self.activation(self.model.classes, of_problem=not self.is_cross_encoder),
-        )
+        activation = self.activation(self.model.classes, of_problem=not self.is_cross_encoder)
+        return values | self.prompt_fields | given(activation=activation)
 
     def stated_of_text(self) -> dict[str, Any]:
         """The fields of a record that concern the text."""
@@ -382,17 +385,18 @@ class FolderSettings:
                 "set include_prompt to true, if the embeddings may differ",
                 code="export.include_prompt",
             )
-        name = settings.activation_function if isinstance(settings, Dense) else "torch.nn.Tanh"
-        if torch_name(name) not in ACTIVATIONS:
-            expected = f"expected one of {', '.join(sorted(ACTIVATIONS))} of torch.nn"
-            raise _malformed(one.path, "activation_function", f"{expected}, found {name}")
+        if isinstance(settings, Dense):
+            name = settings.activation_function
+            if torch_name(name) not in ACTIVATIONS:
+                expected = f"expected one of {', '.join(sorted(ACTIVATIONS))} of torch.nn"
+                raise _malformed(one.path, "activation_function", f"{expected}, found {name}")
 
     def _check_output(
         self, task: str = "feature-extraction", output: str = "last_hidden_state"
     ) -> None:
         """Check that the network gives this output of plain texts."""
         transformer = self.transformer
-        default = "feature-extraction" if self.network == "Transformer" else task
+        default = "feature-extraction" if self.network.kind == "Transformer" else task
         modality = transformer.modality_config
         text = modality.get("text") if modality else None
         entries: dict[str, tuple[Any, Any]] = {
@@ -409,11 +413,8 @@ class FolderSettings:
             )
         for key, (value, expected_value) in entries.items():
             if value not in (None, expected_value):
-                raise _malformed(
-                    self.folder / self.encoder / TRANSFORMER_FILES[0],
-                    key,
-                    f"expected {expected_value} for embeddings of texts, found {value}",
-                )
+                expected = f"expected {expected_value} for embeddings of texts, found {value}"
+                raise _malformed(self.transformer_file, key, expected)
 
 
 def read_settings(*folders: Path) -> FolderSettings:
@@ -428,34 +429,30 @@ def read_settings(*folders: Path) -> FolderSettings:
         return next((path for path in paths if path.is_file()), paths[-1])
 
     entries = _entries(find("modules.json"))
-    network = next((entry for entry in entries if _kind(entry) in NETWORKS), None)
-    encoder = "" if network is None else network.path
-    files = [find(encoder, name) for name in TRANSFORMER_FILES]
+    network = next((entry for entry in entries if entry.kind in NETWORKS), NO_NETWORK)
+    files = [find(network.path, name) for name in TRANSFORMER_FILES]
     file = next((path for path in files if path.is_file() and read_json(path)), files[0])
-    modules = tuple(
-        _module(_kind(entry), find(entry.path, "config.json"))
-        for entry in entries
-        if entry is not network
-    )
-    library = parse_settings(find("config_sentence_transformers.json"), Library)
+    library_file = find("config_sentence_transformers.json")
     settings = FolderSettings(
         find("modules.json").parent,
-        modules,
-        library,
+        network,
+        tuple(
+            _module(entry.kind, find(entry.path, "config.json"))
+            for entry in entries
+            if entry is not network
+        ),
+        parse_settings(library_file, Library),
         parse_settings(file, Transformer),
-        find(encoder, "config.json"),
-        encoder,
-        "" if network is None else _kind(network),
+        file,
+        find(network.path, "config.json"),
     )
     if settings.transformer.transformer_task == "fill-mask" and not settings.is_sparse_encoder:
         expected = "expected a SparseEncoder with a module SpladePooling"
         raise _malformed(file, "transformer_task", f"{expected} for fill-mask")
-    default = library.default_prompt_name
-    if default is not None and default not in (library.prompts or {}):
-        path = find("config_sentence_transformers.json")
-        raise _malformed(
-            path, "default_prompt_name", f"expected a name of prompts, found {default}"
-        )
+    default = settings.library.default_prompt_name
+    if default is not None and default not in (settings.library.prompts or {}):
+        expected = f"expected a name of prompts, found {default}"
+        raise _malformed(library_file, "default_prompt_name", expected)
     return settings
 
 
@@ -465,7 +462,7 @@ def _module(kind: str, path: Path) -> Module:
     Raises:
         InvalidModel: The file is malformed, or a pooling has none.
     """
-    if kind not in MODULES or kind == "Transformer":
+    if kind not in MODULES:
         return Module(kind, path, SettingsFile())
     if kind in ("Pooling", "SpladePooling") and not (path.is_file() and read_json(path)):
         raise InvalidModel(
@@ -503,12 +500,6 @@ def torch_name(name: str) -> str:
 
 def _normalizes(module: Module) -> bool:
     return isinstance(module.settings, Normalize) and module.settings.is_of_texts
-
-
-def _kind(entry: ModuleEntry) -> str:
-    """The name of a class of sentence-transformers; the whole name of others, which are unknown."""
-    package, _, name = entry.type.partition(".")
-    return name.rpartition(".")[2] if package == "sentence_transformers" else entry.type
 
 
 def _entries(path: Path) -> list[ModuleEntry]:

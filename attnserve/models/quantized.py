@@ -14,7 +14,6 @@ from graph_passes.analysis.operator_sets import is_quantized, operators
 
 __all__ = [
     "FACTORS",
-    "LARGEST_7_BIT",
     "Bits",
     "Int8Activations",
     "batch_invariant",

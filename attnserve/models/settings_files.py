@@ -69,15 +69,25 @@ LEGACY_MODES: Mapping[str, Mode] = {
 
 POSITIONS_AFTER_PADDING = frozenset(
     {
-        "camembert", "data2vec-text", "ibert", "lilt", "longformer", "luke", "markuplm", "mpnet",
-        "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+        "camembert",
+        "data2vec-text",
+        "ibert",
+        "lilt",
+        "longformer",
+        "luke",
+        "markuplm",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
     }
-)  # fmt: skip
+)
 """Values of ``model_type`` whose position ids start at ``pad_token_id`` + 1."""
 
 N_POSITIONS = frozenset({"codegen", "ctrl", "gpt2", "gpt_bigcode", "gptj", "openai-gpt"})
 """Values of ``model_type`` that state their positions as ``n_positions``."""
-
 
 ROTARY_TABLES = frozenset({"codegen", "gptj", "roformer"})
 """Values of ``model_type`` whose rotary angles are a table with one row for each position."""
@@ -124,6 +134,12 @@ class ModuleEntry(SettingsFile):
     """The class of the module; only those of sentence-transformers are read."""
     path: Annotated[str, Field(pattern=r"^(\w[\w.-]{0,98})?$")]
     """The folder of the module inside the model folder; empty for the model folder."""
+
+    @property
+    def kind(self) -> str:
+        """The name of a class of sentence-transformers; the whole name of others."""
+        package, _, name = self.type.partition(".")
+        return name.rpartition(".")[2] if package == "sentence_transformers" else self.type
 
 
 class Library(SettingsFile):
@@ -408,18 +424,9 @@ class LogitScore(SettingsFile):
 
 MODULES: Mapping[str, type[SettingsFile]] = {
     kind.__name__: kind
-    for kind in (
-        Transformer,
-        Pooling,
-        Dense,
-        Normalize,
-        LayerNorm,
-        Dropout,
-        SpladePooling,
-        LogitScore,
-    )
+    for kind in (Pooling, Dense, Normalize, LayerNorm, Dropout, SpladePooling, LogitScore)
 }
-"""The modules that are read, by the name of their class. Others are refused."""
+"""The modules that are read after the network, by the name of their class. Others are refused."""
 
 
 class CrossEncoder(SettingsFile):
@@ -565,8 +572,24 @@ class TokenizerConfig(SettingsFile):
 
 
 FILES: tuple[type[SettingsFile], ...] = (
-    ModuleEntry, Library, Transformer, ProcessingArguments, CallArguments, TokenizerArguments,
-    ModelArguments, ConfigArguments, Modality, Pooling, Dense, Normalize, LayerNorm, Dropout,
-    SpladePooling, LogitScore, TransformersConfig, CrossEncoder, TokenizerConfig,
-)  # fmt: skip
+    ModuleEntry,
+    Library,
+    Transformer,
+    ProcessingArguments,
+    CallArguments,
+    TokenizerArguments,
+    ModelArguments,
+    ConfigArguments,
+    Modality,
+    Pooling,
+    Dense,
+    Normalize,
+    LayerNorm,
+    Dropout,
+    SpladePooling,
+    LogitScore,
+    TransformersConfig,
+    CrossEncoder,
+    TokenizerConfig,
+)
 """All files and parts of files, in the order of the documentation."""

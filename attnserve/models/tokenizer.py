@@ -21,11 +21,7 @@ from tokenizers import Tokenizer
 
 from attnserve.literals import Padding, Side
 from attnserve.runtime.interface import Session
-from graph_passes.errors import (
-    AttnserveError,
-    InvalidArgument,
-    InvalidData,
-)
+from graph_passes.errors import AttnserveError, InvalidArgument, InvalidData
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int
@@ -44,11 +40,6 @@ __all__ = [
 FILLED = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
 INTEGERS = {"tensor(int64)": np.dtype(np.int64), "tensor(int32)": np.dtype(np.int32)}
 FLOATS = {"tensor(float)": np.dtype(np.float32), "tensor(float16)": np.dtype(np.float16)}
-FAILS_ON_TEXT = (
-    InvalidData, "the tokenizer fails on a text", "use another text, or check the tokenizer",
-    "text.tokenizer_failed",
-)  # fmt: skip
-"""The error of a text on which a tokenizer fails; see ``tokenizer_errors``."""
 
 Text = str | tuple[str, str]
 """A text, or a pair of texts such as a query and a document."""
@@ -87,6 +78,11 @@ class Encoding:
 
     ids: list[int]
     type_ids: list[int]
+
+    @classmethod
+    def of(cls, ids: list[int]) -> Encoding:
+        """The encoding of one text with these ids."""
+        return cls(ids, [0] * len(ids))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -185,7 +181,7 @@ class TextEncoder:
         """
         self._check_length(max_length)
         limit = max_length or self.max_length
-        with tokenizer_errors(*FAILS_ON_TEXT):
+        with tokenizer_errors():
             try:
                 new_encodings = iter(
                     self._encode_batch([x for x in texts if not isinstance(x, Encoding)])
@@ -224,7 +220,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on a text, or the texts have more than ``most`` tokens.
         """
-        with tokenizer_errors(*FAILS_ON_TEXT):
+        with tokenizer_errors():
             raws = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
         count = sum(map(len, raws))
         if most is not None and count > most:
@@ -249,7 +245,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on the ids.
         """
-        with tokenizer_errors(*FAILS_ON_TEXT):
+        with tokenizer_errors():
             return self.tokenizer.decode_batch(
                 [list(row) for row in rows], skip_special_tokens=skip_special
             )
@@ -288,7 +284,7 @@ class TextEncoder:
         Raises:
             InvalidData: The tokenizer fails on it.
         """
-        with tokenizer_errors(*FAILS_ON_TEXT):
+        with tokenizer_errors():
             space = " " if self._reads_spaces else ""
             spaced = [*words[:1], *(space + word for word in words[1:])]
             raw = self.tokenizer.encode(spaced, is_pretokenized=True)
@@ -421,8 +417,13 @@ def model_inputs(session: Session) -> dict[str, TextInput]:
 
 
 @contextmanager
-def tokenizer_errors(kind: type[AttnserveError], what: str, fix: str, code: str) -> Generator[None]:
-    """Raise errors of ``tokenizers`` as ``kind``.
+def tokenizer_errors(
+    kind: type[AttnserveError] = InvalidData,
+    what: str = "the tokenizer fails on a text",
+    fix: str = "use another text, or check the tokenizer",
+    code: str = "text.tokenizer_failed",
+) -> Generator[None]:
+    """Raise errors of ``tokenizers`` as ``kind``; by default, those of a text.
 
     The library raises ``Exception``. A panic in its Rust code raises ``PanicException``, a
     ``BaseException`` that cannot be imported.
@@ -464,23 +465,16 @@ def _kept(
 ) -> list[int]:
     """The tokens that remain after an encoding of ``tokenizers`` is truncated to ``limit``.
 
-    Special tokens stay. Of a pair, the longer text loses tokens until both are equally long. Of a
-    template with these spans, the last one loses its tokens first, then the one before. An
-    ``Encoding`` loses its end, or its beginning by ``side``, but not the special tokens ``frame``
-    before and after it.
+    Special tokens stay; those of an ``Encoding`` are ``frame``, before and after its text. Of a
+    pair, the longer text loses tokens until both are equally long. Of a template with these spans,
+    the last one loses its tokens first, then the one before.
 
     The library's own truncation is a state of the tokenizer, which requests with other limits
     share, and it keeps the rest of both texts of a pair in all combinations.
     """
     count = len(encoding)
     order = range(count)[::-1] if side == "right" else range(count)
-    if isinstance(encoding, Encoding):
-        before, after = frame
-        start = len(before) if encoding.ids[: len(before)] == before else 0
-        end = count - (len(after) if encoding.ids[count - len(after) :] == after else 0)
-        dropped = [index for index in order if start <= index < end]
-        dropped += [index for index in order if not start <= index < end]
-    elif spans is not None:
+    if spans is not None:
         offsets: list[tuple[int, int]] = encoding.offsets  # each access makes a new list
         dropped = [
             index
@@ -489,7 +483,7 @@ def _kept(
             if start <= offsets[index][0] and offsets[index][1] <= end
         ]
     else:
-        sequences: list[int | None] = encoding.sequence_ids
+        sequences: list[int | None] = _sequences(encoding, frame)
         texts = [[index for index in order if sequences[index] == text] for text in (0, 1)]
         short, long = sorted(texts, key=len)
         room = max(limit - sequences.count(None), 0)
@@ -497,6 +491,17 @@ def _kept(
         dropped = long[: max(len(long) - long_size, 0)] + short[: len(short) + long_size - room]
     gone = set(dropped[: max(count - limit, 0)])
     return [index for index in range(count) if index not in gone]
+
+
+def _sequences(encoding: Any, frame: tuple[list[int], list[int]]) -> list[int | None]:
+    """For each token of an encoding, the text of a pair; None for special tokens."""
+    if not isinstance(encoding, Encoding):
+        return encoding.sequence_ids
+    before, after = frame
+    count = len(encoding)
+    start = len(before) if encoding.ids[: len(before)] == before else 0
+    end = count - (len(after) if encoding.ids[count - len(after) :] == after else 0)
+    return [0 if start <= index < end else None for index in range(count)]
 
 
 def _select(encoding: Any, positions: Sequence[int]) -> Encoding:

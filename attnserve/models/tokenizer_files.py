@@ -24,11 +24,23 @@ UNBOUNDED = 1_000_000
 BERT_TOKENIZERS = frozenset(
     f"{name}Tokenizer"
     for name in (
-        "Bert", "ConvBert", "DPRContextEncoder", "DPRQuestionEncoder", "DPRReader", "DistilBert",
-        "Electra", "Funnel", "LayoutLM", "Lxmert", "MPNet", "MobileBert", "RetriBert", "Splinter",
+        "Bert",
+        "ConvBert",
+        "DPRContextEncoder",
+        "DPRQuestionEncoder",
+        "DPRReader",
+        "DistilBert",
+        "Electra",
+        "Funnel",
+        "LayoutLM",
+        "Lxmert",
+        "MPNet",
+        "MobileBert",
+        "RetriBert",
+        "Splinter",
         "SqueezeBert",
     )
-)  # fmt: skip
+)
 """Values of ``tokenizer_class`` whose normalizer transformers makes by tokenizer_config.json."""
 
 GPT2_TOKENIZERS = frozenset(

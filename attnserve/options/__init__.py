@@ -9,11 +9,9 @@ The package imports no large library, because ``attnserve --help`` imports it.
 
 from attnserve.options.base import (
     Cli,
+    Option,
     Options,
-    OptionType,
     is_group,
-    option_name,
-    option_type,
     with_keywords,
     without_prefixes,
 )
@@ -43,7 +41,7 @@ __all__ = [
     "Data",
     "Goal",
     "Lengths",
-    "OptionType",
+    "Option",
     "Options",
     "Ranks",
     "Rewrites",
@@ -57,8 +55,6 @@ __all__ = [
     "check_mode",
     "check_seed",
     "is_group",
-    "option_name",
-    "option_type",
     "with_keywords",
     "without_prefixes",
 ]

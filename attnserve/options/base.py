@@ -39,13 +39,11 @@ from pydantic_core import PydanticCustomError
 
 __all__ = [
     "Cli",
-    "OptionType",
+    "Option",
     "Options",
     "Switch",
     "field_docstrings",
     "is_group",
-    "option_name",
-    "option_type",
     "with_keywords",
     "without_prefixes",
 ]
@@ -58,6 +56,11 @@ class Switch(NamedTuple):
     value: str
     help: str
 
+    @property
+    def name(self) -> str:
+        """The name of its parameter."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
 
 @dataclass(frozen=True)
 class Cli:
@@ -68,8 +71,6 @@ class Cli:
         panel: The panel of the help; "" for the first one.
         flags: The names, if they do not follow from the field's name.
         switches: Flags for single values, before the option that takes any value.
-        is_text: Whether the field parses the text of the option.
-        is_argument: Whether the value is a positional argument.
         limits_threads: Whether the value is a number of threads of numpy and PyTorch too.
     """
 
@@ -77,19 +78,39 @@ class Cli:
     panel: str | None = None
     flags: tuple[str, ...] = ()
     switches: tuple[Switch, ...] = ()
-    is_text: bool = False
-    is_argument: bool = False
     limits_threads: bool = False
 
 
 @dataclass(frozen=True)
-class OptionType:
-    """The type of a field without None, its bounds (``annotated_types``), and its presentation."""
+class Option:
+    """An option: a field of a group, for the command line, errors and the reference.
 
+    Attributes:
+        kind: The type of the value, without None; text for a union of types.
+        bounds: The bounds (``annotated_types``); for a tuple, those of its items.
+        default: The default; None without one.
+        is_required: Whether the field has no default: it is a positional argument.
+        reads_text: Whether the field reads its value from the text of the option.
+        example: A valid value, or several in words; None without one.
+    """
+
+    name: str
     kind: Any
     bounds: tuple[Any, ...]
-    cli: Cli
+    default: Any
+    is_required: bool
+    reads_text: bool
     example: object
+    cli: Cli
+
+    @property
+    def flag(self) -> str:
+        """The first name on the command line.
+
+        For a switch that is on by default, only the option that turns it off has an effect.
+        """
+        own_flag = f"--{'no-' * (self.default is True)}{self.name.replace('_', '-')}"
+        return self.cli.flags[0] if self.cli.flags else own_flag
 
 
 class Options(BaseModel):
@@ -111,7 +132,10 @@ class Options(BaseModel):
     codes: ClassVar[Mapping[str, str]] = {}
     """Error codes of the fields whose code is not ``AREA.INVALID``."""
     reads_environment: ClassVar[bool] = False
-    """Whether environment variables set fields that are not given."""
+    """Whether environment variables set fields that are not given.
+
+    Fields without ``Cli`` then have no option on the command line.
+    """
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
@@ -134,14 +158,32 @@ class Options(BaseModel):
         """Refuse a boolean in place of a number: ``collab_dk=True`` is not one dimension."""
         if not isinstance(value, bool):
             return value
-        if option_type(cls.model_fields[str(field.field_name)]).kind is not bool:
+        if cls.option(str(field.field_name)).kind is not bool:
             raise PydanticCustomError("boolean", "another type than a boolean")
         return value
 
     @classmethod
-    def has_option(cls, name: str) -> bool:
-        """Whether a field has an option on the command line."""
-        return name in cls.model_fields
+    def option(cls, name: str) -> Option:
+        """The option of a field."""
+        field = cls.model_fields[name]
+        kind, annotations = _unwrap(field.annotation)
+        fields = [*(part for part in annotations if isinstance(part, FieldInfo)), field]
+        metadata = [
+            item
+            for part in (*annotations, field)
+            for item in (part.metadata if isinstance(part, FieldInfo) else [part])
+        ]
+        has_reader = any(isinstance(item, BeforeValidator) for item in metadata)
+        return Option(
+            name,
+            kind,
+            tuple(item for item in metadata if not isinstance(item, Cli | BeforeValidator)),
+            None if field.is_required() else field.get_default(),
+            field.is_required(),
+            has_reader and Path not in (kind, *get_args(kind)),
+            next((part.examples[0] for part in reversed(fields) if part.examples), None),
+            next((item for item in reversed(metadata) if isinstance(item, Cli)), Cli()),
+        )
 
     @classmethod
     def refuse(cls, error: ValidationError, values: Mapping[str, Any]) -> NoReturn:
@@ -154,19 +196,19 @@ class Options(BaseModel):
 
         problem = error.errors(include_url=False)[0]
         name, *parts = map(str, problem["loc"] or ("options",))
-        field = cls.model_fields.get(name)
-        if field is None:
+        if name not in cls.model_fields:
             raise InvalidArgument(
                 f"`{name}`: no such option",
                 f"{cls.__name__} has {', '.join(cls.model_fields)}",
                 code=f"{cls.area}.unknown",
             ) from error
+        option = cls.option(name)
         subject, value = f"`{name}`", problem["input"]
-        if parts and get_origin(option_type(field).kind) is Mapping:
+        if parts and get_origin(option.kind) is Mapping:
             subject += f" ({'.'.join(parts)})"
-        if "Secret" not in str(field.annotation):
+        if "Secret" not in str(option.kind):
             subject += f" is {reprlib.repr(value) if isinstance(value, str) else value}"
-        what = f"{subject}: expected {expected_values(field, problem['msg'])}"
+        what = f"{subject}: expected {expected_values(option, problem['msg'])}"
         raise InvalidArgument(
             f"`{name}` is not given" if problem["type"] == "missing" else what,
             cls.advice(name, values),
@@ -180,7 +222,7 @@ class Options(BaseModel):
         Args:
             values: All given values by name.
         """
-        example = option_type(cls.model_fields[name]).example
+        example = cls.option(name).example
         return "give another value" if example is None else f"for example `{name}` {example}"
 
     def changed(self, *but: str) -> Iterator[tuple[str, Any]]:
@@ -220,43 +262,19 @@ def field_docstrings(module: str) -> dict[str, dict[str, str]]:
     return docstrings
 
 
-def option_type(field: FieldInfo) -> OptionType:
-    """Split the type of a field into its kind, bounds, presentation and example.
-
-    For a tuple, the bounds of the items are the bounds of the field.
-    """
-    kind: Any = field.annotation
-    parts: list[Any] = [field]
-    while True:
-        if get_origin(kind) is Annotated:
-            kind, *annotations = get_args(kind)
-            parts = [*annotations, *parts]
-        elif get_origin(kind) in (Union, UnionType):
-            members = [member for member in get_args(kind) if member is not NoneType]
-            kind = members[0] if len(members) == 1 else str  # a union of types is read from text
-        elif get_origin(kind) is tuple and get_origin(get_args(kind)[0]) is Annotated:
-            item, *annotations = get_args(get_args(kind)[0])
-            kind, parts = tuple[item, ...], [*annotations, *parts]
-        else:
-            break
-    metadata: list[Any] = []
-    for part in parts:
-        metadata += part.metadata if isinstance(part, FieldInfo) else [part]
-    presentations = [item for item in metadata if isinstance(item, Cli)]
-    examples = [part.examples for part in parts if isinstance(part, FieldInfo) and part.examples]
-    return OptionType(
-        kind,
-        tuple(item for item in metadata if not isinstance(item, Cli | BeforeValidator)),
-        presentations[-1] if presentations else Cli(),
-        examples[-1][0] if examples else None,
-    )
-
-
-def option_name(name: str, field: FieldInfo) -> str:
-    """The name of a field's option on the command line."""
-    flags = option_type(field).cli.flags
-    # For a switch that is on by default, only the option that turns it off has an effect.
-    return flags[0] if flags else f"--{'no-' * (field.default is True)}{name.replace('_', '-')}"
+def _unwrap(kind: Any) -> tuple[Any, list[Any]]:
+    """(a type without None and annotations, the annotations of it and its items)."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        inner, annotations = _unwrap(arguments[0])
+        return inner, [*annotations, *arguments[1:]]
+    if origin in (Union, UnionType):
+        members = [member for member in arguments if member is not NoneType]
+        return _unwrap(members[0]) if len(members) == 1 else (str, [])
+    if origin is tuple:
+        item, annotations = _unwrap(arguments[0])
+        return tuple[item, ...], annotations
+    return kind, []
 
 
 def with_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -334,18 +352,17 @@ def without_prefixes(message: str) -> str:
 BOUNDS = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
 
 
-def expected_values(field: FieldInfo, message: str) -> str:
-    """The valid values of a field, in words, for an error.
+def expected_values(option: Option, message: str) -> str:
+    """The valid values of an option, in words, for an error.
 
     Args:
-        message: The message of the failed validation, for fields without choices and bounds.
+        message: The message of the failed validation, for options without choices and bounds.
     """
     if message.startswith("Extra inputs"):
         return "another name"
     text = without_prefixes(message).removeprefix("expected ")
     if message.startswith(VALUE_ERROR):  # raised by the field's reader
         return text
-    option = option_type(field)
     kind = get_args(option.kind)[0] if get_origin(option.kind) is tuple else option.kind
     names = [member for member in get_args(kind) if isinstance(member, str)]
     if names:

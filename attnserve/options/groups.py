@@ -90,7 +90,7 @@ class Rewrites(Options):
             read_ranks, json_schema_input_type=int | Sequence[int] | Mapping[str, int] | str | None
         ),
         Field(examples=["128, or 128,96 for two layers"]),
-        Cli(metavar="R", panel="", is_text=True),
+        Cli(metavar="R", panel=""),
     ] = None
     """Compress by hand: the queries and keys of all heads share R dimensions. One number for all
     layers, or one per layer (R1,R2,...).
@@ -205,13 +205,13 @@ class Goal(Options):
         tuple[Allowed, ...],
         BeforeValidator(read_names, json_schema_input_type=Sequence[Allowed] | Allowed),
         Field(examples=["ffn"]),
-        Cli(metavar="ffn", is_text=True),
+        Cli(metavar="ffn"),
     ] = ()
     """Let the search remove feed-forward neurons."""
     recover: Annotated[
         Minutes | None,
         BeforeValidator(read_minutes, json_schema_input_type=float | str | None),
-        Cli(metavar="TIME", is_text=True),
+        Cli(metavar="TIME"),
     ] = None
     """Train faster models on the calibration data within the search, for example 20m (extra
     torch)."""
@@ -295,7 +295,7 @@ class Data(Options):
         tuple[float, ...],
         BeforeValidator(read_weights, json_schema_input_type=Sequence[float] | str),
         Field(examples=["3,1"]),
-        Cli(metavar="W1,W2,...", is_text=True),
+        Cli(metavar="W1,W2,..."),
     ] = ()
     """Shares of several `calib` files in the rows to fit, for example 3,1 (default: all rows to fit
     of all files)."""
@@ -379,7 +379,7 @@ class Target(Options):
         Lengths | None,
         BeforeValidator(read_lengths, json_schema_input_type=Lengths | str | None),
         Field(examples=["128, or 16-512"]),
-        Cli(metavar="N|N-M", flags=("--seq",), is_text=True),
+        Cli(metavar="N|N-M", flags=("--seq",)),
     ] = None
     """Sequence length to optimize for and to report costs at, or a range such as 16-512 (default:
     the lengths of the calibration data, else 128)."""
@@ -508,9 +508,9 @@ class Timing(Options):
 
     area = "benchmark"
 
-    batches: Annotated[Counts, Cli(metavar="N,...", flags=("--batch",), is_text=True)] = (1,)
+    batches: Annotated[Counts, Cli(metavar="N,...", flags=("--batch",))] = (1,)
     """Batch sizes, separated by commas."""
-    sequences: Annotated[Counts, Cli(metavar="N,...", flags=("--seq",), is_text=True)] = (128,)
+    sequences: Annotated[Counts, Cli(metavar="N,...", flags=("--seq",))] = (128,)
     """Sequence lengths, separated by commas."""
     rounds: Annotated[int | None, Field(ge=1), Cli(metavar="N")] = None
     """Interleaved rounds per shape (default: about 8 seconds)."""

@@ -153,9 +153,14 @@ def optimize(
         rewritten = _Rewritten(_replay(job, saved), ServedTimer(job), planned=saved.record)
     else:
         job = Job.read(
-            artifact, original, data, target,
-            measure=goal.measure, joined=target.sequence, context=context,
-        )  # fmt: skip
+            artifact,
+            original,
+            data,
+            target,
+            measure=goal.measure,
+            joined=target.sequence,
+            context=context,
+        )
         rewritten = _apply_request(job, rewrites)
     report = OptimizeReport(
         _entry(job, rewritten, write), rewritten.state.plan, file, rewritten.search
@@ -272,10 +277,15 @@ def _entry(job: Job, rewritten: _Rewritten, write: Write) -> OptimizeEntry:
         speed = rewritten.timer.speed_of(state.model, converted, state.plan, other_runtimes)
     other_fidelities = tuple(
         compare(
-            job.original, converted, other.fit, name,
-            meter=job.meter(data=other), context=job.context,
-        ) for name, other in job.others
-    )  # fmt: skip
+            job.original,
+            converted,
+            other.fit,
+            name,
+            meter=job.meter(data=other),
+            context=job.context,
+        )
+        for name, other in job.others
+    )
     before = _cost(job.original, job.original, job.counted_workload)
     after = _cost(state.model, converted, job.counted_workload)
     break_even_length = _break_even(job.original, state.model)
@@ -401,6 +411,10 @@ def _write(job: Job, model: ir.Model, report: OptimizeReport, write: Write) -> N
     """Write the model, its record in attnserve.json, and the files of other libraries."""
     has_openvino = write.openvino or runtime_of(model, job.context.device) == OpenVino.name
     write_rewritten(
-        report.output, model, job.artifact, report.record, external=write.external_data,
+        report.output,
+        model,
+        job.artifact,
+        report.record,
+        external=write.external_data,
         openvino=fused_for_libraries(model) if has_openvino else None,
-    )  # fmt: skip
+    )

@@ -116,10 +116,14 @@ def recover(
     rows, labels = _read_rows(files, original, texts, as_path(tokenizer), training.task)
     check_measure(training.measure, rows)
     job = Job(
-        texts, original, rows, tokenizer=as_path(tokenizer), measure=training.measure,
+        texts,
+        original,
+        rows,
+        tokenizer=as_path(tokenizer),
+        measure=training.measure,
         target=Target(precision=training.precision),
         context=context,
-    )  # fmt: skip
+    )
     key = _checkpoint_key(job, artifact, original_artifact, training, run)
     step = replace(TRAININGS["distill"], minutes=training.minutes, measure=training.measure)
     plan = Plan(trainings=(step,), precision=job.target.precision)
@@ -129,10 +133,13 @@ def recover(
     assert state.training is not None
     has_openvino = openvino or runtime_of(result, context.device) == OpenVino.name
     write_rewritten(
-        file, result, artifact, entry,
+        file,
+        result,
+        artifact,
+        entry,
         external=bool(external_files(rewritten)),
         openvino=fused_for_libraries(result) if has_openvino else None,
-    )  # fmt: skip
+    )
     job.checkpoints.remove()
     return RecoverReport(entry, state.training, file)
 

@@ -97,6 +97,11 @@ def _score(
     has_index = task == "retrieval" and job.measure == "index" and model is not job.original
     index = open_session(job.original, job.context.device) if has_index else None
     return score_session(
-        session, job.artifact, task=task, data=data, tokenizer=job.tokenizer, context=job.context,
+        session,
+        job.artifact,
+        task=task,
+        data=data,
+        tokenizer=job.tokenizer,
+        context=job.context,
         index=index,
-    )  # fmt: skip
+    )

@@ -332,9 +332,12 @@ def _device(search: SearchRecord | None, device: Device) -> Device:
 
 
 def _read_rows(
-    entry: LineageEntry, paths: Sequence[Path], model: ir.Model, artifact: Artifact,
+    entry: LineageEntry,
+    paths: Sequence[Path],
+    model: ir.Model,
+    artifact: Artifact,
     tokenizer: Path | None,
-) -> _Rows:  # fmt: skip
+) -> _Rows:
     """The recorded held-out rows if the files are those of the record, else all their rows.
 
     Raises:
@@ -364,13 +367,18 @@ def _read_rows(
     paths = sorted(paths, key=lambda path: recorded.index(given[path]))
     task = _learned_task(entry)
     data = load_inputs(
-        paths, model, artifact, weights=calibration.weights, tokenizer=tokenizer,
+        paths,
+        model,
+        artifact,
+        weights=calibration.weights,
+        tokenizer=tokenizer,
         sequence=calibration.joined_to,
         read=reader_of({} if task is None else read_labeled(paths, task, artifact)),
-    )  # fmt: skip
+    )
     _require_same_counts(calibration, data.source)
-    names = {now.file: then.file for now, then in zip(data.source.files, calibration.files,
-                                                      strict=True)}  # fmt: skip
+    names = {
+        now.file: then.file for now, then in zip(data.source.files, calibration.files, strict=True)
+    }
     return _Rows(data, True, _part(search_of(entry)), names)
 
 
@@ -440,10 +448,16 @@ def _checks(
         holds = quality.is_finite and kept >= guarantee - ROUNDING
         checks.append(
             GuaranteeCheck(
-                runtime, *quality.subject, quality.measure, then.value, quality.value, kept,
-                guarantee, holds,
+                runtime,
+                *quality.subject,
+                quality.measure,
+                then.value,
+                quality.value,
+                kept,
+                guarantee,
+                holds,
             )
-        )  # fmt: skip
+        )
     if missing := lowest.keys() - {key(quality) for quality in found.qualities}:
         raise InvalidData(
             f"{RECORD} has a quality of {next(iter(missing))}, which the models do not give",
@@ -486,6 +500,14 @@ class _GuaranteedScore:
     ) -> GuaranteeCheck:
         kept = 1 - (share.losses.bounded if is_bounded else share.losses.measured)
         return GuaranteeCheck(
-            runtime, "", self.task.data.name, "", "score",
-            recorded, share.value, kept, self.keep, kept >= self.keep - ROUNDING,
-        )  # fmt: skip
+            runtime,
+            "",
+            self.task.data.name,
+            "",
+            "score",
+            recorded,
+            share.value,
+            kept,
+            self.keep,
+            kept >= self.keep - ROUNDING,
+        )

@@ -133,7 +133,7 @@ def roundings(
     *,
     float_nodes: Collection[ir.Node] = (),
 ) -> dict[WeightKey, Rounding]:
-    """The rounding of the weights of static activations, by ``Product.weight_key``.
+    """The rounding of the weights of static activations, by ``Product.key``.
 
     Args:
         bits: Number of bits of the weights.
@@ -147,7 +147,7 @@ def roundings(
     groups = product_groups(model, bits, ranges, float_nodes=float_nodes)
     writer = _Writer(model, bits, groups, correct=True, moments=moments)
     return {
-        product.weight_key: writer.rounded(product, group.grid)
+        product.key: writer.rounded(product, group.grid)
         for group in groups
         if group.grid is not None
         for product in group.products
@@ -196,7 +196,7 @@ class _Writer:
         self.moments = moments
         self.rounding = rounding or {}
         self.activations = activations_of([p for group in groups for p in group.products])
-        self.weights: dict[tuple[ir.Value, bool], _Weight] = {}
+        self.weights: dict[WeightKey, _Weight] = {}
         self.tables: dict[ir.Value, tuple[ir.Value, ir.Value, ir.Value]] = {}
 
     def write_static(self, products: Sequence[Product], grid: Grid) -> None:
@@ -342,7 +342,7 @@ class _Writer:
         self, product: Product, matrix: Float[np.ndarray, "D N"], rounder: Rounder | None
     ) -> tuple[Int8[np.ndarray, "D N"], Float[np.ndarray, " N"]]:
         """Bytes and scales of the divided weights of a product."""
-        rounding = self.rounding.get(product.weight_key)
+        rounding = self.rounding.get(product.key)
         if rounding is not None:
             return quantized_arrays(matrix + rounding.offset, self.bits, scales=rounding.scales)
         is_shared = len(self.activations[product.key]) > 1

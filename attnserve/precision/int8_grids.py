@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.models.quantized import LARGEST_7_BIT, Bits
+from attnserve.models.quantized import Bits
 from attnserve.precision.products import Product, Range, WeightKey, product_of
 from attnserve.precision.rounding import Rounder
 from attnserve.runtime.external_data import weight_bytes
@@ -156,7 +156,7 @@ def product_groups(
         if range_ is None:
             groups.append(ActivationGroup(products, None))
             continue
-        precomputed = (rounding or {}).get(products[0].weight_key)
+        precomputed = (rounding or {}).get(products[0].key)
         # Shared weights would need a copy for each activation.
         is_shared = any(len(activations[product.key]) > 1 for product in products)
         divisors = None
@@ -184,9 +184,9 @@ def _grid(range_: Range, divisors: Float[np.ndarray, " D"] | None) -> Grid:
     return Grid(divisors, step, zero_point, range_.mean)
 
 
-def activations_of(products: Sequence[Product]) -> dict[tuple[ir.Value, bool], set[ir.Value]]:
+def activations_of(products: Sequence[Product]) -> dict[WeightKey, set[ir.Value]]:
     """The activations by which each weight is multiplied."""
-    inputs: dict[tuple[ir.Value, bool], set[ir.Value]] = {}
+    inputs: dict[WeightKey, set[ir.Value]] = {}
     for product in products:
         inputs.setdefault(product.key, set()).add(product.x)
     return inputs
@@ -240,7 +240,7 @@ def smoothing(
     largest = float(peaks.max(initial=0))
     if not 0 < typical < largest:
         return None
-    levels = LARGEST_7_BIT if bits == 7 else 127
+    levels = -LEVELS[bits][0]
     norms = np.square(weights).sum(axis=1)
     absolute = np.abs(weights)
 

@@ -100,21 +100,15 @@ class Product:
         return self.node.op_type == "Attention"
 
     @property
-    def key(self) -> tuple[ir.Value, bool]:
-        """The weights, and whether they are transposed."""
+    def key(self) -> WeightKey:
+        """The weights, which other products may share."""
         is_transposed = self.node.op_type == "Gemm" and self.node.attributes.get_int("transB", 0)
-        return self.weight, bool(is_transposed)
-
-    @property
-    def weight_key(self) -> WeightKey:
-        """The key of the weights in copies of the model."""
-        weight, is_transposed = self.key
-        return WeightKey(weight.name or "", is_transposed)
+        return WeightKey(self.weight.name or "", bool(is_transposed))
 
     def matrix(self) -> Float[np.ndarray, "D N"]:
         """The weights in float64, input size first."""
         array = constant_array(self.weight).astype(np.float64)
-        return array.T if self.key[1] else array
+        return array.T if self.key.is_transposed else array
 
 
 def collect_ranges(model: ir.Model, batches: Sequence[Batch]) -> dict[str, Range]:
@@ -198,7 +192,7 @@ def _activations(model: ir.Model) -> dict[ir.Value, int]:
     """The activations of products in the main graph that vary, with their widths."""
     products = filter(None, map(product_of, model.graph))
     return {
-        product.x: constant_shape(product.weight)[product.key[1]]
+        product.x: constant_shape(product.weight)[product.key.is_transposed]
         for product in products
         if not is_constant(product.x)
     }

@@ -107,7 +107,8 @@ class Scheme:
             Operators that contain the projections are not used before the conversion.
         for_tokens: Whether the precision is for decoders that generate text: models with a cache
             are then timed at one token at a time.
-        bits: Number of bits of int8 weights; ``recovery`` trains fake quantization with them.
+        bits: Number of bits of int8 weights, which ``recovery`` trains too; None if the weights
+            are not int8.
         runs_on_cpu: Whether ONNX Runtime has kernels for CPUs.
         in_bfloat16: Whether float32 weights of the result are computed in bfloat16.
         runtime: The only runtime that computes the precision; empty for every runtime.
@@ -134,14 +135,9 @@ class Scheme:
         """The precision of float32 weights that are not converted."""
         return "bfloat16-cpu" if self.in_bfloat16 else "float32"
 
-    @property
-    def is_int8(self) -> bool:
-        """Whether the weights are int8: "int8" and "int8-full", which state ``bits``."""
-        return self.bits is not None
-
     def has_weights(self, model: ir.Model) -> bool:
         """Whether the model has float32 weights that can be converted."""
-        if self.is_int8 and large_tables(model):
+        if self.bits and large_tables(model):
             return True
         return any(map(self.can_convert, model.graph.all_nodes()))
 

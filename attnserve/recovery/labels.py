@@ -21,7 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from attnserve.checks.labeled_tables import LabeledRow
-from attnserve.checks.scores import ClassificationScore, Score, StsScore
+from attnserve.checks.scores import RatioScore, Score, StsScore
 from attnserve.data.datasets import Dataset
 from attnserve.data.file_rows import wanted_inputs
 from attnserve.literals import LearnedTask, Pooling
@@ -158,8 +158,9 @@ class Labels:
                 code="recovery.constant_scores",
             )
         if self.task == "sts":
-            return StsScore.of(values, labels, seed)
-        return ClassificationScore.of(values.argmax(axis=1), labels.astype(np.int64), seed)
+            return StsScore(values, labels, seed=seed)
+        is_right = values.argmax(axis=1) == labels
+        return RatioScore.mean("classification", "accuracy", is_right, seed=seed)
 
     def _joined(
         self, outputs: Sequence[tuple[LabeledBatch, np.ndarray]]

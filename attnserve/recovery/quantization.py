@@ -58,9 +58,7 @@ def fake_operators(
     """
     roundings = rounding or {}
     operators: dict[ir.Node, Operator] = {
-        product.node: _FakeProduct(
-            product, group.grid, bits, device, roundings.get(product.weight_key)
-        )
+        product.node: _FakeProduct(product, group.grid, bits, device, roundings.get(product.key))
         for group in product_groups(model, bits, ranges, float_nodes=float_nodes, rounding=rounding)
         if group.grid is not None
         for product in group.products
@@ -80,7 +78,7 @@ class _FakeProduct:
         rounding: Rounding | None,
     ) -> None:
         self._function = OPERATORS[product.node.domain, product.node.op_type]
-        self._is_transposed = product.key[1]
+        self._is_transposed = product.key.is_transposed
         self._is_attention = product.is_attention
         self._least, self._largest = LEVELS[bits]
         self._step = float(grid.step)

@@ -34,9 +34,9 @@ from attnserve.models.lineage import Calibration
 from attnserve.versions import versions
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import InvalidArgument, InvalidModel, Refusal
-from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.conditions import quantized_refusal
 from graph_passes.passes.decompose_attention import decompose_fused, decomposition_refusal
+from graph_passes.passes.shared_dimensions import sharing_refusal
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int

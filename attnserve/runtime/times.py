@@ -85,12 +85,14 @@ class Times(Generic[Shape]):
         """
         pairs = itertools.pairwise(sorted(set(lengths.values())))
         return {
-            above: Times({
-                shape: long.by_shape[shape] if lengths[shape] > above else ms
-                for shape, ms in self.by_shape.items()
-            })
+            above: Times(
+                {
+                    shape: long.by_shape[shape] if lengths[shape] > above else ms
+                    for shape, ms in self.by_shape.items()
+                }
+            )
             for above in (math.isqrt(shorter * longer) for shorter, longer in pairs)
-        }  # fmt: skip
+        }
 
 
 def paired_speedup(

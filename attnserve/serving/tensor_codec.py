@@ -20,9 +20,19 @@ from graph_passes.errors import InvalidData
 __all__ = ["DATATYPES", "NAMES", "ONNX_TYPES", "Datatype", "from_bytes", "from_values", "to_bytes"]
 
 Datatype = Literal[
-    "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
-    "FP16", "FP32", "FP64",
-]  # fmt: skip
+    "BOOL",
+    "UINT8",
+    "UINT16",
+    "UINT32",
+    "UINT64",
+    "INT8",
+    "INT16",
+    "INT32",
+    "INT64",
+    "FP16",
+    "FP32",
+    "FP64",
+]
 
 DATATYPES: dict[Datatype, np.dtype[Any]] = {
     name: np.dtype(name.lower().replace("fp", "float")) for name in get_args(Datatype)

@@ -76,37 +76,31 @@ def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refu
     name, names = signature.model, signature.output_names
     used = {task: text_output(task, names, artifact) for task in get_args(TextTask)}
     axes = {task: signature.axes_of(output) for task, output in used.items()}
-    scores = axes["classify"]
+    scores, vectors = axes["classify"], axes["embed"]
 
     classifies = _classifies(artifact, used["classify"], scores)
     reranks = classifies and (scores[1] == 1 or not isinstance(scores[1], int))
     is_masked = artifact.record.task == "fill-mask" or artifact.settings.is_for("MaskedLM")
     is_sparse = is_masked and len(scores) == 3
+    has_classes = classifies and used["embed"] == used["classify"]
 
-    # The content of the output for embeddings if it has none, and its use.
-    vectors, vector_axes = used["embed"], axes["embed"]
-    is_logits = vectors.endswith("logits")
-    is_class_axis = len(vector_axes) == 2 and vector_axes[1] not in signature.length_axes
-    is_fixed = isinstance(vector_axes[-1], int) if vector_axes else False
-    is_scored = classifies and vectors == used["classify"]
-    instead: tuple[str, str] | None = None
-    if is_class_axis and (
-        vectors == "logits"
-        or (is_scored and (is_fixed or artifact.output is not None))
-        or (is_logits and is_fixed)
-    ):
-        instead = ("scores of classes", "use /predict")
+    instead = fix = ""  # what the output has in place of embeddings, and its use
+    if _has_scores(used["embed"], vectors, signature, artifact, has_classes=has_classes):
+        instead, fix = "scores of classes", "use /predict"
         if reranks:
-            instead = ("scores of pairs", "use /rerank, or /predict for single texts")
+            instead, fix = "scores of pairs", "use /rerank, or /predict for single texts"
     elif is_sparse:
-        instead = ("sparse vectors", "use /embed_sparse")
-    elif len(vector_axes) == 3 and (is_logits or _is_vocabulary(artifact, vector_axes[2])):
-        instead = ("logits of tokens", f"send token ids to /v2/models/{name}/infer")
+        instead, fix = "sparse vectors", "use /embed_sparse"
+    elif len(vectors) == 3 and (
+        used["embed"].endswith("logits") or _is_vocabulary(artifact, vectors[2])
+    ):
+        instead, fix = "logits of tokens", f"send token ids to /v2/models/{name}/infer"
 
     refusals: dict[TextTask, Refusal | None] = dict.fromkeys(get_args(TextTask))
-    if instead is not None:
-        what, fix = instead
-        refusals["embed"] = Refusal("no_embeddings", f"{name} has no embeddings, but {what}", fix)
+    if instead:
+        refusals["embed"] = Refusal(
+            "no_embeddings", f"{name} has no embeddings, but {instead}", fix
+        )
     if not classifies:
         refusals["classify"] = Refusal(
             "no_classes",
@@ -120,7 +114,7 @@ def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refu
             f"{name} is not a reranker: it has no output 'logits' of shape [batch, 1]",
             "export a reranker with the task rerank",
         )
-    if instead is not None or len(axes["tokens"]) != 3:
+    if instead or len(axes["tokens"]) != 3:
         refusals["tokens"] = Refusal(
             "no_tokens", f"{name} has no vectors of tokens: its graph pools them", "use /embed"
         )
@@ -131,6 +125,23 @@ def tasks_of(signature: Signature, artifact: Artifact) -> Mapping[TextTask, Refu
             "use /embed, or export a SPLADE model with the task fill-mask",
         )
     return refusals
+
+
+def _has_scores(
+    output: str, axes: Axes, signature: Signature, artifact: Artifact, *, has_classes: bool
+) -> bool:
+    """Whether an output has scores, [batch, classes], in place of embeddings.
+
+    Args:
+        has_classes: Whether it is the output of a classifier. Its axis of classes must then have a
+            fixed size, or the record must name the output.
+    """
+    if len(axes) != 2 or axes[1] in signature.length_axes:
+        return False
+    is_fixed = isinstance(axes[1], int)
+    if has_classes and artifact.output is not None:
+        return True
+    return output == "logits" or (is_fixed and (has_classes or output.endswith("logits")))
 
 
 def _is_vocabulary(artifact: Artifact, axis: int | str | None) -> bool:

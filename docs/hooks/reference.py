@@ -21,7 +21,7 @@ import attnserve
 import graph_passes.passes
 from attnserve.cli.app import app
 from attnserve.models.settings_files import FILES, SettingsFile
-from attnserve.options import GROUPS, Options, option_type
+from attnserve.options import GROUPS, Options
 from attnserve.options.base import field_docstrings
 from service.app import create_app
 from service.metrics import Metrics
@@ -103,7 +103,7 @@ def _group(kind: type[Options]) -> str:
     types = _accepted(kind)
     rows: list[str] = []
     for name, field in kind.model_fields.items():
-        values = option_type(field).kind
+        values = kind.option(name).kind
         choices = get_args(values) if get_origin(values) is Literal else ()
         text = ", ".join(map(repr, choices)) or f"`{types[name]}`"
         default = _setting_default(field.default)

@@ -117,13 +117,8 @@ class AttentionBlock:
         return self.v.num_heads
 
     @property
-    def num_parts(self) -> int:
-        """H, the number of heads: the parts of the block that can be removed."""
-        return self.num_heads
-
-    @property
     def part_rows(self) -> Int[np.ndarray, "H V"]:
-        """The rows of the last weight that read each head."""
+        """The rows of the last weight that read each head, a part that can be removed."""
         return self.required_output.rows
 
     @property

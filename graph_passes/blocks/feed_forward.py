@@ -133,13 +133,8 @@ class FeedForwardBlock:
         return self.second.width
 
     @property
-    def num_parts(self) -> int:
-        """F, the number of neurons: the parts of the block that can be removed."""
-        return self.num_neurons
-
-    @property
     def part_rows(self) -> Int[np.ndarray, "F 1"]:
-        """The row of the last weight that reads each neuron."""
+        """The row of the last weight that reads each neuron, a part that can be removed."""
         return np.arange(self.num_neurons)[:, None]
 
     @property

@@ -38,7 +38,6 @@ __all__ = [
     "collaborate_refusal",
     "exact_rank",
     "factor",
-    "sharing_refusal",
 ]
 
 HeadFactors = CollaborativeFactors | RotaryFactors

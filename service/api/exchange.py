@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import zlib
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -141,26 +141,36 @@ class Exchange:
         self.started = perf_counter()
         return body
 
-    async def run(
-        self, work: Callable[..., Coroutine[Any, Any, T]], timeout_us: int | None = None
-    ) -> T:
-        """Await the answer of an engine until the deadline, or until the client disconnects.
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await the answer of an engine, and cancel it if the client disconnects.
+
+        Raises:
+            ClientGone: The client disconnected.
+            AttnserveError: An error of the call.
+        """
+        task = asyncio.ensure_future(work)
+        # The body is read: the next message is the disconnect.
+        disconnect = asyncio.ensure_future(self.request.receive())
+        disconnect.add_done_callback(lambda _: task.cancel())
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if disconnect.done() and not disconnect.cancelled():
+                raise ClientGone("the client disconnected before its answer") from None
+            raise
+        finally:
+            disconnect.cancel()
+
+    def deadline(self, timeout_us: int | None = None) -> float:
+        """The time at which the limit of a request ends, on the clock of ``perf_counter``.
+
+        The time limit starts with the last byte of the body (``read_body``).
 
         Args:
-            work: Makes the call of the engine from the argument ``deadline``.
             timeout_us: Time limit in addition to the header or the setting; 0 or None for none.
 
         Raises:
             InvalidData: x-timeout-ms is not a positive number, or above ``max_timeout_ms``.
-            ClientGone: The client disconnected.
-            AttnserveError: An error of the call.
-        """
-        return await cancel_on_disconnect(self.request, work(deadline=self._deadline(timeout_us)))
-
-    def _deadline(self, timeout_us: int | None) -> float:
-        """The time at which the limit of a request ends, on the clock of ``perf_counter``.
-
-        The time limit starts with the last byte of the body (``read_body``).
         """
         settings = self.repository.settings
         timeout = self.request.headers.get("x-timeout-ms", settings.timeout_ms)
@@ -183,26 +193,6 @@ async def _current(request: Request) -> Exchange:
 
 Here = Annotated[Exchange, Depends(_current)]
 """The parameter of a route for its ``Exchange``, which ``ObserveRequests`` creates."""
-
-
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work``, and cancel it if the client disconnects.
-
-    Raises:
-        ClientGone: The client disconnected.
-    """
-    task = asyncio.ensure_future(work)
-    # The body is read: the next message is the disconnect.
-    disconnect = asyncio.ensure_future(request.receive())
-    disconnect.add_done_callback(lambda _: task.cancel())
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if disconnect.done() and not disconnect.cancelled():
-            raise ClientGone("the client disconnected before its answer") from None
-        raise
-    finally:
-        disconnect.cancel()
 
 
 def _decompress(body: bytes | bytearray, encoding: str, limit: int) -> bytes:

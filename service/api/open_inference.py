@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
@@ -243,8 +242,8 @@ async def infer(exchange: Here, body: InferRequest) -> Response:
     body.inputs.clear()  # lists of numbers need much more memory than the arrays
     engine = exchange.acquire()
     names = [output.name for output in body.outputs]
-    work = partial(engine.infer, inputs, names, hold=exchange.hold_answer)
-    answer = await exchange.run(work, body.parameters.timeout)
+    deadline = exchange.deadline(body.parameters.timeout)
+    answer = await exchange.run(engine.infer(inputs, names, deadline, exchange.hold_answer))
     outputs, raw_outputs = encode_all(answer.outputs, _binary_outputs(body, answer.outputs))
     content = {
         "model_name": engine.name,

@@ -7,7 +7,6 @@ and ``/rerank`` the form of text-embeddings-inference (``tei.py``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -87,7 +86,7 @@ async def rerank_documents(exchange: Here, body: CohereRequest) -> Response:
     """The relevance of each document to the query, most relevant first (Cohere, Jina)."""
     engine = exchange.acquire(body.model)
     pairs = query_pairs(engine, body.query, body.documents)
-    answer = await exchange.run(partial(engine.run_task, "rerank", pairs))
+    answer = await exchange.run(engine.run_task("rerank", pairs, deadline=exchange.deadline()))
     ranked = ranked_by_score(answer.vectors, engine.model.artifact.activation)[: body.top_n]
     results = [
         {"index": at, "relevance_score": score}

@@ -126,7 +126,7 @@ async def embed(exchange: Here, body: EmbedRequest) -> Response:
     answer, vectors = await embed_texts(
         exchange,
         engine,
-        _prompted(engine, body),
+        _inputs(engine, body),
         truncate=body.truncate,
         side=body.side,
         dimensions=body.dimensions,
@@ -142,15 +142,22 @@ async def _run(
     texts: Sequence[Text | Encoding],
     options: TruncationOptions,
 ) -> TextAnswer:
-    work = partial(engine.run_task, task, texts, truncate=options.truncate, side=options.side)
-    return await exchange.run(work)
+    return await exchange.run(
+        engine.run_task(
+            task,
+            texts,
+            truncate=options.truncate,
+            side=options.side,
+            deadline=exchange.deadline(),
+        )
+    )
 
 
 @_route("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
     """One vector per token of each text, including special tokens, without pooling."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await _run(exchange, engine, "tokens", _prompted(engine, body), body)
+    answer = await _run(exchange, engine, "tokens", _inputs(engine, body), body)
     vectors = np.split(answer.vectors, list(accumulate(answer.lengths))[:-1])
     return await respond(exchange, engine, answer, vectors)
 
@@ -159,7 +166,7 @@ async def embed_all(exchange: Here, body: EmbedAllRequest) -> Response:
 async def embed_sparse(exchange: Here, body: EmbedSparseRequest) -> Response:
     """The weights of the vocabulary above 0 of each text, by a SPLADE model."""
     engine = exchange.acquire(body.model, body.version)
-    answer = await _run(exchange, engine, "sparse", _prompted(engine, body), body)
+    answer = await _run(exchange, engine, "sparse", _inputs(engine, body), body)
     content = [await _sparse_values(row) for row in answer.vectors]
     return await respond(exchange, engine, answer, content)
 
@@ -202,9 +209,12 @@ async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
     engine = exchange.acquire(body.model, body.version)
     options = body.parameters or SimilarityParameters()
     texts = [body.inputs.source_sentence, *body.inputs.sentences]
-    prompted = with_prompt(engine, texts, options.prompt_name, default_prompt=False)
     answer, vectors = await embed_texts(
-        exchange, engine, prompted, truncate=options.truncate, side=options.side
+        exchange,
+        engine,
+        _prompted(engine, texts, options.prompt_name),
+        truncate=options.truncate,
+        side=options.side,
     )
     return await respond(exchange, engine, answer, cosines_of(vectors[:1], vectors[1:])[0])
 
@@ -213,7 +223,7 @@ async def similarity(exchange: Here, body: SimilarityRequest) -> Response:
 async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
     """The tokens of each text. The model is not run, and nothing is truncated."""
     engine = exchange.acquire(body.model, body.version)
-    texts = with_prompt(engine, body.inputs, body.prompt_name, default_prompt=False)
+    texts = _prompted(engine, body.inputs, body.prompt_name)
     whole = [text for text in texts if isinstance(text, str)]
 
     def work(encoder: TextEncoder) -> list[orjson.Fragment]:  # in a thread
@@ -224,7 +234,8 @@ async def tokenize(exchange: Here, body: TokenizeRequest) -> Response:
             for text, row in zip(whole, rows, strict=True)
         ]
 
-    return json_response(await exchange.run(partial(engine.tokenize, texts, work)))
+    tokens = await exchange.run(engine.tokenize(texts, work, deadline=exchange.deadline()))
+    return json_response(tokens)
 
 
 def _simple_tokens(text: str, tokens: Sequence[Token]) -> list[SimpleToken]:
@@ -253,9 +264,10 @@ def _byte_places(text: str) -> Sequence[int]:
 async def decode(exchange: Here, body: DecodeRequest) -> Response:
     """The text of each list of token ids. The model is not run."""
     engine = exchange.acquire(body.model, body.version)
-    rows = with_token_ids(engine, body.ids, "ids", is_checked=False)
+    rows = [Encoding.of(ids) for ids in body.ids]
     work = partial(TextEncoder.decode, rows=body.ids, skip_special=body.skip_special_tokens)
-    return json_response(await exchange.run(partial(engine.tokenize, rows, work)))
+    texts = await exchange.run(engine.tokenize(rows, work, deadline=exchange.deadline()))
+    return json_response(texts)
 
 
 @_route("/info", method="GET")
@@ -336,10 +348,16 @@ PREFIXES = (*ROUTES, "/models", "/invocations", "/ping", "/")
 """Prefixes of the paths with errors of this form; "/" stands for that path alone."""
 
 
-def _prompted(engine: Engine, body: EmbedAllRequest) -> list[Text | Encoding]:
+def _inputs(engine: Engine, body: EmbedAllRequest) -> Sequence[Text | Encoding]:
     """The texts and token ids of a request, with its prompt."""
-    inputs = with_token_ids(engine, body.inputs, "inputs")
-    return with_prompt(engine, inputs, body.prompt_name, default_prompt=False)
+    return _prompted(engine, with_token_ids(engine, body.inputs, "inputs"), body.prompt_name)
+
+
+def _prompted(
+    engine: Engine, texts: Sequence[Text | Encoding], name: str | None
+) -> Sequence[Text | Encoding]:
+    """The texts, with a prompt if the request names one: TEI has no default prompt."""
+    return texts if name is None else with_prompt(engine, texts, name)
 
 
 def _model_type(engine: Engine) -> ClassifierType | EmbeddingType | RerankerType:

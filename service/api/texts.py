@@ -175,8 +175,9 @@ async def embed_texts(
     """
     if dimensions is not None:
         _check_dimensions(engine, dimensions, _vector_size(engine))
-    work = partial(engine.run_task, "embed", texts, truncate=truncate, side=side)
-    answer = await exchange.run(work)
+    answer = await exchange.run(
+        engine.run_task("embed", texts, truncate=truncate, side=side, deadline=exchange.deadline())
+    )
     vectors = answer.vectors
     if dimensions is not None:
         _check_dimensions(engine, dimensions, vectors.shape[1])
@@ -209,14 +210,11 @@ def with_prompt(
     engine: Engine,
     texts: Sequence[Text | Encoding],
     name: str | None = None,
-    *,
-    default_prompt: bool = True,
 ) -> list[Text | Encoding]:
     """Put a prompt of the model before texts; token ids have no prompt.
 
     Args:
         name: The name of the prompt; None for the default prompt of the model.
-        default_prompt: False for no prompt in place of the default prompt.
 
     Raises:
         InvalidField: The model has no such prompt, or token ids were sent for it.
@@ -235,24 +233,22 @@ def with_prompt(
             "send texts, or leave prompt_name out",
             field="prompt_name",
         )
-    default = artifact.prompt() if default_prompt else ""
-    prompt = default if name is None else artifact.prompts[name]
+    prompt = artifact.prompt() if name is None else artifact.prompts[name]
     return [prompt + text if isinstance(text, str) else text for text in texts]
 
 
 def with_token_ids(
-    engine: Engine, inputs: Sequence[str | list[int]], field: str, *, is_checked: bool = True
+    engine: Engine, inputs: Sequence[str | list[int]], field: str
 ) -> list[str | Encoding]:
-    """Convert token ids to ``Encoding``; texts stay. Ids are not checked without ``is_checked``.
+    """Convert token ids to ``Encoding``; texts stay.
 
     Raises:
         InvalidField: Ids do not begin with the special token of the model (end, if texts begin
             with none), and ``any_token_ids`` is off: they come from another tokenizer.
     """
     encoder = engine.model.encoder
-    is_checked = is_checked and not engine.settings.any_token_ids
     for index, ids in enumerate(inputs):
-        if isinstance(ids, str) or encoder is None or not is_checked:
+        if isinstance(ids, str) or encoder is None or engine.settings.any_token_ids:
             continue
         before, after = encoder.frame
         what = "begin" if before and ids[: len(before)] != before else ""
@@ -265,7 +261,7 @@ def with_token_ids(
                 f"{SEND_TEXTS}; ATTNSERVE_ANY_TOKEN_IDS=true accepts them",
                 field=field,
             )
-    return [x if isinstance(x, str) else Encoding(x, [0] * len(x)) for x in inputs]
+    return [x if isinstance(x, str) else Encoding.of(x) for x in inputs]
 
 
 @router.post("/embed", response_model=TextEmbedResponse)
@@ -293,7 +289,10 @@ async def predict(exchange: Here, body: TextPredictRequest) -> Response:
     """
     engine = exchange.acquire(body.model, body.version)
     texts = with_prompt(engine, body.inputs)
-    answer = await exchange.run(partial(engine.run_task, "classify", texts, truncate=body.truncate))
+    deadline = exchange.deadline()
+    answer = await exchange.run(
+        engine.run_task("classify", texts, truncate=body.truncate, deadline=deadline)
+    )
     predictions = await classes(engine, answer, body.top_k)
     content = {"predictions": predictions, **_model_and_usage(engine, answer.tokens)}
     return await respond(exchange, engine, answer, content)
@@ -319,7 +318,7 @@ async def tokenize(exchange: Here, body: TextTokenizeRequest) -> Response:
     """The token ids of each text, including special tokens. The model is not run."""
     engine = exchange.acquire(body.model, body.version)
     work = partial(TextEncoder.encode, texts=body.inputs, truncate=body.truncate)
-    encodings = await exchange.run(partial(engine.tokenize, body.inputs, work))
+    encodings = await exchange.run(engine.tokenize(body.inputs, work, deadline=exchange.deadline()))
     tokens = [encoding.ids for encoding in encodings]
     count = sum(map(len, tokens))
     check_limit(count, engine.settings.max_tokens, "tokens")

@@ -33,8 +33,9 @@ from graph_passes.analysis.constants import constant_array
 from graph_passes.blocks import AttentionBlock
 from graph_passes.errors import AttnserveError
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, exact_rank, factor, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, exact_rank, factor
 from graph_passes.passes.decompose_attention import DecomposeAttention
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from graph_passes.reference import attention_reference, inputs_of, logits_reference
 from tests.attnserve.mutation_seeds import SEEDS, TRAPS
 from tests.attnserve.mutations import corrupted, mutant

@@ -18,9 +18,9 @@ from graph_passes.passes.collaborate import (
     Collaborate,
     Mixing,
     factor,
-    sharing_refusal,
 )
 from graph_passes.passes.invariants import CacheShape, check_invariants, interface
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     FUSED,

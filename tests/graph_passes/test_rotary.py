@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from graph_passes.emit.rotary import rotary_planes
-from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
     D,

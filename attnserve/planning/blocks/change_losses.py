@@ -126,10 +126,14 @@ class ChangeLosses:
         """
         if fitted:
             refit(
-                new, self.model, fitted, self.prefix.batches,
-                context=self.context, original_outputs=self.original_outputs,
+                new,
+                self.model,
+                fitted,
+                self.prefix.batches,
+                context=self.context,
+                original_outputs=self.original_outputs,
                 known=self.prefix.before(first),
-            )  # fmt: skip
+            )
         return max(self.estimator.loss_of(new, first), 1e-9)
 
 

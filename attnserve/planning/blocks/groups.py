@@ -34,13 +34,13 @@ from graph_passes.errors import Refusal
 from graph_passes.factorize.moments import TokenMoments
 from graph_passes.matching.feed_forward import find_feed_forward
 from graph_passes.passes.base import BlockPass, small_shapes
-from graph_passes.passes.collaborate import sharing_refusal
 from graph_passes.passes.conditions import returned_refusal
 from graph_passes.passes.fuse_attention import FuseAttention
 from graph_passes.passes.fuse_gelu import FuseGelu
 from graph_passes.passes.prune_heads import PruneHeads
 from graph_passes.passes.prune_neurons import PruneNeurons, neurons_refusal
 from graph_passes.passes.reuse_attention import reuse_refusal
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from graph_passes.passes.skip_attention import skip_refusal
 
 __all__ = [
@@ -92,7 +92,7 @@ class BlockGroup(ABC):
     @property
     def count(self) -> int:
         """The number of heads or neurons."""
-        return self.blocks[0].num_parts
+        return len(self.blocks[0].part_rows)
 
     @property
     def whole(self) -> BlockConfig:

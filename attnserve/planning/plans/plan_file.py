@@ -250,10 +250,14 @@ class SavedPlan:
         device = replace(device, provider=provider, threads=device.threads or goal.threads)
         in_runtime = replace(device, runtime=goal.runtime)
         job = Job.read(
-            artifact, original, data, target,
-            measure=self.required_measure(measure), joined=self.record.calibration.joined_to,
+            artifact,
+            original,
+            data,
+            target,
+            measure=self.required_measure(measure),
+            joined=self.record.calibration.joined_to,
             context=replace(context, device=in_runtime, seed=goal.seed),
-        )  # fmt: skip
+        )
         # The record has the runtime of its losses; serving selects from those that are given.
         return replace(job, runtimes=selectable_runtimes(device))
 

@@ -125,8 +125,11 @@ class PassRunner:
             self._refit()
         self._certify()
         # A session cannot observe the body of an If.
-        blocks = [block for block in self.analyses.get(find_attention).blocks
-                  if block.name in names and block.graph is self.model.graph]  # fmt: skip
+        blocks = [
+            block
+            for block in self.analyses.get(find_attention).blocks
+            if block.name in names and block.graph is self.model.graph
+        ]
         if self.job.data is None or not blocks:
             return {}
         batches = enough(self.job.data.fit, blocks)
@@ -184,10 +187,14 @@ class PassRunner:
         else:
             batches = random_batches(self.job.original, self.job.context.seed, empty=empty)
         refits = refit(
-            self.model, self.job.original, list(self.lossy), batches,
-            context=self.job.context, fit=self.fit,
+            self.model,
+            self.job.original,
+            list(self.lossy),
+            batches,
+            context=self.job.context,
+            fit=self.fit,
             feed=lambda batch: shaped_for(self.model, batch, empty),
-        )  # fmt: skip
+        )
         self.needs_refit = False
         if self.fit:
             shared = [name for name, result in refits.items() if result.is_shared]
@@ -238,8 +245,10 @@ class PassRunner:
 
     def _macs_by_block(self) -> dict[str, int]:
         shapes = self.analyses.get(infer_at, self.job.counted_workload)
-        macs = {b.name: macs_at(shapes, (*b.products, b.product))[0]
-                for b in self.analyses.get(find_feed_forward)}  # fmt: skip
+        macs = {
+            b.name: macs_at(shapes, (*b.products, b.product))[0]
+            for b in self.analyses.get(find_feed_forward)
+        }
         attention = [*self.analyses.get(find_attention).blocks, *skipped(self.model)]
         return macs | {place.name: macs_at(shapes, place.nodes)[0] for place in attention}
 

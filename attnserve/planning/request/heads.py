@@ -298,9 +298,13 @@ def _aligned_edges(
         return edges_of(reuse, blocks, names, masks=masks, similarity=similarity)
     effect = leave_one_out(request.model, reusing, batches, context=request.job.context)
     return edges_by_damage(
-        blocks, names, masks=masks, similarity=similarity, effect=effect,
+        blocks,
+        names,
+        masks=masks,
+        similarity=similarity,
+        effect=effect,
         budget=AUTO_BUDGET,
-    )  # fmt: skip
+    )
 
 
 def _explicit_edges(

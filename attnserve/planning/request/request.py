@@ -107,7 +107,8 @@ class Request:
         """
         if self.job.data is None:
             raise InvalidArgument(
-                f"{why}, and there is no data", f"give `calib`, or {otherwise}",
+                f"{why}, and there is no data",
+                f"give `calib`, or {otherwise}",
                 code="request.no_data",
-            )  # fmt: skip
+            )
         return self.job.data.fit

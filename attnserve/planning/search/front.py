@@ -145,9 +145,19 @@ class Front:
                     # Two blocks that share probabilities are timed together: each gets half.
                     ms = chosen.ms / 2 if chosen.sources else latency.configs[config].mean
                     yield ConfiguredBlock(
-                        block, group, config, unit, pick, place, curve, mask, in_float, operator,
-                        loss, ms,
-                    )  # fmt: skip
+                        block,
+                        group,
+                        config,
+                        unit,
+                        pick,
+                        place,
+                        curve,
+                        mask,
+                        in_float,
+                        operator,
+                        loss,
+                        ms,
+                    )
 
     def plan(self, choice: Choice) -> Plan:
         """The plan that makes a choice."""
@@ -161,10 +171,12 @@ class Front:
 
 def _front(units: Sequence[Unit], compared: Sequence[Sequence[int]]) -> list[Choice]:
     """The Pareto front of some configurations of each unit, which are given by index."""
-    front = pareto_front([
-        [(unit.configs[index].loss, unit.configs[index].ms) for index in indices]
-        for unit, indices in zip(units, compared, strict=True)
-    ])  # fmt: skip
+    front = pareto_front(
+        [
+            [(unit.configs[index].loss, unit.configs[index].ms) for index in indices]
+            for unit, indices in zip(units, compared, strict=True)
+        ]
+    )
     return [
         replace(
             choice,

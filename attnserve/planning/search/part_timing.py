@@ -127,8 +127,13 @@ def without_casts(part: Part) -> Part:
             made.name, value.name = value.name, made.name
             model.graph.outputs[place] = made
     remove_unused(model)
-    feeds = [{name: array.clip(-LARGEST, LARGEST).astype(np.float16) if name in halved else array
-              for name, array in feed.items()} for feed in part.feeds]  # fmt: skip
+    feeds = [
+        {
+            name: array.clip(-LARGEST, LARGEST).astype(np.float16) if name in halved else array
+            for name, array in feed.items()
+        }
+        for feed in part.feeds
+    ]
     return Part(model, tuple(feeds))
 
 

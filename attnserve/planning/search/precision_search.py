@@ -153,9 +153,14 @@ def _estimate_losses(
         for group in latency.groups
     }
     losses = loss_curves(
-        model, latency.groups, job.calibration, changes, latency.pairs,
+        model,
+        latency.groups,
+        job.calibration,
+        changes,
+        latency.pairs,
         job.target.precision if latency.float_latencies else None,
-        new_meter=job.meter, context=replace(job.context.on_all_threads(), seed=0),
-    )  # fmt: skip
+        new_meter=job.meter,
+        context=replace(job.context.on_all_threads(), seed=0),
+    )
     checkpoint.put_losses(losses)
     return losses

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,13 @@ import pytest
 from onnx import numpy_helper, parser
 
 from attnserve import bench
-from attnserve.checks import benchmark as measure
+from attnserve.checks import benchmark
 from attnserve.checks.benchmark import BenchReport, Measurement
 from attnserve.cli.app import main
 from attnserve.context import ONE_THREAD, Device
-from attnserve.options import Run
+from attnserve.runtime.isolation import Worker
 from attnserve.runtime.memory_use import peak_bytes
 from attnserve.runtime.onnx_runtime import OnnxRuntime
-from graph_passes.analysis.workload import Workload
 from graph_passes.errors import AttnserveError, InvalidArgument, InvalidModel
 from tests.errors import raises
 
@@ -128,7 +126,6 @@ def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
 ):  # fmt: skip
     """The runs are on the CPU, in the place of a GPU."""
     asked: list[tuple[str, tuple[int, ...]]] = []
-    child = measure._child
 
     def peak(self: OnnxRuntime, model: Path, inputs: Any, device: Device) -> int | None:
         assert device.provider == "cuda"
@@ -137,7 +134,7 @@ def test_bench_gpu_peaks_are_per_model_and_shape_on_cuda_only(
 
     monkeypatch.setattr(OnnxRuntime, "peak_bytes", peak)
     monkeypatch.setattr(
-        measure, "_child", lambda subject: child(replace(subject, device=ONE_THREAD))
+        benchmark, "Worker", lambda runner, model, device: Worker(runner, model, ONE_THREAD)
     )
     models = [folder / "small.onnx", folder / "large.onnx"]
     report = bench(models, sequences=(8, 16), rounds=1, provider="cuda")
@@ -211,12 +208,15 @@ def test_bench_too_long_sequence_names_the_maximum_length(folder: Path, tmp_path
         bench([tmp_path], sequences=(64,), rounds=1)
 
 
-def test_bench_process_that_dies_names_its_model(folder: Path):
-    subject = measure._examine(folder / "small.onnx", [Workload.of(1, 8)], Run(threads=1))
-    with measure._child(subject) as child:
-        child.worker.process.kill()
-        with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
-            child.feed(Workload.of(1, 8))
+def test_bench_process_that_dies_names_its_model(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def killed(*arguments: Any) -> Worker:
+        worker = Worker(*arguments)
+        worker.process.kill()
+        return worker
+
+    monkeypatch.setattr(benchmark, "Worker", killed)
+    with raises(InvalidModel, "benchmark.process_died", "small.onnx", "SIGKILL"):
+        bench([folder / "small.onnx"], sequences=(8,), rounds=1)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnserve import evaluate
-from attnserve.checks.scores import ClassificationScore, StsScore, pearson, spearman
+from attnserve.checks.scores import RatioScore, StsScore, pearson, spearman
 from attnserve.checks.tasks import OpenModel
 from attnserve.context import DEFAULT_CONTEXT
 from attnserve.intervals import bootstrap_interval
@@ -100,10 +100,10 @@ def test_evaluate_sts_correlates_cosines_with_scores(tokens: Path) -> None:
     score = evaluate(tokens, task="sts", data=data)
     assert isinstance(score, StsScore)
     np.testing.assert_allclose(score.cosines, [1, np.sqrt(0.5), -1, 0], atol=1e-6)
-    assert score.spearman == pytest.approx(1, abs=1e-12)
-    assert score.pearson == pytest.approx(np.corrcoef(score.cosines, [5, 3, 0, 1])[0, 1])
-    assert score.spearman_ci95 == pytest.approx((1, 1))
     content = json.loads(json.dumps(score.to_json(), allow_nan=False))
+    assert score.value == content["spearman"] == pytest.approx(1, abs=1e-12)
+    assert content["pearson"] == pytest.approx(np.corrcoef(score.cosines, [5, 3, 0, 1])[0, 1])
+    assert content["spearman_ci95"] == pytest.approx([1, 1])
     assert list(content) == ["task", "rows", "spearman", "pearson", "spearman_ci95"]
     assert (content["task"], content["rows"], len(content["spearman_ci95"])) == ("sts", 4, 2)
 
@@ -135,9 +135,9 @@ def test_evaluate_batch_size_does_not_change_the_score(tokens: Path) -> None:
     assert isinstance(one, StsScore) and isinstance(seven, StsScore)
     np.testing.assert_allclose(one.cosines, seven.cosines, atol=1e-6)
     assert done[-1] == (80, 80) and len(done) == 12
-    low, high = one.spearman_ci95
-    assert low < one.spearman < high
-    assert one.spearman_ci95 == seven.spearman_ci95
+    low, high = one.ci95
+    assert low < one.value < high
+    assert one.ci95 == seven.ci95
 
 
 def test_evaluate_seed_changes_the_interval_only(tokens: Path) -> None:
@@ -234,8 +234,8 @@ def test_evaluate_classification_accuracy(column: str, classes: Path) -> None:
     lines = ["0\teast", "1\tnorth", "1\teast north north", "0\teast north"]
     data = table(classes, f"label\t{column}", *lines)
     score = evaluate(classes, task="classification", data=data)
-    assert isinstance(score, ClassificationScore)
-    assert score.predictions.tolist() == [0, 1, 0, 0]
+    assert isinstance(score, RatioScore)
+    assert score.gains.tolist() == [1, 1, 0, 1]
     content = json.loads(json.dumps(score.to_json(), allow_nan=False))
     assert list(content) == ["task", "rows", "accuracy", "accuracy_ci95"]
     assert (content["task"], content["rows"], content["accuracy"]) == ("classification", 4, 0.75)
@@ -295,8 +295,8 @@ def test_evaluate_reads_the_output_that_the_task_is_about(tmp_path: Path) -> Non
         folder = artifact(tmp_path, text)
         labels = table(folder, "label\ttext", "0\teast north", "1\tnorth east")
         classified = evaluate(folder, task="classification", data=labels)
-        assert isinstance(classified, ClassificationScore)
-        assert classified.predictions.tolist() == [0, 1]
+        assert isinstance(classified, RatioScore)
+        assert classified.gains.tolist() == [1, 1]
         pairs = table(folder, STS, "1\teast north\tnortheast", "0\teast\tnorth")
         similar = evaluate(folder, task="sts", data=pairs)
         assert isinstance(similar, StsScore)
@@ -311,8 +311,8 @@ def test_evaluate_puts_the_default_prompt_before_texts_as_the_service_does(class
     (classes / "attnserve.json").write_text(json.dumps(record), encoding="utf-8")
     data = table(classes, "label\ttext", "0\teast", "1\tnorth")
     score = evaluate(classes, task="classification", data=data)
-    assert isinstance(score, ClassificationScore)
-    assert score.predictions.tolist() == [1, 1]  # of the first token
+    assert isinstance(score, RatioScore)
+    assert score.gains.tolist() == [0, 1]  # both have the class of the first token, which is 1
 
 
 # --- what the model and the options may be ------------------------------------------------------
@@ -393,6 +393,6 @@ def test_evaluate_minilm_has_its_published_score(
     score = evaluate(minilm_export("sdpa", "torchscript", 17), task="sts", data=data, threads=1)
     assert isinstance(score, StsScore)
     assert score.rows == 1500
-    assert score.spearman == pytest.approx(0.8672, abs=5e-5)
-    low, high = score.spearman_ci95
-    assert 0.84 < low < score.spearman < high < 0.89
+    assert score.value == pytest.approx(0.8672, abs=5e-5)
+    low, high = score.ci95
+    assert 0.84 < low < score.value < high < 0.89

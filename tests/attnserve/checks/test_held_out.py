@@ -33,6 +33,6 @@ def test_batches_and_records_of_each_part() -> None:
 
 def test_share_kept_measures_half_of_the_rows_to_choose_and_the_others_to_verify() -> None:
     cosines = np.random.default_rng(0).normal(size=240)
-    score = StsScore.of(cosines, cosines, 0)
+    score = StsScore(cosines, cosines, seed=0)
     rows = [share_kept(score, score, part=part).rows for part in HeldOut]
     assert rows == [120, 60, 60, 240]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import attnserve
 from attnserve.checks.scores import share_kept
-from graph_passes.errors import (
-    CheckFailed,
-)
+from graph_passes.errors import CheckFailed
 from tests.attnserve.sentence_pairs import pairs
 from tests.errors import raises
 

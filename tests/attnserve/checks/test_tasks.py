@@ -11,7 +11,7 @@ import pytest
 
 from attnserve import evaluate
 from attnserve.checks.evaluate import score_session
-from attnserve.checks.scores import ClassificationScore, PerplexityScore, RatioScore, StsScore
+from attnserve.checks.scores import PerplexityScore, RatioScore, StsScore
 from attnserve.checks.tasks import entities_of
 from attnserve.models.artifact import open_artifact
 from attnserve.runtime.interface import Session
@@ -316,8 +316,8 @@ def test_evaluate_image_classification_by_hand(tmp_path: Path) -> None:
     np.savez(tmp_path / "data.npz", image=images, label=np.array([0, 1, 0]))
     folder = artifact(tmp_path, PIXELS)
     score = evaluate(folder, task="image-classification", data=tmp_path / "data.npz", batch_size=2)
-    assert isinstance(score, ClassificationScore)
-    assert score.predictions.tolist() == [0, 1, 1]
+    assert isinstance(score, RatioScore)
+    assert score.gains.tolist() == [1, 1, 0]
     content = score.to_json()
     assert (content["task"], content["accuracy"]) == ("image-classification", pytest.approx(2 / 3))
     np.savez(tmp_path / "data.npz", image=images, label=np.array([0, 1, 2]))
@@ -336,8 +336,8 @@ def test_evaluate_image_classification_of_two_sizes(tmp_path: Path) -> None:
         images[:, label] = 1
         np.savez(data / f"{file}.npz", image=images, label=np.array([label, label]))
     score = evaluate(folder, task="image-classification", data=data, batch_size=3)
-    assert isinstance(score, ClassificationScore)
-    assert score.predictions.tolist() == [0, 0, 1, 1, 1, 1]
+    assert isinstance(score, RatioScore)
+    assert score.gains.tolist() == [1] * 6
 
 
 # --- models that others trained -----------------------------------------------------------------

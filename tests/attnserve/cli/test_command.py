@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from attnserve.options import Options, option_type
+from attnserve.options import Options
 from tests.attnserve.cli.commands import Cli
 from tests.attnserve.options.cases import CASES, COMMANDS
 
 
 @pytest.mark.parametrize(
     ("group", "name", "value"),
-    [case for case in CASES if not option_type(case[0].model_fields[case[1]]).cli.switches],
+    [case for case in CASES if not case[0].option(case[1]).cli.switches],
 )
 def test_option_out_of_bounds_exits_2_and_is_named(
     cli: Cli, group: type[Options], name: str, value: Any
 ):
-    about = option_type(group.model_fields[name])
+    about = group.option(name)
     flag = about.cli.flags[0] if about.cli.flags else f"--{name.replace('_', '-')}"
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     done = cli(*COMMANDS[group], f"{flag}={text}")

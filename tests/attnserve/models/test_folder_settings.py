@@ -94,6 +94,13 @@ def test_value_that_is_not_supported_is_refused_by_its_name(
         open_artifact(hub)
 
 
+def test_value_that_is_not_supported_is_refused_with_the_name_of_its_file(hub: Path) -> None:
+    (hub / SENTENCE).unlink()
+    write_json(hub / "sentence_roberta_config.json", {"module_output_name": "sentence_embedding"})
+    with raises(InvalidModel, "export.config", "sentence_roberta_config.json: module_output_name"):
+        open_artifact(hub)
+
+
 def test_keys_that_change_nothing_are_accepted(hub: Path) -> None:
     expected = open_artifact(hub).record
     write_json(hub / LIBRARY, {

@@ -19,7 +19,6 @@ from attnserve.options import (
     Timing,
     Training,
     Write,
-    option_type,
 )
 
 GROUPS = (*options.GROUPS, Mteb, Requirements)
@@ -58,7 +57,7 @@ def outside(bound: Any) -> list[float]:
 
 def invalid(group: type[Options], name: str) -> list[Any]:
     """Values that a field does not take, from its type and its bounds."""
-    about = option_type(group.model_fields[name])
+    about = group.option(name)
     if about.kind in (int, float):
         numbers = [value for bound in about.bounds for value in outside(bound)]
         return [*map(about.kind, numbers), math.nan, "nonsense"]

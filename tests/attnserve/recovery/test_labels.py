@@ -166,7 +166,10 @@ def load(model: Path, data: Path, rows: Sequence[LabeledRow]) -> tuple[ir.Model,
 
 def read(path: Path) -> list[LabeledRow]:
     lines = [line.split("\t") for line in path.read_text().splitlines()[1:]]
-    return [LabeledRow((first, second), float(score)) for score, first, second in lines]
+    return [
+        LabeledRow(number, (first, second), float(score))
+        for number, (score, first, second) in enumerate(lines, start=2)
+    ]
 
 
 def test_rows_to_fit_have_no_text_that_is_held_out(tiny: Path, pairs: Path):

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graph_passes.passes.collaborate import sharing_refusal
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.graph_passes.graphs import PARTS, PLAIN_INPUT, SCALE, H, K, V, attention, only, reasons
 
 CACHE = f"float[batch, {H}, past, {K}] pk, float[batch, {H}, past, {V}] pv"

@@ -10,7 +10,8 @@ import onnx_ir as ir
 import pytest
 
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import collaborate_refusal, sharing_refusal
+from graph_passes.passes.collaborate import collaborate_refusal
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.graph_passes.graphs import (
     FLOAT_MASK,
     PLAIN_INPUT,

@@ -8,7 +8,8 @@ import pytest
 
 from graph_passes.blocks import Capped, Floor, Mask, PositionBias, Scaled, Weighted
 from graph_passes.matching.find import find_attention
-from graph_passes.passes.collaborate import Collaborate, factor, sharing_refusal
+from graph_passes.passes.collaborate import Collaborate, factor
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.graph_passes.graphs import (
     PLAIN_INPUT,
     SCALE,

@@ -23,9 +23,9 @@ from graph_passes.passes.collaborate import (
     Collaborate,
     Mixing,
     factor,
-    sharing_refusal,
 )
 from graph_passes.passes.prune_heads import PruneHeads
+from graph_passes.passes.shared_dimensions import sharing_refusal
 from tests.errors import raises
 from tests.graph_passes.graphs import (
     PARTS,

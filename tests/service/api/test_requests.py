@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 
 from attnserve.models.tokenizer import TextEncoder
 from service.api import responses
-from service.api.exchange import cancel_on_disconnect
+from service.api.exchange import Exchange
 from service.api.responses import _parts, _without_large
 from service.errors import ClientGone
 from tests.service.conftest import HeldRuns, until
@@ -412,26 +412,28 @@ def test_large_json_is_compressed_if_the_client_accepts_it(
 # -- disconnects ----------------------------------------------------------------------------------
 
 
-def request_with(receive: Callable[[], Awaitable[Any]]) -> Any:
+def exchange_with(receive: Callable[[], Awaitable[Any]]) -> Exchange:
     """A request whose body was read."""
-    return SimpleNamespace(receive=receive)
+    request: Any = SimpleNamespace(receive=receive)
+    unused: Any = None
+    return Exchange(request, unused, unused, unused)
 
 
 async def stay() -> Any:
     await asyncio.sleep(60)
 
 
-async def test_cancel_on_disconnect_returns_result_and_stops_watching() -> None:
+async def test_run_returns_result_and_stops_watching() -> None:
     async def work() -> int:
         await asyncio.sleep(0.001)
         return 5
 
-    assert await cancel_on_disconnect(request_with(stay), work()) == 5
+    assert await exchange_with(stay).run(work()) == 5
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
+async def test_disconnect_after_result_cancels_nothing() -> None:
     disconnected = asyncio.Event()
 
     async def disconnect() -> Any:
@@ -442,12 +444,12 @@ async def test_cancel_on_disconnect_after_result_cancels_nothing() -> None:
         disconnected.set()
         return 5
 
-    assert await cancel_on_disconnect(request_with(disconnect), work()) == 5
+    assert await exchange_with(disconnect).run(work()) == 5
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-async def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation() -> None:
+async def test_run_distinguishes_disconnect_from_cancellation() -> None:
     cancelled: list[str] = []
 
     async def disconnect() -> Any:
@@ -461,10 +463,10 @@ async def test_cancel_on_disconnect_distinguishes_disconnect_from_cancellation()
             raise
 
     with pytest.raises(ClientGone):
-        await cancel_on_disconnect(request_with(disconnect), work("disconnected"))
+        await exchange_with(disconnect).run(work("disconnected"))
     task = asyncio.current_task()
     assert task is not None and task.cancelling() == 0
-    stopped = asyncio.ensure_future(cancel_on_disconnect(request_with(stay), work("stopped")))
+    stopped = asyncio.ensure_future(exchange_with(stay).run(work("stopped")))
     await asyncio.sleep(0.01)
     stopped.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -68,7 +68,7 @@ class Timer(Count):
 
 
 def is_int8(precision: str) -> bool:
-    return SCHEMES[precision].is_int8
+    return SCHEMES[precision].bits is not None
 
 
 @pytest.mark.timing(seconds=6)
