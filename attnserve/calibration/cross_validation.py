@@ -10,7 +10,8 @@ current weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import add
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +24,7 @@ from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from graph_passes.passes.skip_attention import Skipped
 
-__all__ = ["RIDGES", "Folds", "choose_ridge", "total_moments"]
+__all__ = ["RIDGES", "Folds", "choose_ridge"]
 
 FOLDS = 5
 """Number of folds of the cross-validation over texts."""
@@ -108,7 +109,7 @@ def choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     if size > COLUMNS:  # E |x @ columns|^2 = |x|^2, and the columns of W are independent fits
         columns = np.random.default_rng(0).standard_normal((size, COLUMNS)) / COLUMNS**0.5
     folds = [fold.projected(columns) for fold in folds]
-    moments = total_moments(folds)
+    moments = reduce(add, folds)
     prior = site.prior @ columns
     if moments.count >= MANY_TOKENS:
         folds = folds[:1]
@@ -130,14 +131,6 @@ def choose_ridge(folds: Sequence[FitMoments], site: Site) -> float | None:
     while place != best:
         best = place
         place = min((best, best - 1, best + 1), key=error)
-    held_out_sum = total_moments(folds)
+    held_out_sum = reduce(add, folds)
     current_error = held_out_sum.error_above_zero_map(site.weight @ columns, site.bias @ columns)
     return RIDGES[best] if error(best) < current_error else None
-
-
-def total_moments(folds: Sequence[FitMoments]) -> FitMoments:
-    """The moments of all folds together."""
-    total = folds[0]
-    for fold in folds[1:]:
-        total = total + fold
-    return total

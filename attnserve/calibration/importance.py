@@ -24,7 +24,6 @@ from attnserve.models.rows import row_count
 from attnserve.runtime.interface import Batch
 from attnserve.runtime.observer import observe
 from graph_passes.blocks import AttentionBlock
-from graph_passes.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["head_energy", "leave_one_out", "leave_one_out_total", "sensitivity"]
 
 MOST_ROWS = 64
-"""Default number of texts that the gated model runs on, once (or twice) per head."""
+"""Approximate number of texts that the gated model runs on, in whole batches spread evenly."""
 
 SIGNS = 2
 """Number of random sign vectors per block in ``leave_one_out_total``."""
@@ -117,25 +116,22 @@ def leave_one_out(
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
-    most_rows: int = MOST_ROWS,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """The relative squared change of the outputs without each head, by block name.
 
     The change is E |out - out without h|^2 / E |out - E out|^2 over unmasked tokens, averaged over
     the float outputs except caches and probabilities. The bias of the output projection stays.
+    The cost is one run of the layers from the block on, per head and batch.
 
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
-        most_rows: Approximate number of texts to run, in whole batches spread evenly, at least one
-            batch. The cost is one run of the layers from the block on, per head and batch.
 
     Raises:
-        InvalidArgument: ``most_rows`` is not positive.
         InvalidModel: No output is of floats.
         InvalidData: The model refuses a batch, no token is real, or outputs are not finite.
     """
     gates = [list(1 - np.eye(block.num_heads)) for block in blocks]
-    return _changes(model, blocks, batches, gates, most_rows=most_rows, context=context)
+    return _changes(model, blocks, batches, gates, most_rows=MOST_ROWS, context=context)
 
 
 def leave_one_out_total(
@@ -153,10 +149,10 @@ def leave_one_out_total(
     H is the sum over heads (Hutchinson's estimator), if the outputs are linear in the gates.
 
     Args:
-        most_rows: As in ``leave_one_out``; the cost is ``SIGNS`` runs per block and batch.
+        most_rows: In place of ``MOST_ROWS``; the cost is ``SIGNS`` runs per block and batch.
 
     Raises:
-        InvalidArgument, InvalidModel, InvalidData: In the cases of ``leave_one_out``.
+        InvalidModel, InvalidData: In the cases of ``leave_one_out``.
     """
     signs = np.random.default_rng(context.seed)
     gates = [
@@ -197,7 +193,6 @@ def sensitivity(
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
-    most_rows: int = MOST_ROWS,
 ) -> dict[str, Float[np.ndarray, " H"]]:
     """E_x |d out(x) / d xi_h| at xi_h = 1, by block name; xi_h multiplies the context of head h.
 
@@ -205,16 +200,16 @@ def sensitivity(
     because the texts have no labels. The derivative is a central difference of ``STEP``, accurate
     to about 1e-3 in float32. The norm of a text is the root mean square over its unmasked tokens,
     divided by the root of E |out - E out|^2, and averaged over outputs as in ``leave_one_out``.
+    The cost is two runs per head and batch.
 
     Args:
         blocks: Blocks of the main graph; fused operators may stay as they are.
-        most_rows: As in ``leave_one_out``; the cost is two runs per head and batch.
 
     Raises:
-        InvalidArgument, InvalidModel, InvalidData: In the cases of ``leave_one_out``.
+        InvalidModel, InvalidData: In the cases of ``leave_one_out``.
     """
     gated_model = GatedModel(model, blocks, context)
-    full = _FullRun(gated_model, batches, most_rows)
+    full = _FullRun(gated_model, batches, MOST_ROWS)
     totals = [np.zeros((block.num_heads, gated_model.num_outputs)) for block in blocks]
     progress = context.stage("measure sensitivity")
     steps = [STEP * np.eye(block.num_heads) for block in blocks]
@@ -232,16 +227,7 @@ def _some(batches: Sequence[Batch], most_rows: int) -> list[Batch]:
     """Batches with about ``most_rows`` texts, spread evenly; at least one batch.
 
     Batches are not cut: a model may have a fixed batch size.
-
-    Raises:
-        InvalidArgument: ``most_rows`` is not positive.
     """
-    if most_rows < 1:
-        raise InvalidArgument(
-            f"`most_rows` is {most_rows}: expected 1 or more",
-            "give a larger number, or leave it out",
-            code="importance.most_rows",
-        )
     rows = sum(map(row_count, batches))
     if rows <= most_rows:
         return list(batches)

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import chain
+from operator import add
 
 import numpy as np
 import onnx_ir as ir
 
-from attnserve.calibration.cross_validation import Folds, choose_ridge, total_moments
+from attnserve.calibration.cross_validation import Folds, choose_ridge
 from attnserve.calibration.layerwise import LayerwiseRunner
 from attnserve.calibration.linear_maps import Site, find_sites, install
 from attnserve.calibration.original_outputs import LayerwiseOutputs, OriginalOutputs
@@ -212,7 +214,7 @@ def _fit(
         The errors by name.
     """
     is_shared = _is_read_elsewhere(sites)
-    moments = total_moments(folds)
+    moments = reduce(add, folds)
     first_site = sites[0]
     varies = moments.variation > 1e-13 * moments.tt  # eps^2 of float32: less is rounding
     scale = moments.variation if varies else moments.tt or 1.0

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["HeadSimilarity", "measure_similarity", "similarities"]
 
 MOST_QUERIES = 8192
-"""Default number of queries, for three digits of the mean. The cost is proportional to it."""
+"""Approximate number of queries to compare, for three digits of the mean. The cost is proportional
+to it. Each text contributes an equal share, at least one, spread evenly over its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,34 +123,23 @@ def measure_similarity(
     batches: Sequence[Batch],
     *,
     context: RunContext = DEFAULT_CONTEXT,
-    most_queries: int = MOST_QUERIES,
 ) -> HeadSimilarity:
     """Compare all heads of these blocks on the unmasked tokens of these batches.
 
-    One batch at a time is run and reduced. Padding is excluded.
+    One batch at a time is run and reduced. Padding is excluded. ``MOST_QUERIES`` are compared.
 
     Args:
         blocks: In execution order. Their probabilities must be values of the graph (decompose fused
             operators first).
-        most_queries: Approximate number of queries to compare. Each text contributes an equal
-            share, at least one, spread evenly over its tokens.
 
     Raises:
-        InvalidArgument: ``most_queries`` is not positive.
         InvalidData: The model refuses a batch, a block sees no real token, or its probabilities
             are not finite.
     """
-    if most_queries < 1:
-        raise InvalidArgument(
-            f"`most_queries` is {most_queries}: expected 1 or more",
-            "give a larger number, or leave it out",
-            code="similarity.most_queries",
-        )
-    sums = _PairSums(blocks)
-    share = max(1, most_queries // max(1, sum(map(row_count, batches))))
+    sums = _PairSums(blocks, batches)
     values = [probabilities_of(block) for block in blocks]
     for batch, arrays in observe(model, values, batches, context, "compare heads"):
-        sums.add(arrays, batch, share)
+        sums.add(arrays, batch)
     return sums.similarity()
 
 
@@ -173,18 +163,13 @@ def similarities(
     """
     runner = LayerwiseRunner(model, batches, context=context)
     values = [[*chain(*map(probabilities_of, blocks))] for blocks in groups]
-    share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))
     for index, blocks in enumerate(groups):
-        sums = _PairSums(blocks)
+        sums = _PairSums(blocks, batches)
         later_values = list(chain(*values[index + 1 :]))
         runs = runner.run_to(values[index], later_values)
         for batch, arrays in zip(batches, runs, strict=True):
             remainder = iter(arrays)
-            sums.add(
-                [[*islice(remainder, len(probabilities_of(b)))] for b in blocks],
-                batch,
-                share,
-            )
+            sums.add([[*islice(remainder, len(probabilities_of(b)))] for b in blocks], batch)
         try:
             yield sums.similarity()
         except InvalidData:
@@ -194,8 +179,9 @@ def similarities(
 class _PairSums:
     """Running sums over batches for all heads."""
 
-    def __init__(self, blocks: Sequence[AttentionBlock]) -> None:
+    def __init__(self, blocks: Sequence[AttentionBlock], batches: Sequence[Batch]) -> None:
         self.blocks = blocks
+        self.share = max(1, MOST_QUERIES // max(1, sum(map(row_count, batches))))  # of each text
         heads = sum(block.num_heads for block in blocks)
         layers = len(blocks)
         self.layer_of = np.repeat(np.arange(layers), [block.num_heads for block in blocks])
@@ -205,13 +191,12 @@ class _PairSums:
         self.queries = np.zeros(layers, dtype=np.int64)
         self.comparable = np.ones((layers, layers), dtype=bool)
 
-    def add(self, probabilities: Sequence[Sequence[np.ndarray]], batch: Batch, share: int) -> None:
+    def add(self, probabilities: Sequence[Sequence[np.ndarray]], batch: Batch) -> None:
         """Add one batch.
 
         Args:
             probabilities: The elements of the ``probability_values`` of each block.
             batch: The inputs of the model, which hold the mask.
-            share: Maximum number of queries of each text.
         """
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         by_head = [
@@ -224,7 +209,7 @@ class _PairSums:
         have_equal_keys = np.zeros_like(self.comparable)
         for (_, (B, S, _)), members in groups.items():
             # Attention over windows of an image has several sequences per image.
-            max_queries = max(1, share * row_count(batch) // max(1, B))
+            max_queries = max(1, self.share * row_count(batch) // max(1, B))
             queries = _chosen(token_mask(batch, (B, S)), max_queries)
             have_equal_keys[np.ix_(members, members)] = True
             self.texts[members] += len(np.unique(queries.sequences))

@@ -13,7 +13,7 @@ from pathlib import Path
 __all__ = ["TextSample"]
 
 MAX_BYTES = 10_000_000
-"""About 100,000 sentences."""
+"""Maximum size of the file: about 100,000 sentences."""
 
 PRIVATE = re.compile(r"(?P<mail>(?<![\w.+-])[\w.+-]++@[\w-]++(?:\.[\w-]++)++)|\d+")
 """Numbers and mail addresses, which are masked. Matching takes linear time: a name starts at a name
@@ -31,13 +31,10 @@ class TextSample:
         rate: The share of texts to keep.
         mask: Replace numbers by numbers of the same length, and mail addresses. Equal numbers and
             addresses stay equal in one process; the key of the hash is random and never stored.
-        max_bytes: Maximum size of the file.
     """
 
-    def __init__(
-        self, path: Path, rate: float, *, mask: bool = False, max_bytes: int = MAX_BYTES
-    ) -> None:
-        self.path, self._rate, self._max_bytes = path, rate, max_bytes
+    def __init__(self, path: Path, rate: float, *, mask: bool = False) -> None:
+        self.path, self._rate = path, rate
         self._key = os.urandom(32) if mask else None
 
     def choose(self, texts: Iterable[object]) -> list[str]:
@@ -45,7 +42,7 @@ class TextSample:
         return [text for text in texts if isinstance(text, str) and random.random() < self._rate]
 
     def write(self, texts: Sequence[str]) -> None:
-        """Append texts, unless the file has reached ``max_bytes``.
+        """Append texts, unless the file has reached ``MAX_BYTES``.
 
         Raises:
             OSError: The file cannot be written, is not a regular file, or the disk is full.
@@ -61,7 +58,7 @@ class TextSample:
                 raise OSError(f"{self.path}: not a regular file")
             if state.st_mode & 0o077 and os.name == "posix":
                 os.fchmod(file, 0o600)
-            if content and state.st_size + len(content) <= self._max_bytes:
+            if content and state.st_size + len(content) <= MAX_BYTES:
                 os.write(file, content)  # one call: lines of several processes do not mix
         finally:
             os.close(file)

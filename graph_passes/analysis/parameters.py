@@ -16,7 +16,7 @@ from graph_passes.analysis.operator_sets import operators
 
 __all__ = ["parameter_bytes", "parameters"]
 
-WEIGHTS: Mapping[str, tuple[int, ...]] = {
+WEIGHT_INPUTS: Mapping[str, tuple[int, ...]] = {
     "ConvInteger": (0, 1),
     "DequantizeLinear": (0,),
     "DynamicQuantizeLSTM": (1, 2),
@@ -37,7 +37,7 @@ WEIGHTS: Mapping[str, tuple[int, ...]] = {
 }
 """Inputs of operators that hold quantized weights if they are constant."""
 
-FLOATS: Mapping[str, tuple[int, ...]] = {
+FLOAT_INPUTS: Mapping[str, tuple[int, ...]] = {
     "DynamicQuantizeLSTM": (3, 5, 6, 7),
     "DynamicQuantizeMatMul": (4,),
     "MatMulIntegerToFloat": (6,),
@@ -111,7 +111,7 @@ def _weight_places(node: ir.Node) -> tuple[int, ...]:
     if node.op_type == "Cast" and not node.domain:  # dequantized by hand: (Cast(x) - zero) * scale
         to = ir.DataType(node.attributes.get_int("to", ir.DataType.UNDEFINED))
         return (0,) if to.is_floating_point() and _is_multiplied(node.outputs[0]) else ()
-    return WEIGHTS.get(node.op_type, ())
+    return WEIGHT_INPUTS.get(node.op_type, ())
 
 
 def _is_multiplied(value: ir.Value) -> bool:
@@ -191,10 +191,13 @@ def _is_scale(node: ir.Node, place: int) -> bool:
     if node.op_type in ("Identity", *MOVES):  # the readers of the output decide
         users = [use for output in node.outputs for use in output.uses()]
         return bool(users) and all(_is_scale(user, at) for user, at in users)
-    if node.op_type in WEIGHTS or node.op_type.startswith("QLinear"):
-        return place not in (*WEIGHTS.get(node.op_type, ()), *FLOATS.get(node.op_type, ()))
+    if node.op_type in WEIGHT_INPUTS or node.op_type.startswith("QLinear"):
+        return place not in (
+            *WEIGHT_INPUTS.get(node.op_type, ()),
+            *FLOAT_INPUTS.get(node.op_type, ()),
+        )
     if node.op_type == "QuantizeLinear":
-        return place not in FLOATS["QuantizeLinear"]
+        return place not in FLOAT_INPUTS["QuantizeLinear"]
     return node.op_type in ("Mul", "Div", "Sub") and _scales_product(node, place)
 
 

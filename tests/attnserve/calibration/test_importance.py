@@ -357,17 +357,19 @@ def test_importance_progress_counts_batches_or_heads(measure: Measure, steps: in
 
 
 @pytest.mark.parametrize("measure", [leave_one_out, sensitivity])
-def test_importance_row_limit_selects_batches_evenly(measure: Measure):
+def test_importance_row_limit_selects_batches_evenly(
+    measure: Measure, monkeypatch: pytest.MonkeyPatch
+):
     model = layer()
     block = block_of(model)
     batches = [feeds(model, batch=2, seed=seed) for seed in range(8)]
-    some = measure(model, [block], batches, most_rows=4)[block.name]
+    monkeypatch.setattr(importance, "MOST_ROWS", 4)
+    some = measure(model, [block], batches)[block.name]
     chosen = measure(model, [block], [batches[2], batches[6]])[block.name]
     np.testing.assert_array_equal(some, chosen)
-    one = measure(model, [block], batches, most_rows=1)[block.name]
+    monkeypatch.setattr(importance, "MOST_ROWS", 1)
+    one = measure(model, [block], batches)[block.name]
     np.testing.assert_array_equal(one, measure(model, [block], [batches[4]])[block.name])
-    with raises(InvalidArgument, "importance.most_rows"):
-        measure(model, [block], batches, most_rows=0)
 
 
 @pytest.mark.parametrize("measure", [*MEASURES, lambda *a: voting_to_stay(*a, groups=2)])

@@ -262,21 +262,25 @@ def test_measure_similarity_ignores_empty_texts():
     assert two.queries == 14
 
 
-def test_measure_similarity_query_limit_samples_evenly(tiny: Path, sentences: Path):
+def test_measure_similarity_query_limit_samples_evenly(
+    tiny: Path, sentences: Path, monkeypatch: pytest.MonkeyPatch
+):
     artifact = open_artifact(tiny)
     model = load_model(artifact)
     data = load_inputs(sentences, model, artifact, split=False)
     blocks = read_attention(model).blocks
     whole = measure_similarity(model, blocks, data.fit)
-    some, again = (measure_similarity(model, blocks, data.fit, most_queries=240) for _ in range(2))
+    monkeypatch.setattr("attnserve.calibration.similarity.MOST_QUERIES", 240)
+    some, again = (measure_similarity(model, blocks, data.fit) for _ in range(2))
     assert 200 <= some.queries <= 240 < whole.queries, "four of each of 60 sentences, or all"
     np.testing.assert_array_equal(some.matrix, again.matrix)
     # A third of the queries: the mean changes in the second digit.
     np.testing.assert_allclose(some.matrix, whole.matrix, rtol=0, atol=0.03)
 
 
-def test_measure_similarity_query_limit_keeps_one_query_per_text():
-    assert measure_similarity(*matched(), [texts(9, 5, 1)], most_queries=1).queries == 3
+def test_measure_similarity_query_limit_keeps_one_query_per_text(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnserve.calibration.similarity.MOST_QUERIES", 1)
+    assert measure_similarity(*matched(), [texts(9, 5, 1)]).queries == 3
 
 
 def test_measure_similarity_heads_in_the_batch_axis():
@@ -389,8 +393,3 @@ def test_measure_similarity_of_non_finite_activations_is_refused(value: float):
     batch["x"][0, 0, 0] = value
     with raises(InvalidData, "calibration.not_finite"):
         measure_similarity(*matched(), [batch])
-
-
-def test_measure_similarity_zero_queries_are_refused():
-    with raises(InvalidArgument, "similarity.most_queries"):
-        measure_similarity(*matched(), [texts(9)], most_queries=0)

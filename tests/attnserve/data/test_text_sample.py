@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from attnserve.data import text_sample
 from attnserve.data.text_sample import TextSample
 
 
@@ -28,8 +29,9 @@ def test_sample_keeps_a_share_of_texts(tmp_path: Path):
     assert TextSample(tmp_path, 1).choose([[1, 2], "a"]) == ["a"]
 
 
-def test_sample_stops_at_its_size(tmp_path: Path):
-    sample = TextSample(tmp_path / "texts.txt", 1, max_bytes=10)
+def test_sample_stops_at_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(text_sample, "MAX_BYTES", 10)
+    sample = TextSample(tmp_path / "texts.txt", 1)
     for text in ("12345", "1234567", "123"):
         sample.write([text])
     assert sample.path.read_text() == "12345\n123\n"
