@@ -34,6 +34,7 @@ BASE = {
     "pydantic",
     "rich",
     "scipy",
+    "ir-measures",
     "starlette",
     "tensorly",
     "tokenizers",

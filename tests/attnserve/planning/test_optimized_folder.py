@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,10 @@ def test_card_has_the_speed_with_the_machine(folder: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"runtime": "openvino"}, {"precision": "bfloat16-cpu"}])
 def test_model_that_openvino_runs_has_its_file_without_a_request(
-    options: dict[str, Any], model: Path, tmp_path: Path
+    options: dict[str, Any], model: Path, tmp_path: Path, cpu_with: Callable[..., None]
 ) -> None:
     pytest.importorskip("openvino")
+    cpu_with(bfloat16=True)
     file = Path("openvino", "openvino_model.xml")
     optimize(model, tmp_path / "openvino", collab_dk=16, mixing="dense", **options)
     assert (tmp_path / "openvino" / file).is_file()

@@ -329,6 +329,7 @@ def test_compiled_model_is_optional(tmp_path: Path):
     assert result(session, ids_of(2, 5)) is not None
 
 
+@pytest.mark.skipif(not has_bfloat16_product(), reason="the CPU does not multiply bfloat16")
 def test_model_is_computed_in_bfloat16_only_if_it_says_so(tmp_path: Path):
     generator = np.random.default_rng(0)
     text = '<ir_version: 8, opset_import: ["" : 17]> g (float[n, 64] x) => (float[n, 64] y) {'
