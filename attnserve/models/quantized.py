@@ -37,6 +37,7 @@ INT8_PRODUCTS = operators(
 """Operators that multiply 8-bit activations by 8-bit weights."""
 
 BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+"""Types of 8-bit weights."""
 
 FACTORS = frozenset({"MatMul", "Gemm", "Conv"})
 """Operators that ONNX Runtime runs in 8 bits if their inputs are dequantized."""
